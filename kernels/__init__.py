@@ -1,0 +1,1 @@
+"""Triton kernels with their torch references, and pinned copies; it knows no requests or hashes."""

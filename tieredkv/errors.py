@@ -1,0 +1,82 @@
+"""Every error that tieredkv raises on purpose.
+
+TieredKVError
+├─ ConfigError(ValueError)    names the field, the value, what is allowed, the nearest known name
+├─ RequestError(ValueError)   the caller's request cannot be served; maps to HTTP 4xx
+├─ ShapeError(ValueError)     host-side kernel checks
+├─ ModelError                 unsupported architecture, weights that do not fit the config
+├─ IntegrityError             a `check()` found a broken invariant: always a bug
+└─ StorageError(OSError)      path and cause kept
+   ├─ StoreFullError          the budget or the disk has no room
+   ├─ StoreBusyError          another writer owns the directory
+   ├─ FormatVersionError      the store was written by another format version
+   └─ CorruptBlockError       what was read contradicts its record
+"""
+
+
+class TieredKVError(Exception):
+    """Base of every error raised on purpose."""
+
+
+class ConfigError(TieredKVError, ValueError):
+    """A setting is unknown, malformed or out of range."""
+
+
+class RequestError(TieredKVError, ValueError):
+    """A request cannot be served as asked.
+
+    Attributes:
+        param: the request field at fault, if one is.
+        code: a machine-readable code such as `context_length_exceeded`.
+        status: the HTTP status it maps to.
+    """
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class ShapeError(TieredKVError, ValueError):
+    """Tensors handed to a kernel disagree."""
+
+
+class ModelError(TieredKVError):
+    """A model cannot be loaded or is not supported."""
+
+
+class IntegrityError(TieredKVError):
+    """A `check()` found a broken invariant: always a bug of ours."""
+
+
+class StorageError(TieredKVError, OSError):
+    """The disk tier cannot be used; the message names the path and the way out."""
+
+
+class StoreFullError(StorageError):
+    """The byte budget or the filesystem has no room for another block."""
+
+
+class StoreBusyError(StorageError):
+    """Another writer owns the store; the message names its pid."""
+
+
+class FormatVersionError(StorageError):
+    """The store was written by another format version and was left untouched."""
+
+
+class CorruptBlockError(StorageError):
+    """What was read contradicts its record.
+
+    Attributes:
+        block_hash: whose bytes they should have been.
+        reason: one of the reasons counted by `verify`.
+    """
+
+    def __init__(self, message: str, *, block_hash: bytes, reason: str) -> None:
+        super().__init__(message)
+        self.block_hash = block_hash
+        self.reason = reason

@@ -1,0 +1,94 @@
+"""The nouns that every layer shares; it imports nothing of ours.
+
+Sizes are bytes, times are wall-clock seconds since the epoch, unless a name says otherwise.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+import msgspec
+
+BlockHash = NewType("BlockHash", bytes)
+"""Chained digest of one full block; bytes, equal in every process and on every machine."""
+
+BlockId = NewType("BlockId", int)
+"""Index of a block in the device pool."""
+
+PageId = NewType("PageId", int)
+"""Index of a block-sized page in the host arena."""
+
+PAGE_ALIGNMENT_BYTES = 4096
+"""Arena pages and disk slots start and end on multiples of this, as O_DIRECT asks."""
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Tier(enum.StrEnum):
+    """Where a copy of a block is, fastest first."""
+
+    DEVICE = "device"
+    HOST = "host"
+    DISK = "disk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVSpec:
+    """The shape of the keys and values of one model.
+
+    The device pool is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`, so that a
+    block is one contiguous byte range in every tier.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    block_size: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token, all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block, all layers."""
+        return self.token_bytes * self.block_size
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one arena page: a block, rounded up to the alignment of O_DIRECT."""
+        return -(-self.block_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+
+
+class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """Identity and retention of one full block, as the tiers hand it to one another.
+
+    Attributes:
+        block_hash: the key; 32 bytes for SHA-256, 16 for xxh3_128.
+        parent_hash: the hash of the block before it; the root for position 0.
+        root: the chain's root digest: model, KV dtype, layout, block size, namespace.
+        namespace: digest of tenant and salt; tenants never share.
+        position: index of the block in its chain, 0 for the first.
+        size_bytes: payload bytes, before any compression.
+        retention: name of the longest retention policy that asked for the block.
+        computed_at: when its keys and values were computed; its age counts from here for ever.
+        expires_at: unreachable from this moment on.
+        last_used: last hit or store.
+        protect_until: not evicted for capacity before this moment, best effort.
+        hits: times it was loaded or touched.
+    """
+
+    block_hash: bytes
+    parent_hash: bytes
+    root: bytes
+    namespace: bytes
+    position: int
+    size_bytes: int
+    retention: str
+    computed_at: float
+    expires_at: float
+    last_used: float
+    protect_until: float = 0.0
+    hits: int = 0
