@@ -1,0 +1,139 @@
+"""What the server's process and the engine's process say to each other; no text, only token ids.
+
+Frames are a u32 little-endian length and msgpack of one tagged struct. One message a step carries
+the outputs of all requests of that step.
+"""
+
+import msgspec
+
+from tieredkv.engine.sampling_params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """A prompt to continue.
+
+    Attributes:
+        request_id: unique among the requests in flight.
+        prompt_token_ids: the prompt; never empty.
+        params: how to sample and when to stop; stop strings are handled where text is made.
+        retention: name of a retention policy, or None for the server's default.
+        tenant: whose API key it is; tenants never share a block.
+        cache_salt: narrows the tenant's namespace.
+        prompt_cache_key: narrows it too where `isolate_by` says so.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    retention: str | None = None
+    tenant: str = ""
+    cache_salt: str | None = None
+    prompt_cache_key: str | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop a request and release what it holds; unknown ids are ignored."""
+
+    request_id: str
+
+
+class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the tokens of a prompt came from; the parts never count a recomputed token.
+
+    Attributes:
+        prompt_tokens: length of the prompt.
+        device, host, disk: prompt tokens whose keys and values were found in that tier.
+        written_tokens: prompt tokens that this request computed into cached blocks.
+    """
+
+    prompt_tokens: int
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    written_tokens: int = 0
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that were not computed again."""
+        return self.device + self.host + self.disk
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One token's log-probability and its most likely alternatives, most likely first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step made of one request.
+
+    Attributes:
+        token_ids: the new tokens of this step, often one.
+        logprobs: one entry a new token where the request asked for them.
+        finish_reason: "stop", "length", "abort" or "error" on the last output, else None.
+        error: what went wrong, for "error".
+        error_code: machine-readable reason, for "error".
+        usage: on the first output and on the last.
+    """
+
+    request_id: str
+    token_ids: list[int] = []
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    error: str | None = None
+    error_code: str | None = None
+    usage: RequestUsage | None = None
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """All outputs of one step."""
+
+    outputs: list[TokenOutput]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+    """Said once by the engine when it can serve."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    block_size: int
+    num_device_blocks: int
+    num_host_pages: int
+    device: str
+    dtype: str
+    engine_pid: int
+    worker_pid: int | None
+    default_retention: str
+
+
+class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
+    """Said instead of `EngineInfo` when the engine cannot start."""
+
+    error_type: str
+    message: str
+
+
+class StatsRequest(msgspec.Struct, frozen=True, tag="stats?"):
+    """Ask for the tiers' counters."""
+
+    query_id: int
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
+    """Blocks and bytes of each tier, and the engine's counters; `{"device", "host", "disk", …}`."""
+
+    query_id: int
+    tiers: dict[str, object]
+
+
+class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+    """Stop: end running requests with "abort", write what `24h` promised, exit."""
+
+    drain_timeout_s: float
+
+
+ToEngine = EngineRequest | Abort | StatsRequest | Shutdown
+ToServer = StepOutputs | EngineInfo | StartFailed | StatsReply
