@@ -4,6 +4,7 @@ Sizes are bytes, times are wall-clock seconds since the epoch, unless a name say
 """
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NewType
 
@@ -92,3 +93,6 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     last_used: float
     protect_until: float = 0.0
     hits: int = 0
+
+Progress = Callable[[str, int, int], None]
+"""Told (stage, done, total) now and then during long work; total 0 where it is not known."""

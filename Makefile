@@ -1,0 +1,52 @@
+# tieredkv: `make setup`, `make demo`, `make test`; each starts from a fresh clone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+# Without a GPU: the torch release that has a CPU build. Where pip would take a CUDA build of it,
+# set TORCH_INDEX_URL to the index that holds the CPU builds.
+CPU_TORCH := torch==2.13.0
+
+.PHONY: help setup demo test test-full lint types format clean
+
+help:
+	@echo "make setup      virtual environment in $(VENV), the package and its development tools"
+	@echo "make demo       serve a prompt cold, then from VRAM, host, disk, and disk after a restart"
+	@echo "make test       lint, types and the CPU tests"
+	@echo "make test-full  what make test leaves out: slow, stress and, with a GPU, gpu tests"
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setting up $(VENV) ($(if $(HAS_GPU),with a GPU,without a GPU))"
+	@$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	@$(if $(HAS_GPU),true,$(BIN)/python -m pip install --quiet $(CPU_TORCH) $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)))
+	@$(BIN)/python -m pip install --quiet --editable . --group dev
+	@touch $@
+
+demo: setup
+	@$(BIN)/tieredkv demo
+
+test: lint types
+	@$(BIN)/pytest -q -m "not gpu and not slow and not stress"
+
+test-full: lint types
+	@$(BIN)/pytest -q -m "not gpu"
+	@$(if $(HAS_GPU),$(BIN)/pytest -q -m gpu,echo "not run: the gpu tests, there is no GPU here")
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: setup
+	@$(BIN)/mypy
+
+format: setup
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,520 @@
+"""The engine: requests in, tokens out, one step at a time.
+
+It joins model, scheduler and cache, and owns what they share: the device pool, the host arena, the
+store's worker. It knows no text and no HTTP. Everything runs on the thread that calls `step`; only
+`wake` may be called from others.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+import torch
+import xxhash
+
+from tieredkv.block_pool import BlockPool
+from tieredkv.cache.directory import Directory, Entry
+from tieredkv.cache.tiered import Prefix, TieredCache
+from tieredkv.cache.tiers import Tiers
+from tieredkv.clock import Clock
+from tieredkv.config import Settings
+from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.messages import (
+    EngineInfo,
+    EngineRequest,
+    TokenLogprob,
+    TokenOutput,
+)
+from tieredkv.engine.model_runner import ModelRunner
+from tieredkv.engine.request import Request
+from tieredkv.engine.sampler import Sampler, SamplerState
+from tieredkv.engine.scheduler import ScheduledRow, Scheduler
+from tieredkv.errors import ConfigError, RequestError
+from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.kernels.copies import BlockCopier
+from tieredkv.storage.client import ControlRequest, StoreClient, StoreOptions
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import StoreStats, minimum_budget_bytes
+from tieredkv.transfer import BlockTransfer
+from tieredkv.types import BlockHash, KVSpec, Progress, Tier
+from tieredkv.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+LAYOUT = "block-contiguous/1"
+TRANSFER_POLL_S = 0.00005
+MAX_DESCRIBED_ROOTS = 4096
+CPU_DEVICE_BYTES = 256 << 20
+
+
+def _no_progress(_stage: str, _done: int, _total: int) -> None:
+    pass
+
+
+class EngineCore:
+    """One model with its scheduler and its tiered cache.
+
+    Args:
+        settings: sizes, tiers, retention, scheduling.
+        progress: told about loading, profiling and pinning.
+
+    Raises:
+        ConfigError: a budget is smaller than one block, or a setting does not fit the model.
+        ModelError: the model cannot be loaded or is not supported.
+        StorageError: the disk tier's directory is not usable; nothing in it was changed.
+    """
+
+    def __init__(self, settings: Settings, *, progress: Progress = _no_progress) -> None:
+        self._settings = settings
+        self._policies = settings.retention_policies()
+        self._policies.get(settings.default_retention)
+        self._clock = Clock(settings.clock_offset_file)
+        self._wake = threading.Event()
+        self._requests: dict[str, Request] = {}
+        self._outputs: list[TokenOutput] = []
+        self._described: set[BlockHash] = set()
+        self._is_closed = False
+        self._is_stalled = False
+        self.on_first_logits: Callable[[str, torch.Tensor], None] | None = None
+        with contextlib.ExitStack() as stack:
+            self._build(settings, progress, stack)
+            self._stack = stack.pop_all()
+
+    def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
+        device = torch.device(settings.resolve_device(torch.cuda.is_available()))
+        self.model: LoadedModel = load_model(
+            settings.model,
+            dtype=None if settings.dtype == "auto" else settings.dtype,
+            device=str(device),
+            progress=progress,
+            fingerprint=settings.fingerprint,
+        )
+        spec = self.kv_spec = self.model.kv_spec(settings.block_size)
+        num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
+        _check_budgets(settings, spec)
+        self._arena = stack.enter_context(
+            contextlib.closing(HostArena(num_pages, spec.page_bytes, progress=progress))
+        )
+        self._store = self._open_store(stack)
+        self._runner = ModelRunner(self.model, spec, device=device)
+        num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
+        num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
+        self._pool = self._runner.make_kv_pool(num_blocks)
+        self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
+        arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+        self._copier = BlockCopier(
+            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), progress=progress
+        )
+        stack.callback(self._copier.close)
+        transfer = BlockTransfer[object](
+            self._copier, device=device, block_bytes=spec.block_bytes
+        )
+        self.tiers = Tiers(
+            device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
+            host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
+            directory=Directory(self._policies),
+            transfer=transfer,
+            store=self._store,
+            clock=self._clock,
+            block_bytes=spec.block_bytes,
+        )
+        self.cache = TieredCache(
+            self.tiers,
+            can_load=settings.restore != "compute",
+            is_write_behind=settings.disk_write == "write_behind",
+            device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
+            load_timeout_s=settings.load_timeout,
+        )
+        self.scheduler = Scheduler(
+            self.cache,
+            block_size=spec.block_size,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=num_batched_tokens,
+            hash_algo=settings.hash_algo,
+        )
+        self._sampler = Sampler()
+        self._runner.warm_up(progress)
+        self.info = EngineInfo(
+            model=settings.served_model_name or self.model.name,
+            max_model_len=min(
+                settings.max_model_len or self.model.max_model_len,
+                self.model.max_model_len,
+                num_blocks * spec.block_size,
+            ),
+            vocab_size=self.model.vocab_size,
+            block_size=spec.block_size,
+            num_device_blocks=num_blocks,
+            num_host_pages=num_pages,
+            device=str(device),
+            dtype=self.model.dtype,
+            engine_pid=os.getpid(),
+            worker_pid=self._store.pid if self._store else None,
+            default_retention=settings.default_retention,
+        )
+
+    # Requests
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestError: it is malformed, too long, or the queue is full.
+        """
+        settings, info = self._settings, self.info
+        if not request.prompt_token_ids:
+            raise RequestError("The prompt is empty", param="prompt", code="invalid_value")
+        if len(request.prompt_token_ids) >= info.max_model_len:
+            raise RequestError(
+                f"This model's maximum context length is {info.max_model_len} tokens. However, "
+                f"your prompt has {len(request.prompt_token_ids)} tokens and at least one must be "
+                "generated",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if request.request_id in self._requests:
+            raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
+        highest, lowest = max(request.prompt_token_ids), min(request.prompt_token_ids)
+        if lowest < 0 or highest >= info.vocab_size:
+            raise RequestError(
+                f"Token id {highest if lowest >= 0 else lowest} is outside the vocabulary of "
+                f"{info.vocab_size} tokens",
+                param="prompt",
+                code="invalid_value",
+            )
+        if len(self.scheduler.waiting) >= settings.max_num_queued_reqs:
+            raise RequestError(
+                f"The queue is full: {settings.max_num_queued_reqs} requests are waiting",
+                code="queue_full",
+                status=429,
+            )
+        policy = self._policies.get(request.retention or settings.default_retention)
+        root, namespace, hashes = self._chain(request)
+        self._describe(root, namespace)
+        token_ids = list(request.prompt_token_ids)
+        prefix = Prefix(root=root, namespace=namespace, hashes=hashes, retention=policy.name)
+        queued = Request(
+            request_id=request.request_id,
+            params=request.params,
+            token_ids=token_ids,
+            num_prompt_tokens=len(token_ids),
+            prefix=prefix,
+            sampler=SamplerState.from_params(request.params, token_ids, settings.seed),
+        )
+        self._requests[request.request_id] = queued
+        self.scheduler.add(queued)
+
+    def abort(self, request_id: str) -> None:
+        """Cancel a request and release what it holds; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish(request)
+            self._outputs.append(TokenOutput(request_id=request_id, finish_reason="abort"))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a `step` could do something: requests, or blocks on the move."""
+        return bool(self._requests) or bool(self._outputs) or not self.cache.is_idle
+
+    @property
+    def num_unfinished_requests(self) -> int:
+        """Requests queued or running."""
+        return len(self._requests)
+
+    def step(self) -> list[TokenOutput]:
+        """Run one step and return what it made; may be empty while requests wait for bytes."""
+        self.cache.poll()
+        self._answer_control()
+        scheduled = self.scheduler.schedule()
+        if scheduled:
+            logits = self._runner.execute([row.row for row in scheduled])
+            for row in scheduled:
+                self.scheduler.complete(row)
+            self._sample([row for row in scheduled if row.row.needs_logits], logits)
+        self.cache.pump()
+        self._is_stalled = not scheduled
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def wait(self, timeout_s: float) -> None:
+        """Return when something may have changed: a wake, a copy that arrived, or the timeout."""
+        if not self._is_stalled and self._requests:
+            return
+        transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
+        while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
+            if transfer.has_completed:
+                break
+            self._wake.wait(TRANSFER_POLL_S if transfer.has_pending else left)
+        self._wake.clear()
+
+    def wake(self) -> None:
+        """End a `wait`; any thread may call it."""
+        self._wake.set()
+
+    # Tiers
+
+    def tier_stats(self) -> dict[str, object]:
+        """Return blocks and bytes of each tier, and the counters of the cache."""
+        size = self.kv_spec.block_bytes
+        stats: dict[str, object] = {}
+        for tier, pool in ((Tier.DEVICE, self.tiers.device), (Tier.HOST, self.tiers.host)):
+            stats[tier.value] = {
+                "blocks": pool.num_cached,
+                "blocks_used": pool.num_used,
+                "blocks_total": pool.num_blocks,
+                "bytes_live": pool.num_cached * size,
+                "bytes_budget": pool.num_blocks * size,
+            }
+        counters = msgspec.to_builtins(self.tiers.counters)
+        counters["preemptions"] = self.scheduler.num_preemptions
+        counters["requests_running"] = len(self.scheduler.running)
+        counters["requests_waiting"] = len(self.scheduler.waiting)
+        stats["counters"] = counters
+        return stats
+
+    def store_stats(self) -> StoreStats | None:
+        """Ask the store for its counters; None without a disk tier or while it is down."""
+        return self._store.request_stats(timeout_s=5.0) if self._store else None
+
+    def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:
+        """Empty the tiers above `to` of what no request uses; return whether all of it has gone."""
+        if to is Tier.DEVICE:
+            raise RequestError("`to` must be `host` or `disk`", param="to")
+        if to is Tier.DISK and self._store is None:
+            raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
+        return self.cache.demoter.flush(to, deadline=time.monotonic() + timeout_s)
+
+    def evict(
+        self,
+        *,
+        older_than_s: float | None = None,
+        namespace_prefix: str | None = None,
+        hash_prefixes: Sequence[str] = (),
+    ) -> int:
+        """Drop blocks from VRAM and host memory, all of them or those that match; count them."""
+        now = self._clock.now()
+
+        def is_wanted(entry: Entry) -> bool:
+            if older_than_s is not None and now - entry.computed_at < older_than_s:
+                return False
+            if namespace_prefix and not entry.namespace.hex().startswith(namespace_prefix):
+                return False
+            return not hash_prefixes or entry.block_hash.hex().startswith(tuple(hash_prefixes))
+
+        return self.cache.evict(is_wanted)
+
+    def kv_digest(self, request: EngineRequest) -> str | None:
+        """Return the xxh3_128 digest of the keys and values of a prompt's full blocks in VRAM.
+
+        The bytes are read from VRAM, head of the chain first. None where a block is not there.
+        """
+        _, _, hashes = self._chain(request)
+        digest = xxhash.xxh3_128()
+        for block_hash in hashes:
+            block = self.tiers.device.lookup(block_hash)
+            if block is None or not block.is_ready:
+                return None
+            digest.update(self._block_bytes[block.block_id].cpu().numpy())
+        return digest.hexdigest()
+
+    def close(self, *, drain_timeout_s: float | None = None, progress: Progress | None = None) -> None:
+        """Stop: end requests, write what a disk policy promised, release everything. Safe twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for request in list(self._requests.values()):
+            self._finish(request)
+        timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
+        report = progress or _no_progress
+        left = self.cache.demoter.drain(
+            deadline=time.monotonic() + timeout_s,
+            on_progress=lambda done, total: report("writing to disk", done, total),
+        )
+        if left:
+            logger.warning("%d blocks were not written to disk in time", left)
+        self.tiers.transfer.synchronize()
+        self._stack.close()
+
+    # Inside
+
+    def _chain(self, request: EngineRequest) -> tuple[BlockHash, bytes, list[BlockHash]]:
+        """Return root, namespace and block hashes of a prompt, in the tenant's own namespace."""
+        settings = self._settings
+        isolate_by = settings.isolate_by
+        namespace = namespace_digest(
+            request.tenant if isolate_by != "none" else "",
+            request.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None,
+            request.prompt_cache_key if isolate_by == "prompt_cache_key" else None,
+            algo=settings.hash_algo,
+        )
+        root = model_root(
+            fingerprint=self.model.fingerprint,
+            kv_dtype=self.kv_spec.dtype,
+            layout=LAYOUT,
+            block_size=self.kv_spec.block_size,
+            tp_rank=0,
+            tp_size=1,
+            namespace=namespace,
+            algo=settings.hash_algo,
+        )
+        hashes = chain_hashes(
+            root, request.prompt_token_ids, self.kv_spec.block_size, algo=settings.hash_algo
+        )
+        return root, namespace, hashes
+
+    def _describe(self, root: BlockHash, namespace: bytes) -> None:
+        """Tell the store once what a root stands for, so that an operator can read its listings."""
+        if self._store is None or root in self._described:
+            return
+        if len(self._described) >= MAX_DESCRIBED_ROOTS:
+            self._described.clear()
+        self._described.add(root)
+        self._store.describe_root(
+            root,
+            {
+                "model": self.model.name,
+                "kv_dtype": self.kv_spec.dtype,
+                "block_size": str(self.kv_spec.block_size),
+                "layout": LAYOUT,
+                "namespace": namespace.hex(),
+            },
+        )
+
+    def _sample(self, rows: list[ScheduledRow], logits: torch.Tensor) -> None:
+        """Give every row whose logits are here its next token."""
+        if not rows:
+            return
+        sampled = self._sampler.sample(logits, [row.request.sampler for row in rows])
+        for index, (row, token) in enumerate(zip(rows, sampled, strict=True)):
+            request = row.request
+            is_first = request.usage is None
+            if is_first:
+                if self.on_first_logits is not None:
+                    self.on_first_logits(request.request_id, logits[index])
+                num_recomputed = 1 if row.row.write_from > row.start else 0
+                request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
+            if not request.output_ids or request.num_preemptions:
+                self.cache.touch(request.prefix)
+            request.append(token.token_id)
+            self.scheduler.seal_full_blocks(request)
+            finish_reason = self._finish_reason(request, token.token_id)
+            logprobs = None
+            if request.params.logprobs is not None:
+                logprobs = [
+                    TokenLogprob(
+                        token_id=token.token_id, logprob=token.logprob, top=token.top_logprobs
+                    )
+                ]
+            self._outputs.append(
+                TokenOutput(
+                    request_id=request.request_id,
+                    token_ids=[token.token_id],
+                    logprobs=logprobs,
+                    finish_reason=finish_reason,
+                    usage=request.usage if is_first or finish_reason else None,
+                )
+            )
+            if finish_reason is not None:
+                self._finish(request)
+
+    def _finish_reason(self, request: Request, token_id: int) -> str | None:
+        params = request.params
+        if len(request.output_ids) >= params.min_tokens:
+            if token_id in params.stop_token_ids:
+                return "stop"
+            if not params.ignore_eos and token_id in self.model.eos_token_ids:
+                return "stop"
+        is_long = len(request.output_ids) >= params.max_tokens
+        if is_long or request.num_tokens >= self.info.max_model_len:
+            return "length"
+        return None
+
+    def _finish(self, request: Request) -> None:
+        del self._requests[request.request_id]
+        self.scheduler.remove(request)
+
+    def _answer_control(self) -> None:
+        """Serve what an operator asked the store's worker about VRAM and host memory."""
+        for event in self.cache.take_events():
+            if not isinstance(event, ControlRequest):
+                continue
+            assert self._store is not None
+            if event.verb == "df":
+                self._store.reply_control(event.id, self.tier_stats())
+            elif event.verb == "evict":
+                args = event.args
+                evicted = self.evict(
+                    older_than_s=args.get("older_than_s"),
+                    namespace_prefix=args.get("namespace_prefix"),
+                    hash_prefixes=args.get("ids") or (),
+                )
+                self._store.reply_control(
+                    event.id,
+                    {"evicted_blocks": evicted, "freed_bytes": evicted * self.kv_spec.block_bytes},
+                )
+
+    def _open_store(self, stack: contextlib.ExitStack) -> StoreClient | None:
+        settings = self._settings
+        if settings.disk_dir is None:
+            return None
+        options = StoreOptions(
+            path=settings.disk_dir,
+            budget_bytes=settings.disk_size,
+            sync=settings.disk_sync,
+            sweep_interval_s=settings.sweep_interval,
+            clock_offset_file=settings.clock_offset_file,
+        )
+        store = StoreClient(options, self._arena, wake=self.wake)
+        stack.callback(store.close)
+        return store
+
+    def _size_device_pool(
+        self, device: torch.device, num_batched_tokens: int, progress: Progress
+    ) -> int:
+        """Return how many blocks the device pool has: as told, or what a profiling pass leaves."""
+        settings, spec = self._settings, self.kv_spec
+        if settings.device_size is not None:
+            return _num_slots("device_size", settings.device_size, spec.block_bytes, least=2)
+        if device.type != "cuda":
+            return _num_slots("device_size", CPU_DEVICE_BYTES, spec.block_bytes, least=2)
+        progress("profiling", 0, 1)
+        num_blocks = self._runner.num_blocks_for(
+            settings.gpu_memory_utilization, max_num_batched_tokens=num_batched_tokens
+        )
+        progress("profiling", 1, 1)
+        if num_blocks < 2:
+            raise ConfigError(
+                f"`gpu_memory_utilization` = {settings.gpu_memory_utilization} leaves no room for "
+                f"blocks of {format_bytes(spec.block_bytes)}; raise it or use a smaller model"
+            )
+        return num_blocks
+
+
+def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> int:
+    """Return how many blocks fit into a budget.
+
+    Raises:
+        ConfigError: fewer than `least` do.
+    """
+    if size_bytes < least * slot_bytes:
+        raise ConfigError(
+            f"`{field}` = {format_bytes(size_bytes)} holds fewer than {least} blocks of "
+            f"{format_bytes(slot_bytes)}; it must be at least {format_bytes(least * slot_bytes)}"
+        )
+    return size_bytes // slot_bytes
+
+
+def _check_budgets(settings: Settings, spec: KVSpec) -> None:
+    """Refuse budgets that hold no block, before anything is allocated."""
+    if settings.device_size is not None:
+        _num_slots("device_size", settings.device_size, spec.block_bytes, least=2)
+    if settings.disk_dir is not None:
+        least = minimum_budget_bytes(spec.block_bytes)
+        if settings.disk_size < least:
+            raise ConfigError(
+                f"`disk_size` = {format_bytes(settings.disk_size)} holds no block of "
+                f"{format_bytes(spec.block_bytes)}; it must be at least {format_bytes(least)}"
+            )

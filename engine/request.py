@@ -1,0 +1,89 @@
+"""One request: its tokens, how far they are computed, and what it holds in the cache."""
+
+import enum
+from dataclasses import dataclass, field
+
+from tieredkv.cache.tiered import Prefix
+from tieredkv.engine.messages import RequestUsage
+from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.types import Tier
+
+
+class Phase(enum.Enum):
+    """Where a request stands: queued, or holding a block table."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt being continued.
+
+    Which token is whose, for `num_computed_tokens = c` and `n = len(token_ids)`:
+
+        [0, c)      keys and values are in VRAM
+        [c, n)      to be computed, but for full blocks of the chain that become ready meanwhile
+        n - 1       the newest token; its logits give the next one
+
+    Attributes:
+        token_ids: prompt, then what was generated.
+        usage: where the prompt's tokens came from; set when its prefill has ended.
+    """
+
+    request_id: str
+    params: SamplingParams
+    token_ids: list[int]
+    num_prompt_tokens: int
+    prefix: Prefix
+    sampler: SamplerState
+    phase: Phase = Phase.WAITING
+    num_computed_tokens: int = 0
+    num_preemptions: int = 0
+    usage: RequestUsage | None = None
+    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and generated tokens."""
+        return len(self.token_ids)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether more than the newest token is still to be computed."""
+        return self.num_computed_tokens < self.num_tokens - 1 or not self.output_ids
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.token_ids.append(token_id)
+        self.output_ids.append(token_id)
+
+    def measure_usage(self, block_size: int, num_recomputed_tokens: int) -> RequestUsage:
+        """Count the prompt's tokens by the tier that they were found in.
+
+        Args:
+            block_size: tokens a block.
+            num_recomputed_tokens: cached tokens that were computed again all the same, at the end
+                of a wholly cached prompt; they are not counted as cached.
+        """
+        counts = dict.fromkeys(Tier, 0)
+        last: Tier | None = None
+        for index, source in enumerate(self.prefix.sources):
+            if (index + 1) * block_size > self.num_prompt_tokens:
+                break
+            if source is not None:
+                counts[source] += block_size
+            last = source
+        if last is not None:
+            counts[last] -= num_recomputed_tokens
+        num_full_tokens = self.num_prompt_tokens // block_size * block_size
+        cached = sum(counts.values()) + (num_recomputed_tokens if last is not None else 0)
+        return RequestUsage(
+            prompt_tokens=self.num_prompt_tokens,
+            device=counts[Tier.DEVICE],
+            host=counts[Tier.HOST],
+            disk=counts[Tier.DISK],
+            written_tokens=num_full_tokens - cached,
+        )
+

@@ -1,0 +1,230 @@
+"""Which tokens of which requests are computed in the next step.
+
+Continuous batching with chunked prefill: every running request that can move gets tokens out of one
+budget, then queued requests are admitted in order of arrival. The scheduler asks the cache for
+blocks and never learns which tier they come from.
+
+Called by the engine's thread only.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import NamedTuple
+
+from tieredkv.cache.tiered import TieredCache
+from tieredkv.engine.model_runner import BatchRow
+from tieredkv.engine.request import Phase, Request
+from tieredkv.errors import IntegrityError
+from tieredkv.hashing import HashAlgo, chain_hashes
+
+logger = logging.getLogger(__name__)
+
+NUM_PROTECTED_REQUESTS = 16
+
+
+class ScheduledRow(NamedTuple):
+    """Tokens `[start, end)` of one request, to be computed in this step."""
+
+    request: Request
+    start: int
+    end: int
+    row: BatchRow
+
+
+class Scheduler:
+    """Holds the queue and the running requests.
+
+    Invariants (`check`): a running request has a block table that covers what it has computed; a
+    waiting one has none; nobody is in both.
+    """
+
+    def __init__(
+        self,
+        cache: TieredCache,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        hash_algo: HashAlgo,
+    ) -> None:
+        self.cache = cache
+        self._block_size = block_size
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._hash_algo = hash_algo
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.num_preemptions = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its blocks are looked up, protected and prefetched from now on."""
+        self.waiting.append(request)
+        self.cache.arrive(request.prefix)
+
+    def remove(self, request: Request) -> None:
+        """Take a request out, finished or cancelled, and release exactly what it holds."""
+        if request.phase is Phase.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.remove(request)
+        self.cache.release(request.prefix)
+
+    def schedule(self) -> list[ScheduledRow]:
+        """Choose the next step's tokens; empty when every request waits for blocks or bytes."""
+        budget = self._max_num_batched_tokens
+        claimed: set[int] = set()
+        scheduled: list[ScheduledRow] = []
+        # Decodes first: one token each, so that a long prefill never holds up the others' next token.
+        for request in sorted(self.running, key=lambda r: r.is_prefilling):
+            if budget <= 0:
+                break
+            if request.phase is not Phase.RUNNING:  # preempted by an earlier one of this loop
+                continue
+            row = None
+            if self._has_room(request, scheduled):
+                row = self._next_row(request, budget, claimed)
+            if row is not None:
+                scheduled.append(row)
+                budget -= row.end - row.start
+        self._admit(budget, claimed, scheduled)
+        return scheduled
+
+    def complete(self, scheduled: ScheduledRow) -> None:
+        """Take in that a row was computed: publish the full blocks that it ended."""
+        request, end = scheduled.request, scheduled.end
+        prefix = request.prefix
+        first = scheduled.start // self._block_size
+        last = min(end // self._block_size, len(prefix.hashes))
+        self.cache.complete(prefix, first, last)
+        request.num_computed_tokens = max(request.num_computed_tokens, end)
+
+    def seal_full_blocks(self, request: Request) -> None:
+        """Hash and publish the blocks that generated tokens have filled."""
+        prefix = request.prefix
+        num_full = request.num_computed_tokens // self._block_size
+        while len(prefix.hashes) < num_full:
+            start = len(prefix.hashes) * self._block_size
+            parent = prefix.hashes[-1] if prefix.hashes else prefix.root
+            (block_hash,) = chain_hashes(
+                parent,
+                request.token_ids[start : start + self._block_size],
+                self._block_size,
+                algo=self._hash_algo,
+            )
+            self.cache.seal(prefix, block_hash)
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        for request in self.waiting:
+            if request.phase is not Phase.WAITING or request.prefix.blocks:
+                raise IntegrityError(f"waiting request {request.request_id} holds a block table")
+        for request in self.running:
+            capacity = len(request.prefix.blocks) * self._block_size
+            if request.phase is not Phase.RUNNING or capacity < request.num_computed_tokens:
+                raise IntegrityError(f"running request {request.request_id} outgrew its table")
+
+    def _has_room(self, request: Request, scheduled: list[ScheduledRow]) -> bool:
+        """Grow the request's table to its tokens, preempting newer requests where nothing is free."""
+        num_blocks = -(-request.num_tokens // self._block_size)
+        while len(request.prefix.blocks) < num_blocks:
+            if self.cache.extend(request.prefix):
+                continue
+            if self.cache.is_room_coming:
+                return False
+            in_step = {id(row.request) for row in scheduled}
+            victim = self.running[-1]
+            if victim is not request and id(victim) not in in_step:
+                self._preempt(victim)
+            elif any(other.prefix.is_protected for other in self.waiting):
+                self._unprotect(self.waiting)
+            else:
+                return False
+        return True
+
+    def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
+        """Return the next stretch of tokens that is neither ready, on its way, nor claimed."""
+        size, prefix = self._block_size, request.prefix
+        num_chain = len(prefix.hashes)
+        start = request.num_computed_tokens
+        while start % size == 0 and start // size < num_chain:
+            if not prefix.blocks[start // size].is_ready:
+                break
+            start += size
+        request.num_computed_tokens = start
+        write_from = start
+        if start >= request.num_tokens:  # wholly cached: only the last token's logits are missing
+            write_from = request.num_tokens
+            start = request.num_tokens - 1
+        end = min(request.num_tokens, start + budget)
+        for index in range(start // size, min(-(-end // size), num_chain)):
+            block = prefix.blocks[index]
+            if write_from > start:
+                break
+            if block.is_ready or block.block_id in claimed or self.cache.is_loading(block):
+                end = min(end, index * size)
+                break
+        if end <= start:
+            return None
+        for index in range(start // size, min(-(-end // size), num_chain)):
+            claimed.add(prefix.blocks[index].block_id)
+        row = BatchRow(
+            token_ids=request.token_ids[start:end],
+            start=start,
+            block_table=[block.block_id for block in prefix.blocks],
+            write_from=write_from,
+            needs_logits=end == request.num_tokens,
+        )
+        return ScheduledRow(request, start, end, row)
+
+    def _admit(self, budget: int, claimed: set[int], scheduled: list[ScheduledRow]) -> None:
+        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+            request = self.waiting[0]
+            if not self.cache.is_settled(request.prefix):
+                break
+            num_blocks = -(-request.num_tokens // self._block_size)
+            if not self.cache.admit(request.prefix, num_blocks):
+                if not self.running and not self.cache.is_room_coming:
+                    self._unprotect(list(self.waiting)[1:])
+                break
+            self.waiting.popleft()
+            request.phase = Phase.RUNNING
+            self.running.append(request)
+            row = self._next_row(request, budget, claimed)
+            if row is not None:
+                scheduled.append(row)
+                budget -= row.end - row.start
+        for request in islice(self.waiting, NUM_PROTECTED_REQUESTS):
+            self.cache.protect(request.prefix)
+
+    def _unprotect(self, requests: Iterable[Request]) -> None:
+        """Let go of what is held for queued requests, so that one before them can go on."""
+        for request in requests:
+            self.cache.unprotect(request.prefix)
+
+    def _preempt(self, request: Request) -> None:
+        """Send a running request back to the head of the queue; its full blocks stay cached."""
+        logger.debug("preempting %s", request.request_id)
+        self.num_preemptions += 1
+        request.num_preemptions += 1
+        self.running.remove(request)
+        prefix = request.prefix
+        self.cache.release(prefix)
+        prefix.asked.clear()
+        prefix.records.clear()
+        num_full = request.num_tokens // self._block_size
+        if len(prefix.hashes) < num_full:
+            known = len(prefix.hashes) * self._block_size
+            prefix.hashes.extend(
+                chain_hashes(
+                    prefix.hashes[-1] if prefix.hashes else prefix.root,
+                    request.token_ids[known:],
+                    self._block_size,
+                    algo=self._hash_algo,
+                )
+            )
+        request.phase = Phase.WAITING
+        request.num_computed_tokens = 0
+        self.waiting.appendleft(request)
+        self.cache.arrive(prefix)

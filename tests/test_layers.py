@@ -1,0 +1,47 @@
+"""The layers of the code and its public names, held by tests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import tieredkv
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_every_import_goes_down_the_layers() -> None:
+    code = "import sys; from importlinter.cli import lint_imports_command as c; sys.exit(c())"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code, "--config", str(ROOT / "pyproject.toml"), "--no-cache"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_the_public_names_can_be_imported_and_nothing_else_is_promised() -> None:
+    assert tieredkv.__all__ == ["LLM", "SamplingParams"]
+    for name in tieredkv.__all__:
+        assert getattr(tieredkv, name).__name__ == name
+
+
+def test_importing_the_package_loads_neither_torch_nor_a_top_level_folder() -> None:
+    code = (
+        "import sys, tieredkv, tieredkv.cli; "
+        "bad = {'torch', 'engine', 'kernels', 'storage'} & set(sys.modules); "
+        "sys.exit(', '.join(sorted(bad)))"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_code_stays_within_its_budget() -> None:
+    files = [
+        path
+        for folder in ("tieredkv", "engine", "kernels", "storage")
+        for path in (ROOT / folder).glob("**/*.py")
+    ]
+    lines = {path.resolve(): len(path.read_text().splitlines()) for path in files}
+    assert sum(lines.values()) < 12_000
+    assert max(lines.values()) <= 600, max(lines, key=lambda path: lines[path])

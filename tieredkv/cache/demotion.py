@@ -1,0 +1,356 @@
+"""Takes blocks down: device block to host page, host page to disk, ahead of need.
+
+A block is clean when evicting it loses nothing that was promised: its copy is below already, or no
+retention lets it go further down. Demotion keeps enough clean blocks at the old end of each pool,
+so that an allocation neither waits for PCIe nor for the disk. What cannot be demoted in time is
+dropped, oldest first, and counted.
+
+Called by the engine's thread only.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+
+from tieredkv.block_pool import Block, BlockPool
+from tieredkv.cache.directory import Entry
+from tieredkv.cache.tiers import Tiers
+from tieredkv.errors import IntegrityError
+from tieredkv.storage.client import PageStored, StoreItem, TouchItem
+from tieredkv.types import BlockHash, BlockId, PageId, Tier
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.0005
+
+
+class Demoter:
+    """Keeps a reserve of clean blocks in VRAM and in host memory.
+
+    Invariants (`check`): a block being copied and a page being written are held; no more pages
+    are lent for writing than the cap.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        device_reserve_blocks: int,
+        is_write_behind: bool,
+        poll: Callable[[], None],
+    ) -> None:
+        self._tiers = tiers
+        self._poll = poll
+        self._device_reserve = min(device_reserve_blocks, max(1, tiers.device.num_blocks // 4))
+        self._host_reserve = max(1, tiers.host.num_blocks // 8)
+        self._write_cap = max(1, tiers.host.num_blocks // 4)
+        self._is_write_behind = is_write_behind
+        self._behind: deque[BlockHash] = deque()
+        self._copying: set[int] = set()
+        self._writing: dict[int, tuple[Block, BlockHash, float]] = {}
+        self._is_stale = True
+        self._warned: set[str] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way down."""
+        return not self._copying and not self._writing and not self._behind
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether device blocks are held until their copy to the host has arrived."""
+        return bool(self._copying)
+
+    @property
+    def num_under_way(self) -> int:
+        """Blocks being copied to the host or written to disk."""
+        return len(self._copying) + len(self._writing)
+
+    def is_device_clean(self, block: Block) -> bool:
+        """Return whether a device block may be evicted without losing what was promised."""
+        tiers = self._tiers
+        block_hash = block.block_hash
+        entry = tiers.directory.get(block_hash)
+        if entry is None or block_hash is None or entry.is_droppable:
+            return True
+        if not tiers.directory.may_enter(entry, Tier.HOST):
+            return True
+        page = tiers.host.lookup(block_hash)
+        return page is not None and page.is_ready
+
+    def is_host_clean(self, page: Block) -> bool:
+        """Return whether a host page may be evicted without losing what was promised."""
+        tiers = self._tiers
+        entry = tiers.directory.get(page.block_hash)
+        if entry is None or entry.is_on_disk or entry.is_droppable or tiers.store is None:
+            return True
+        return tiers.directory.disk_deadline(entry, tiers.clock.now()) is None
+
+    def note_change(self) -> None:
+        """Look at the reserves again at the next `pump`: blocks were allocated or released."""
+        self._is_stale = True
+
+    def note_computed(self, entry: Entry) -> None:
+        """Queue a block that was computed just now for an early write, where that is the mode."""
+        if self._is_write_behind and self._tiers.store is not None:
+            self._behind.append(entry.block_hash)
+
+    def pump(self) -> None:
+        """Top up both reserves; a few microseconds when nothing has changed."""
+        if self._behind:
+            self._persist_some(self._behind)
+        if not self._is_stale:
+            return
+        self._is_stale = False
+        device, host = self._tiers.device, self._tiers.host
+        unhashed = device.num_free - device.num_evictable
+        if unhashed < self._device_reserve:
+            self.demote(self._device_reserve - unhashed)
+        unhashed = host.num_free - host.num_evictable
+        if unhashed < self._host_reserve:
+            self.write(self._host_reserve - unhashed)
+
+    def demote(self, num_blocks: int) -> int:
+        """Start copying the dirty ones among the `num_blocks` oldest device blocks; return how many."""
+        dirty: list[Block] = []
+        for index, block in enumerate(self._tiers.device.evictable()):
+            if index >= num_blocks:
+                break
+            if block.is_ready and not self.is_device_clean(block):
+                dirty.append(block)
+        return self._copy_out(dirty)
+
+    def write(self, num_pages: int) -> int:
+        """Start writing the dirty ones among the `num_pages` oldest host pages; return how many."""
+        dirty: list[Block] = []
+        for index, page in enumerate(self._tiers.host.evictable()):
+            if index >= num_pages:
+                break
+            if page.is_ready and not self.is_host_clean(page):
+                dirty.append(page)
+        return self._write_out(dirty)
+
+    def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
+        """Finish copies to the host: the page may serve hits, the device block may be reused."""
+        tiers = self._tiers
+        for block, page in reversed(pairs):
+            self._copying.discard(block.block_id)
+            if block.ref_count == 1 and block.block_hash is not None:
+                tiers.device.release_to_front(block)
+            else:
+                tiers.device.release([block])
+        for _, page in pairs:
+            entry = tiers.directory.get(page.block_hash)
+            if entry is not None:
+                tiers.host.mark_ready(page)
+                tiers.counters.demoted_host_blocks += 1
+            elif page.block_hash is not None:
+                tiers.host.drop(page.block_hash)
+            tiers.host.release([page])
+        self._is_stale = True
+
+    def on_page_stored(self, event: PageStored) -> None:
+        """Take a page back from the store: acknowledged on disk, or refused for a reason."""
+        tiers = self._tiers
+        page, block_hash, expires_at = self._writing.pop(event.page_id)
+        entry = tiers.directory.get(block_hash)
+        if event.ok:
+            tiers.counters.demoted_disk_blocks += 1
+            if entry is not None:
+                self._settle_on_disk(entry, expires_at)
+            else:  # expired or evicted by hand while it was written
+                assert tiers.store is not None
+                tiers.store.delete([block_hash], "evicted")
+        else:
+            tiers.counters.store_failures[event.reason] += 1
+            if event.reason not in self._warned:
+                self._warned.add(event.reason)
+                logger.warning("a block could not be written to disk (%s)", event.reason)
+            if entry is not None:
+                entry.is_droppable = True
+        if page.ref_count == 1 and page.block_hash is not None:
+            tiers.host.release_to_front(page)
+        else:
+            tiers.host.release([page])
+        self._is_stale = True
+
+    def drop_oldest(self, num_blocks: int) -> None:
+        """Give up the demotion of the oldest dirty device blocks, so that they can be evicted."""
+        for index, block in enumerate(self._tiers.device.evictable()):
+            if index >= num_blocks:
+                return
+            entry = self._tiers.directory.get(block.block_hash)
+            if entry is not None and not self.is_device_clean(block):
+                entry.is_droppable = True
+                self._tiers.counters.demotions_dropped += 1
+
+    def flush(
+        self, to: Tier, *, deadline: float, on_progress: Callable[[int], None] = lambda _: None
+    ) -> bool:
+        """Empty the tiers above `to` of everything that no request uses.
+
+        What may not go as far down as `to` is dropped.
+
+        Args:
+            to: HOST empties the device tier, DISK the device and the host tier.
+            deadline: monotonic time at which to stop.
+            on_progress: told how many blocks have just left a tier.
+
+        Returns:
+            Whether everything has gone; False when the deadline came first.
+        """
+        tiers = self._tiers
+        is_to_disk = to is Tier.DISK
+        while True:
+            self._poll()
+            moved = self._drop_clean(tiers.device, self.is_device_clean)
+            if is_to_disk:
+                moved += self._drop_clean(tiers.host, self.is_host_clean)
+            on_progress(moved)
+            started = self.demote(tiers.device.num_blocks)
+            if is_to_disk or (started == 0 and tiers.device.num_evictable):
+                started += self.write(tiers.host.num_blocks)
+            is_host_done = not is_to_disk or not (self._writing or tiers.host.num_evictable)
+            if not self._copying and not tiers.device.num_evictable and is_host_done:
+                return True
+            if time.monotonic() >= deadline or not (moved or started or self.num_under_way):
+                return False
+            if not moved:
+                time.sleep(POLL_S)
+
+    def drain(
+        self, *, deadline: float, on_progress: Callable[[int, int], None] = lambda _done, _of: None
+    ) -> int:
+        """Write what disk policies still hold only in RAM, newest chains first, heads first.
+
+        Args:
+            deadline: monotonic time at which to stop.
+            on_progress: told (written or given up, total).
+
+        Returns:
+            How many blocks were not written.
+        """
+        tiers = self._tiers
+        if tiers.store is None:
+            return 0
+        now = tiers.clock.now()
+        entries = [
+            entry
+            for entry in tiers.directory.entries()
+            if not entry.is_on_disk and tiers.directory.disk_deadline(entry, now) is not None
+        ]
+        entries.sort(key=lambda entry: (-entry.last_used, entry.position))
+        for entry in entries:
+            entry.is_droppable = False
+        wanted = deque(entry.block_hash for entry in entries)
+        while wanted and time.monotonic() < deadline:
+            self._poll()
+            self._persist_some(wanted)
+            on_progress(len(entries) - len(wanted), len(entries))
+            time.sleep(POLL_S)
+        return sum(not entry.is_on_disk for entry in entries)
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        for page, block_hash, _ in self._writing.values():
+            if page.ref_count < 1:
+                raise IntegrityError(f"page of {block_hash.hex()[:12]} is written but not held")
+        if len(self._writing) > self._write_cap:
+            raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
+
+    def _persist_some(self, wanted: deque[BlockHash]) -> None:
+        """Move the first of `wanted` one step nearer to disk; those that need no more leave."""
+        tiers = self._tiers
+        now = tiers.clock.now()
+        kept: list[BlockHash] = []
+        to_copy: list[Block] = []
+        to_write: list[Block] = []
+        for _ in range(min(len(wanted), 2 * self._write_cap)):
+            block_hash = wanted.popleft()
+            entry = tiers.directory.get(block_hash)
+            if entry is None or entry.is_on_disk or entry.is_droppable:
+                continue
+            if tiers.directory.disk_deadline(entry, now) is None:
+                continue
+            kept.append(block_hash)
+            page = tiers.host.lookup(block_hash)
+            if page is not None:
+                if page.is_ready:
+                    to_write.append(page)
+                continue
+            block = tiers.device.lookup(block_hash)
+            if block is not None and block.is_ready:
+                to_copy.append(block)
+        wanted.extendleft(reversed(kept))
+        self._write_out(to_write)
+        self._copy_out(to_copy)
+
+    def _copy_out(self, blocks: list[Block]) -> int:
+        """Start copying device blocks into host pages, as many as there are pages for."""
+        tiers = self._tiers
+        pairs: list[tuple[Block, Block]] = []
+        for block in blocks:
+            if block.block_id in self._copying:
+                continue
+            pages = tiers.host.allocate(1, can_evict=self.is_host_clean)
+            if pages is None:
+                break
+            assert block.block_hash is not None
+            tiers.device.acquire(block)
+            tiers.host.insert(pages[0], block.block_hash)
+            self._copying.add(block.block_id)
+            pairs.append((block, pages[0]))
+        if pairs:
+            tiers.transfer.demote(
+                [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs], pairs
+            )
+        return len(pairs)
+
+    def _write_out(self, pages: list[Block]) -> int:
+        """Lend host pages to the store for writing, as many as the cap allows."""
+        tiers = self._tiers
+        if tiers.store is None:
+            return 0
+        now = tiers.clock.now()
+        items: list[StoreItem] = []
+        for page in pages:
+            if len(self._writing) >= self._write_cap:
+                break
+            entry = tiers.directory.get(page.block_hash)
+            if entry is None or page.block_id in self._writing:
+                continue
+            expires_at = tiers.directory.disk_deadline(entry, now)
+            if expires_at is None:
+                continue
+            tiers.host.acquire(page)
+            self._writing[page.block_id] = (page, entry.block_hash, expires_at)
+            record = tiers.directory.record(
+                entry, size_bytes=tiers.block_bytes, expires_at=expires_at
+            )
+            items.append(StoreItem(record=record, page_id=PageId(page.block_id)))
+        if items:
+            tiers.store.store(items)
+        return len(items)
+
+    def _settle_on_disk(self, entry: Entry, expires_at: float) -> None:
+        """Note an acknowledged copy; tell the disk at once if a claim has come in the meantime."""
+        tiers = self._tiers
+        assert tiers.store is not None
+        entry.disk_expires_at = expires_at
+        until = tiers.directory.disk_deadline(entry, tiers.clock.now())
+        if until is not None and until > expires_at:
+            entry.disk_expires_at = until
+            retention = tiers.directory.longest(entry)
+            tiers.store.touch([TouchItem(entry.block_hash, entry.last_used, until, retention)])
+
+    def _drop_clean(self, pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
+        """Forget the clean blocks of a pool that nobody uses; return how many."""
+        dropped = 0
+        for block in list(pool.evictable()):
+            if block.block_hash is not None and is_clean(block):
+                block_hash = block.block_hash
+                pool.drop(block_hash)
+                self._tiers.forget_if_absent(block_hash)
+                dropped += 1
+        return dropped

@@ -1,0 +1,177 @@
+"""What the RAM tiers hold and until when: one entry a block, whichever of them has it.
+
+It knows identity and retention; it does not know pools, bytes or devices.
+Called by the engine's thread only.
+"""
+
+import heapq
+from dataclasses import dataclass
+
+from tieredkv.errors import IntegrityError
+from tieredkv.retention import RetentionPolicies
+from tieredkv.types import BlockHash, BlockRecord, Tier
+
+
+@dataclass(slots=True)
+class Entry:
+    """Identity and retention of one full block that VRAM or host memory holds.
+
+    Attributes:
+        claims: names of the retention policies that asked for it; it lives by the longest.
+        disk_expires_at: what the disk was last told, 0.0 while no acknowledged copy is there.
+        is_droppable: its demotion was given up, so that it may be evicted without a copy below.
+    """
+
+    block_hash: BlockHash
+    parent_hash: BlockHash
+    root: BlockHash
+    namespace: bytes
+    position: int
+    computed_at: float
+    last_used: float
+    claims: frozenset[str]
+    disk_expires_at: float = 0.0
+    is_droppable: bool = False
+    hits: int = 0
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the store has acknowledged a copy."""
+        return self.disk_expires_at > 0.0
+
+
+class Directory:
+    """Entries by block hash, and the order in which they expire.
+
+    Invariants (`check`): every entry is under its own hash; every entry has a deadline queued no
+    later than its own, so that the sweep cannot miss it.
+    """
+
+    def __init__(self, policies: RetentionPolicies) -> None:
+        self._policies = policies
+        self._entries: dict[BlockHash, Entry] = {}
+        self._deadlines: list[tuple[float, BlockHash]] = []
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block_hash: BlockHash) -> bool:
+        return block_hash in self._entries
+
+    def get(self, block_hash: BlockHash | None) -> Entry | None:
+        """Return the entry, expired or not."""
+        return self._entries.get(block_hash) if block_hash is not None else None
+
+    def entries(self) -> list[Entry]:
+        """Return all entries, oldest insertion first."""
+        return list(self._entries.values())
+
+    def add(self, entry: Entry) -> Entry:
+        """Insert an entry; one that is there already gains the new one's claims instead."""
+        known = self._entries.get(entry.block_hash)
+        if known is not None:
+            known.claims |= entry.claims
+            known.last_used = max(known.last_used, entry.last_used)
+            known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
+            return known
+        self._entries[entry.block_hash] = entry
+        heapq.heappush(self._deadlines, (self.deadline(entry), entry.block_hash))
+        return entry
+
+    def add_loaded(self, record: BlockRecord) -> Entry:
+        """Insert the entry of a block that came from disk; its age still counts from its compute.
+
+        A retention that is no longer configured falls back to what the record itself allows: the
+        entry then lives by the disk's deadline, through the sweep of the disk tier.
+        """
+        return self.add(
+            Entry(
+                block_hash=BlockHash(record.block_hash),
+                parent_hash=BlockHash(record.parent_hash),
+                root=BlockHash(record.root),
+                namespace=record.namespace,
+                position=record.position,
+                computed_at=record.computed_at,
+                last_used=record.last_used,
+                claims=frozenset({record.retention}) & self._policies.names,
+                disk_expires_at=record.expires_at,
+                hits=record.hits,
+            )
+        )
+
+    def claim(self, entry: Entry, retention: str, now: float) -> None:
+        """Note that a request with this retention used the block now."""
+        if retention not in entry.claims:
+            entry.claims |= {retention}
+            entry.is_droppable = False
+        entry.last_used = max(entry.last_used, now)
+        entry.hits += 1
+
+    def forget(self, block_hash: BlockHash) -> None:
+        """Drop an entry that no RAM tier holds any longer; unknown hashes are ignored."""
+        self._entries.pop(block_hash, None)
+
+    def deadline(self, entry: Entry) -> float:
+        """Return when the entry becomes unreachable."""
+        if not entry.claims:
+            return entry.disk_expires_at
+        return self._policies.deadline(entry.claims, entry.computed_at, entry.last_used)
+
+    def is_expired(self, entry: Entry, now: float) -> bool:
+        """Return whether the entry may no longer be served."""
+        return now >= self.deadline(entry)
+
+    def disk_deadline(self, entry: Entry, now: float) -> float | None:
+        """Return until when the disk may keep the block, or None where it may not have it."""
+        until = self._policies.disk_deadline(entry.claims, entry.computed_at, entry.last_used)
+        return until if until is not None and until > now else None
+
+    def may_enter(self, entry: Entry, tier: Tier) -> bool:
+        """Return whether a policy that asked for the block lets it into this tier."""
+        return any(tier in self._policies.get(name).tiers for name in entry.claims)
+
+    def longest(self, entry: Entry) -> str:
+        """Return the name of the longest policy that asked for the block."""
+        return self._policies.longest(entry.claims)
+
+    def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
+        """Return what the store is told of the block."""
+        return BlockRecord(
+            block_hash=entry.block_hash,
+            parent_hash=entry.parent_hash,
+            root=entry.root,
+            namespace=entry.namespace,
+            position=entry.position,
+            size_bytes=size_bytes,
+            retention=self.longest(entry),
+            computed_at=entry.computed_at,
+            expires_at=expires_at,
+            last_used=entry.last_used,
+            hits=entry.hits,
+        )
+
+    def due(self, now: float) -> list[Entry]:
+        """Return the entries whose time has come; cost follows what expires, not what is held."""
+        due = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, block_hash = heapq.heappop(self._deadlines)
+            entry = self._entries.get(block_hash)
+            if entry is None:
+                continue
+            deadline = self.deadline(entry)
+            if deadline <= now:
+                due.append(entry)
+            else:
+                heapq.heappush(self._deadlines, (deadline, block_hash))
+        return due
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        queued: dict[BlockHash, float] = {}
+        for when, block_hash in self._deadlines:
+            queued[block_hash] = min(when, queued.get(block_hash, when))
+        for block_hash, entry in self._entries.items():
+            if entry.block_hash != block_hash:
+                raise IntegrityError(f"entry {entry.block_hash.hex()[:12]} stands under another key")
+            if queued.get(block_hash, float("inf")) > self.deadline(entry):
+                raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")

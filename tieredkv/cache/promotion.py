@@ -1,0 +1,288 @@
+"""Brings blocks up: disk to host page, host page to device block.
+
+Two phases each: `start` or `prefetch` holds source and destination, completion lets go of them.
+A read that fails, comes late or is no longer wanted costs a miss and nothing else.
+
+Pages on loan: a page handed to the store stays held until the store says that it is done with it;
+a timeout ends the waiting of a promotion, never the loan.
+
+Called by the engine's thread only.
+"""
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from tieredkv.block_pool import Block
+from tieredkv.cache.tiers import Tiers
+from tieredkv.errors import IntegrityError
+from tieredkv.storage.client import LoadItem, PageLoaded
+from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class Promotion:
+    """One device block on its way up, held here until its bytes have arrived or cannot."""
+
+    block: Block
+    block_hash: BlockHash
+    record: BlockRecord | None
+    give_up_at: float
+    page: Block | None = None
+    is_copying: bool = False
+    is_settled: bool = False
+
+
+@dataclass(slots=True)
+class _Read:
+    """One page being filled from disk, and the promotions that want it."""
+
+    page: Block
+    waiting: list[Promotion] = field(default_factory=list)
+
+
+class Promoter:
+    """Loads what requests want, in the order they asked, within the caps of the arena.
+
+    Admitted requests may have half of the arena's pages inbound, queued requests (prefetch) half
+    of that, so that what is queued can never starve what is running.
+
+    Invariants (`check`): every promotion under way holds its device block; every read holds its
+    page; inbound pages stay within the cap.
+    """
+
+    def __init__(
+        self, tiers: Tiers, *, load_timeout_s: float, is_host_clean: Callable[[Block], bool]
+    ) -> None:
+        self._tiers = tiers
+        self._is_host_clean = is_host_clean
+        self._load_timeout_s = load_timeout_s
+        self._promotions: dict[int, Promotion] = {}
+        self._reads: dict[BlockHash, _Read] = {}
+        self._to_read: deque[Promotion] = deque()
+        self._to_copy: list[Promotion] = []
+        self._num_pages_copying = 0
+        self._warned: set[str] = set()
+
+    @property
+    def inbound_cap(self) -> int:
+        """Pages that reads and copies up may hold together."""
+        return max(1, self._tiers.host.num_blocks // 2)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is on its way up."""
+        return not self._promotions and not self._reads
+
+    def is_loading(self, block: Block) -> bool:
+        """Return whether the bytes of this device block are on their way."""
+        return block.block_id in self._promotions
+
+    def start(self, block: Block, block_hash: BlockHash, record: BlockRecord | None) -> None:
+        """Begin to fill a device block from its host page or, with a record, from disk."""
+        tiers = self._tiers
+        tiers.device.acquire(block)
+        promotion = Promotion(
+            block, block_hash, record, give_up_at=time.monotonic() + self._load_timeout_s
+        )
+        self._promotions[block.block_id] = promotion
+        page = tiers.host.lookup(block_hash)
+        if page is not None and page.is_ready:
+            self._take_page(promotion, page)
+        elif block_hash in self._reads:
+            self._reads[block_hash].waiting.append(promotion)
+        elif record is not None:
+            self._to_read.append(promotion)
+        else:
+            self._fail(promotion, "evicted")
+
+    def prefetch(self, records: Iterable[BlockRecord], *, max_pages: int) -> list[Block]:
+        """Start reading blocks that a queued request wants; return the pages now held for it."""
+        tiers = self._tiers
+        held: list[Block] = []
+        items: list[LoadItem] = []
+        for record in records:
+            block_hash = BlockHash(record.block_hash)
+            if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
+                continue
+            if len(held) >= max_pages or self._num_inbound() >= self.inbound_cap // 2:
+                break
+            page = self._begin_read(block_hash, record, items)
+            if page is None:
+                break
+            tiers.host.acquire(page)
+            held.append(page)
+        self._submit(items)
+        return held
+
+    def pump(self) -> None:
+        """Start the reads and the copies that there is room for; give up what is late."""
+        self._give_up()
+        items: list[LoadItem] = []
+        while self._to_read and self._num_inbound() < self.inbound_cap:
+            promotion = self._to_read[0]
+            if promotion.is_settled:
+                self._to_read.popleft()
+                continue
+            if promotion.block.ref_count == 1:
+                self._to_read.popleft()
+                self._settle(promotion)
+                continue
+            page = self._tiers.host.lookup(promotion.block_hash)
+            if page is not None and page.is_ready:
+                self._take_page(promotion, page)
+            elif promotion.block_hash in self._reads:
+                self._reads[promotion.block_hash].waiting.append(promotion)
+            else:
+                assert promotion.record is not None
+                if self._begin_read(promotion.block_hash, promotion.record, items) is None:
+                    break
+                self._reads[promotion.block_hash].waiting.append(promotion)
+            self._to_read.popleft()
+        self._submit(items)
+        self._copy()
+
+    def on_page_loaded(self, event: PageLoaded) -> None:
+        """Take a page back from the store: its loan has ended, well or badly."""
+        tiers = self._tiers
+        block_hash = BlockHash(event.block_hash)
+        read = self._reads.pop(block_hash)
+        assert read.page.block_id == event.page_id, (read.page.block_id, event.page_id)
+        reason = event.reason
+        is_good = event.ok and event.record is not None
+        if is_good:
+            assert event.record is not None
+            entry = tiers.directory.add_loaded(event.record)
+            if tiers.directory.is_expired(entry, tiers.clock.now()):
+                tiers.expire(entry)
+                is_good, reason = False, "expired"
+            elif read.page.block_hash != block_hash:
+                tiers.forget_if_absent(block_hash)  # evicted by hand or expired while it was read
+                is_good, reason = False, "evicted"
+            else:
+                tiers.host.mark_ready(read.page)
+        if not is_good:
+            self._count_failure(reason)
+            if tiers.host.lookup(block_hash) is read.page:
+                tiers.host.drop(block_hash)
+        for promotion in read.waiting:
+            if promotion.is_settled:
+                continue
+            if is_good:
+                tiers.counters.promoted_disk_blocks += 1
+                self._take_page(promotion, read.page)
+            else:
+                self._fail(promotion, reason, is_counted=True)
+        tiers.host.release([read.page])
+
+    def on_copied(self, promotions: list[Promotion]) -> None:
+        """Hand over blocks whose bytes are in VRAM."""
+        tiers = self._tiers
+        self._num_pages_copying -= len(promotions)
+        for promotion in promotions:
+            assert promotion.page is not None
+            tiers.device.mark_ready(promotion.block)
+            tiers.host.release([promotion.page])
+            promotion.page = None
+            promotion.is_copying = False
+            self._settle(promotion)
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        for promotion in self._promotions.values():
+            if promotion.block.ref_count < 1:
+                raise IntegrityError(f"block {promotion.block.block_id} is filled but not held")
+        for block_hash, read in self._reads.items():
+            if read.page.ref_count < 1:
+                raise IntegrityError(f"page of {block_hash.hex()[:12]} is read into but not held")
+        if self._num_inbound() > self.inbound_cap + self._tiers.host.num_blocks:
+            raise IntegrityError(f"{self._num_inbound()} inbound pages, cap {self.inbound_cap}")
+
+    def _num_inbound(self) -> int:
+        return len(self._reads) + len(self._to_copy) + self._num_pages_copying
+
+    def _begin_read(
+        self, block_hash: BlockHash, record: BlockRecord, items: list[LoadItem]
+    ) -> Block | None:
+        pages = self._allocate_page()
+        if pages is None:
+            return None
+        page = pages[0]
+        self._tiers.host.insert(page, block_hash)
+        self._reads[block_hash] = _Read(page)
+        items.append(
+            LoadItem(
+                block_hash=block_hash,
+                parent_hash=record.parent_hash,
+                root=record.root,
+                position=record.position,
+                size_bytes=self._tiers.block_bytes,
+                page_id=PageId(page.block_id),
+            )
+        )
+        return page
+
+    def _allocate_page(self) -> list[Block] | None:
+        return self._tiers.host.allocate(1, can_evict=self._is_host_clean)
+
+    def _submit(self, items: list[LoadItem]) -> None:
+        if items:
+            assert self._tiers.store is not None
+            self._tiers.store.load(items)
+
+    def _take_page(self, promotion: Promotion, page: Block) -> None:
+        self._tiers.host.acquire(page)
+        promotion.page = page
+        self._to_copy.append(promotion)
+
+    def _copy(self) -> None:
+        """Send every page that is here to its device block, in one batch."""
+        batch: list[Promotion] = []
+        for promotion in self._to_copy:
+            assert promotion.page is not None
+            if promotion.block.ref_count == 1:  # every request that wanted it is gone
+                self._tiers.host.release([promotion.page])
+                promotion.page = None
+                self._settle(promotion)
+                continue
+            promotion.is_copying = True
+            batch.append(promotion)
+        self._to_copy = []
+        if batch:
+            self._num_pages_copying += len(batch)
+            self._tiers.counters.promoted_host_blocks += len(batch)
+            pairs = [
+                (PageId(p.page.block_id), BlockId(p.block.block_id)) for p in batch if p.page
+            ]
+            self._tiers.transfer.promote(pairs, batch)
+
+    def _give_up(self) -> None:
+        """Fail the promotions whose read is late; their pages stay on loan."""
+        now = time.monotonic()
+        late = [
+            p
+            for p in self._promotions.values()
+            if p.give_up_at <= now and p.page is None and not p.is_copying
+        ]
+        for promotion in late:
+            self._fail(promotion, "timeout")
+
+    def _fail(self, promotion: Promotion, reason: str, *, is_counted: bool = False) -> None:
+        if not is_counted:
+            self._count_failure(reason)
+        self._settle(promotion)
+
+    def _settle(self, promotion: Promotion) -> None:
+        promotion.is_settled = True
+        del self._promotions[promotion.block.block_id]
+        self._tiers.device.release([promotion.block])
+
+    def _count_failure(self, reason: str) -> None:
+        self._tiers.counters.load_failures[reason] += 1
+        if reason not in self._warned:
+            self._warned.add(reason)
+            logger.warning("a block could not be loaded (%s); it is computed again", reason)

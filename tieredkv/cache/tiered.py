@@ -1,0 +1,454 @@
+"""The engine's door to the tiers: look up, admit, extend, complete, release.
+
+A request's prompt is a chain of full blocks. `arrive` asks every tier for the whole chain and
+starts disk reads; `admit` gives the request a block table in which each full block is either ready,
+on its way up, or waiting to be computed; `complete` publishes what was computed; `release` lets go.
+
+Whose is a device block, by state:
+
+    hashed, ready        shared: any request with this prefix may hold it; never written again
+    hashed, not ready    shared: being filled by a promotion, or to be computed by the first request
+                         that reaches it; the others that hold it wait
+    not hashed           private to the one request whose partial block it is
+
+Called by the engine's thread only.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tieredkv.block_pool import Block
+from tieredkv.cache.demotion import Demoter
+from tieredkv.cache.directory import Entry
+from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.tiers import Tiers
+from tieredkv.errors import IntegrityError
+from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, TouchItem
+from tieredkv.types import BlockHash, BlockRecord, Tier
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_TIMEOUT_S = 1.0
+PATIENCE_S = 0.25
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """One request's chain of full blocks, and what it holds in the tiers.
+
+    Attributes:
+        hashes: block hashes of the full blocks of its tokens, head first.
+        retention: the policy that the request asked for.
+        blocks: its block table; the first `len(hashes)` are the chain. Empty before `admit`.
+        sources: tier in which each full block was found, None where it had to be computed.
+    """
+
+    root: BlockHash
+    namespace: bytes
+    hashes: list[BlockHash]
+    retention: str
+    blocks: list[Block] = field(default_factory=list)
+    sources: list[Tier | None] = field(default_factory=list)
+    records: dict[BlockHash, BlockRecord] = field(default_factory=dict)
+    asked: set[BlockHash] = field(default_factory=set)
+    lookup_job: int | None = None
+    lookup_give_up_at: float = 0.0
+    held_blocks: list[Block] = field(default_factory=list)
+    held_pages: list[Block] = field(default_factory=list)
+
+    @property
+    def is_admitted(self) -> bool:
+        """Whether the request has a block table."""
+        return bool(self.blocks)
+
+    @property
+    def is_protected(self) -> bool:
+        """Whether something is held for it while it waits."""
+        return bool(self.held_blocks or self.held_pages)
+
+
+class TieredCache:
+    """Finds, keeps and moves the blocks of all requests.
+
+    Invariants (`check`): those of both pools, the directory, promotion and demotion; every ready
+    hashed block of a pool has an entry in the directory, and every entry is in a pool; queued
+    requests protect at most half of each pool.
+    """
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        *,
+        can_load: bool = True,
+        is_write_behind: bool = False,
+        device_reserve_blocks: int = 64,
+        load_timeout_s: float = 30.0,
+    ) -> None:
+        self.tiers = tiers
+        self._can_load = can_load
+        self.demoter = Demoter(
+            tiers,
+            device_reserve_blocks=device_reserve_blocks,
+            is_write_behind=is_write_behind,
+            poll=self.poll,
+        )
+        self.promoter = Promoter(
+            tiers, load_timeout_s=load_timeout_s, is_host_clean=self.demoter.is_host_clean
+        )
+        self._lookups: dict[int, Prefix] = {}
+        self._num_held_blocks = 0
+        self._num_held_pages = 0
+        self._short_since: float | None = None
+        self._other_events: list[Event] = []
+
+    # Arrival
+
+    def arrive(self, prefix: Prefix) -> None:
+        """Ask every tier for the whole chain of a queued request; protect and prefetch it."""
+        self._ask(prefix)
+        self.protect(prefix)
+
+    def is_settled(self, prefix: Prefix) -> bool:
+        """Return whether it is known where the chain is; the disk gets a bounded time to answer."""
+        if prefix.lookup_job is None:
+            return True
+        if time.monotonic() < prefix.lookup_give_up_at:
+            return False
+        self._lookups.pop(prefix.lookup_job, None)
+        prefix.lookup_job = None
+        self.tiers.counters.load_failures["lookup_timeout"] += 1
+        return True
+
+    def protect(self, prefix: Prefix) -> None:
+        """Hold what a queued request wants against eviction, up to half of each pool in all."""
+        if prefix.held_blocks or prefix.held_pages or prefix.is_admitted:
+            return
+        device, host = self.tiers.device, self.tiers.host
+        now = self.tiers.clock.now()
+        for block_hash in prefix.hashes:
+            if self.tiers.live_entry(block_hash, now) is None:
+                continue
+            block = device.lookup(block_hash)
+            if block is not None:
+                if self._num_held_blocks < device.num_blocks // 2:
+                    device.acquire(block)
+                    prefix.held_blocks.append(block)
+                    self._num_held_blocks += 1
+                continue
+            page = host.lookup(block_hash)
+            if page is not None and self._num_held_pages < host.num_blocks // 4:
+                host.acquire(page)
+                prefix.held_pages.append(page)
+                self._num_held_pages += 1
+
+    def unprotect(self, prefix: Prefix) -> None:
+        """Let go of what was held for a queued request; it may still be found later."""
+        self.tiers.device.release(prefix.held_blocks[::-1])
+        self.tiers.host.release(prefix.held_pages[::-1])
+        self._num_held_blocks -= len(prefix.held_blocks)
+        self._num_held_pages -= len(prefix.held_pages)
+        prefix.held_blocks = []
+        prefix.held_pages = []
+        self.demoter.note_change()
+
+    # Admission
+
+    def admit(self, prefix: Prefix, num_blocks: int) -> bool:
+        """Give a request its block table, and start the promotions that it needs.
+
+        Args:
+            prefix: the request's chain; `is_settled`.
+            num_blocks: length of the table: the chain and the partial block behind it.
+
+        Returns:
+            False, with nothing held, where there is no room yet or the disk has to be asked first.
+        """
+        self._ask(prefix)
+        if prefix.lookup_job is not None:
+            return False
+        tiers, now = self.tiers, self.tiers.clock.now()
+        chain: list[Block | None] = []
+        for block_hash in prefix.hashes:
+            block = tiers.device.lookup(block_hash)
+            if block is not None and block.is_ready:
+                entry = tiers.directory.get(block_hash)
+                if entry is not None and tiers.directory.is_expired(entry, now):
+                    tiers.expire(entry)
+                    block = None
+            if block is not None:
+                tiers.device.acquire(block)
+            chain.append(block)
+        found = [block for block in chain if block is not None]
+        fresh = self._allocate(num_blocks - len(found))
+        if fresh is None:
+            tiers.device.release(found[::-1])
+            return False
+        fresh.reverse()
+        for index, block_hash in enumerate(prefix.hashes):
+            block = chain[index]
+            if block is None:
+                block = fresh.pop()
+                tiers.device.insert(block, block_hash)
+                prefix.sources.append(self._load(prefix, block, block_hash, now))
+            elif block.is_ready or not self.promoter.is_loading(block):
+                prefix.sources.append(Tier.DEVICE)
+            else:
+                prefix.sources.append(Tier.DISK if block_hash in prefix.records else Tier.HOST)
+            prefix.blocks.append(block)
+        prefix.blocks.extend(reversed(fresh))
+        self.unprotect(prefix)
+        self.promoter.pump()
+        return True
+
+    @property
+    def is_room_coming(self) -> bool:
+        """Whether device blocks are about to become free without taking them from a request."""
+        return self._short_since is not None or self.demoter.is_copying
+
+    def extend(self, prefix: Prefix) -> bool:
+        """Add one private block to an admitted request's table; False where there is no room yet."""
+        fresh = self._allocate(1)
+        if fresh is None:
+            return False
+        prefix.blocks.extend(fresh)
+        return True
+
+    def is_loading(self, block: Block) -> bool:
+        """Return whether the bytes of a device block are on their way up."""
+        return self.promoter.is_loading(block)
+
+    # Completion
+
+    def complete(self, prefix: Prefix, first: int, last: int) -> None:
+        """Publish the full blocks `[first, last)` of the chain: their last token was computed."""
+        tiers, now = self.tiers, self.tiers.clock.now()
+        for index in range(first, last):
+            block = prefix.blocks[index]
+            if block.is_ready:
+                continue
+            prefix.sources[index] = None
+            tiers.device.mark_ready(block)
+            if block.block_hash is not None:
+                self._add_computed(prefix, index, now)
+
+    def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
+        """Publish the private block behind the chain: generated tokens have filled it.
+
+        Where another request computed the same block already, that one is shared and ours freed.
+        """
+        tiers, index = self.tiers, len(prefix.hashes)
+        block = prefix.blocks[index]
+        prefix.hashes.append(block_hash)
+        prefix.sources.append(None)
+        known = tiers.device.insert(block, block_hash)
+        if known is block:
+            tiers.device.mark_ready(block)
+            self._add_computed(prefix, index, tiers.clock.now())
+        elif known.is_ready:
+            tiers.device.acquire(known)
+            tiers.device.release([block])
+            prefix.blocks[index] = known
+
+    def touch(self, prefix: Prefix) -> None:
+        """Refresh the whole chain in every tier that has it, and note the request's retention."""
+        tiers, now = self.tiers, self.tiers.clock.now()
+        pages: list[Block] = []
+        items: list[TouchItem] = []
+        for block_hash in prefix.hashes:
+            entry = tiers.directory.get(block_hash)
+            if entry is None:
+                continue
+            tiers.directory.claim(entry, prefix.retention, now)
+            page = tiers.host.lookup(block_hash)
+            if page is not None:
+                pages.append(page)
+            if entry.is_on_disk:
+                until = tiers.directory.disk_deadline(entry, now)
+                if until is not None:
+                    entry.disk_expires_at = max(entry.disk_expires_at, until)
+                retention = tiers.directory.longest(entry) if until is not None else None
+                items.append(TouchItem(block_hash, now, until, retention))
+            else:
+                self.demoter.note_computed(entry)
+        tiers.host.touch(pages)
+        if items and tiers.store is not None:
+            tiers.store.touch(items)
+
+    def release(self, prefix: Prefix) -> None:
+        """Let go of everything that a request holds: it finished, was cancelled or preempted."""
+        if prefix.lookup_job is not None:
+            self._lookups.pop(prefix.lookup_job, None)
+            prefix.lookup_job = None
+        self.unprotect(prefix)
+        self.tiers.device.release(prefix.blocks[::-1])
+        prefix.blocks = []
+        prefix.sources = []
+        self.demoter.note_change()
+
+    # Moves
+
+    def poll(self) -> None:
+        """Take in what streams and store have completed since the last call."""
+        promoted, demoted = self.tiers.transfer.poll()
+        for promotions in promoted:
+            self.promoter.on_copied(promotions)  # type: ignore[arg-type]
+        for pairs in demoted:
+            self.demoter.on_copied(pairs)  # type: ignore[arg-type]
+        if self.tiers.store is None:
+            return
+        for event in self.tiers.store.poll():
+            if isinstance(event, PageLoaded):
+                self.promoter.on_page_loaded(event)
+            elif isinstance(event, PageStored):
+                self.demoter.on_page_stored(event)
+            elif isinstance(event, LookupDone):
+                self._on_lookup_done(event)
+            else:
+                self._other_events.append(event)
+
+    def pump(self) -> None:
+        """Start what can start: loads, demotions ahead of need, expiry. Once a step."""
+        for entry in self.tiers.directory.due(self.tiers.clock.now()):
+            self.tiers.expire(entry)
+        self.promoter.pump()
+        self.demoter.pump()
+
+    def take_events(self) -> list[Event]:
+        """Return the store's events that are not about moves: control requests, up and down."""
+        events, self._other_events = self._other_events, []
+        return events
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing moves and nothing is being looked up."""
+        return self.promoter.is_idle and self.demoter.is_idle and not self._lookups
+
+    def evict(self, is_wanted: Callable[[Entry], bool]) -> int:
+        """Make the blocks that the filter wants unreachable in VRAM and host memory; count them."""
+        wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
+        for entry in wanted:
+            self.tiers.device.drop(entry.block_hash)
+            self.tiers.host.drop(entry.block_hash)
+            self.tiers.directory.forget(entry.block_hash)
+        self.demoter.note_change()
+        return len(wanted)
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        tiers = self.tiers
+        tiers.device.check()
+        tiers.host.check()
+        tiers.directory.check()
+        tiers.transfer.check()
+        self.promoter.check()
+        self.demoter.check()
+        for entry in tiers.directory.entries():
+            block_hash = entry.block_hash
+            if tiers.device.lookup(block_hash) is None and tiers.host.lookup(block_hash) is None:
+                raise IntegrityError(f"entry {block_hash.hex()[:12]} is in no RAM tier")
+        for pool in (tiers.device, tiers.host):
+            for block in pool.evictable():
+                if block.block_hash not in tiers.directory:
+                    raise IntegrityError(f"evictable block {block.block_id} has no entry")
+        if self._num_held_blocks > tiers.device.num_blocks // 2:
+            raise IntegrityError(f"{self._num_held_blocks} device blocks held for the queue")
+
+    # Inside
+
+    def _ask(self, prefix: Prefix) -> None:
+        """Ask the disk for what no RAM tier has and the disk was not asked for yet."""
+        tiers = self.tiers
+        if tiers.store is None or not self._can_load or prefix.lookup_job is not None:
+            return
+        unknown = [
+            block_hash
+            for block_hash in prefix.hashes
+            if block_hash not in prefix.asked
+            and tiers.device.lookup(block_hash) is None
+            and tiers.host.lookup(block_hash) is None
+        ]
+        if not unknown:
+            return
+        prefix.asked.update(unknown)
+        prefix.lookup_job = tiers.store.lookup(unknown)
+        prefix.lookup_give_up_at = time.monotonic() + LOOKUP_TIMEOUT_S
+        self._lookups[prefix.lookup_job] = prefix
+
+    def _on_lookup_done(self, event: LookupDone) -> None:
+        prefix = self._lookups.pop(event.job, None)
+        if prefix is None:
+            return
+        prefix.lookup_job = None
+        found = [record for record in event.records if record is not None]
+        prefix.records.update((BlockHash(record.block_hash), record) for record in found)
+        if found and not prefix.is_admitted:
+            room = self.tiers.host.num_blocks // 4 - self._num_held_pages
+            pages = self.promoter.prefetch(found, max_pages=room)
+            prefix.held_pages.extend(pages)
+            self._num_held_pages += len(pages)
+
+    def _load(
+        self, prefix: Prefix, block: Block, block_hash: BlockHash, now: float
+    ) -> Tier | None:
+        """Start filling a fresh device block from the fastest tier that has it, if any does."""
+        if not self._can_load:
+            return None
+        tiers = self.tiers
+        record = prefix.records.get(block_hash)
+        page = tiers.host.lookup(block_hash)
+        if page is not None and page.is_ready:
+            entry = tiers.directory.get(block_hash)
+            if entry is not None and tiers.directory.is_expired(entry, now):
+                tiers.expire(entry)
+                page = None
+        if page is None and record is not None and record.expires_at <= now:
+            record = None
+        if page is None and record is None:
+            return None
+        self.promoter.start(block, block_hash, record)
+        return Tier.DISK if record is not None else Tier.HOST
+
+    def _add_computed(self, prefix: Prefix, index: int, now: float) -> None:
+        entry = self.tiers.directory.add(
+            Entry(
+                block_hash=prefix.hashes[index],
+                parent_hash=prefix.hashes[index - 1] if index else prefix.root,
+                root=prefix.root,
+                namespace=prefix.namespace,
+                position=index,
+                computed_at=now,
+                last_used=now,
+                claims=frozenset({prefix.retention}),
+            )
+        )
+        self.demoter.note_computed(entry)
+
+    def _allocate(self, num_blocks: int) -> list[Block] | None:
+        """Take blocks whose eviction loses nothing; past a bounded wait, drop the oldest instead."""
+        device = self.tiers.device
+        blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
+        if blocks is None and device.num_free < num_blocks:
+            self._short_since = None  # requests hold the rest: waiting for a demotion cannot help
+        elif blocks is None:
+            self.demoter.demote(num_blocks)
+            self.poll()
+            blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
+            if blocks is None:
+                blocks = self._wait_or_drop(num_blocks)
+        if blocks is not None:
+            self._short_since = None
+            self.demoter.note_change()
+        return blocks
+
+    def _wait_or_drop(self, num_blocks: int) -> list[Block] | None:
+        now = time.monotonic()
+        if self._short_since is None:
+            self._short_since = now
+            self.tiers.counters.allocation_waits += 1
+        self.demoter.write(num_blocks)
+        if now - self._short_since < PATIENCE_S:
+            return None
+        self.demoter.drop_oldest(num_blocks)
+        return self.tiers.device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)

@@ -1,0 +1,109 @@
+"""Copies between device blocks and host pages, on streams of their own.
+
+It knows streams and events; it does not know hashes, or why a block moves. A tag given with a copy
+comes back from `poll` once the bytes have arrived, never before: the caller holds source and
+destination until then.
+
+Called by the engine's thread only.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from tieredkv.kernels.copies import BlockCopier
+from tieredkv.types import BlockId, PageId
+
+Tag = TypeVar("Tag")
+
+
+class _Pending(NamedTuple, Generic[Tag]):
+    event: torch.cuda.Event | None
+    tag: Tag
+
+
+class BlockTransfer(Generic[Tag]):
+    """Moves blocks both ways without stalling the compute stream.
+
+    On CUDA each direction has a stream that first waits for what the compute stream was given so
+    far: a block about to be overwritten may still be read by a running kernel, and a block about
+    to be copied out may still be written by one. Elsewhere a copy is done when the call returns.
+
+    Invariant (`check`): the byte counters are multiples of `block_bytes`.
+    """
+
+    def __init__(self, copier: BlockCopier, *, device: torch.device, block_bytes: int) -> None:
+        self._copier = copier
+        self._block_bytes = block_bytes
+        self._is_cuda = device.type == "cuda"
+        self._in_stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._out_stream = torch.cuda.Stream(device) if self._is_cuda else None
+        self._promotions: deque[_Pending[Tag]] = deque()
+        self._demotions: deque[_Pending[Tag]] = deque()
+        self.bytes_promoted = 0
+        self.bytes_demoted = 0
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a copy has not been reported by `poll` yet."""
+        return bool(self._promotions or self._demotions)
+
+    @property
+    def has_completed(self) -> bool:
+        """Whether the next `poll` has something to report."""
+        return any(
+            queue and (queue[0].event is None or queue[0].event.query())
+            for queue in (self._promotions, self._demotions)
+        )
+
+    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Tag) -> None:
+        """Start copying host pages into device blocks."""
+        stream = self._in_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._copier.copy_in(pairs, stream)
+        self._promotions.append(_Pending(self._record(stream), tag))
+        self.bytes_promoted += len(pairs) * self._block_bytes
+
+    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag) -> None:
+        """Start copying device blocks into host pages."""
+        stream = self._out_stream
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        self._copier.copy_out(pairs, stream)
+        self._demotions.append(_Pending(self._record(stream), tag))
+        self.bytes_demoted += len(pairs) * self._block_bytes
+
+    def poll(self) -> tuple[list[Tag], list[Tag]]:
+        """Return the tags of promotions and of demotions that have completed since the last call."""
+        return _completed(self._promotions), _completed(self._demotions)
+
+    def synchronize(self) -> None:
+        """Wait until everything started so far has arrived; `poll` then reports it."""
+        for stream in (self._in_stream, self._out_stream):
+            if stream is not None:
+                stream.synchronize()
+
+    def check(self) -> None:
+        """Verify the invariants of the class docstring."""
+        assert self.bytes_promoted % self._block_bytes == 0, self.bytes_promoted
+        assert self.bytes_demoted % self._block_bytes == 0, self.bytes_demoted
+
+    def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+        if stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+def _completed(pending: deque[_Pending[Tag]]) -> list[Tag]:
+    """Take what has completed off the front; copies of one direction finish in order."""
+    tags = []
+    while pending and (pending[0].event is None or pending[0].event.query()):
+        tags.append(pending.popleft().tag)
+    return tags
+
+
