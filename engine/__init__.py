@@ -1,1 +1,1 @@
-"""Models, requests, scheduling, batches and sampling; it does not know where absent blocks come from."""
+"""Models, requests, scheduling, batches and sampling; not where absent blocks come from."""

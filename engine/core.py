@@ -15,6 +15,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 import xxhash
+from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.model_runner import ModelRunner
+from tieredkv.engine.sampler import Sampler, SamplerState
+from tieredkv.kernels.copies import BlockCopier
+from tieredkv.storage.client import ControlRequest, StoreClient, StoreOptions
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import StoreStats, minimum_budget_bytes
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -22,23 +29,16 @@ from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
-from tieredkv.engine.loader import LoadedModel, load_model
 from tieredkv.engine.messages import (
     EngineInfo,
     EngineRequest,
     TokenLogprob,
     TokenOutput,
 )
-from tieredkv.engine.model_runner import ModelRunner
 from tieredkv.engine.request import Request
-from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
-from tieredkv.kernels.copies import BlockCopier
-from tieredkv.storage.client import ControlRequest, StoreClient, StoreOptions
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import StoreStats, minimum_budget_bytes
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
@@ -79,7 +79,7 @@ class EngineCore:
         self._described: set[BlockHash] = set()
         self._is_closed = False
         self._is_stalled = False
-        self.on_first_logits: Callable[[str, torch.Tensor], None] | None = None
+        self.on_logits: Callable[[str, torch.Tensor], None] | None = None
         with contextlib.ExitStack() as stack:
             self._build(settings, progress, stack)
             self._stack = stack.pop_all()
@@ -110,9 +110,7 @@ class EngineCore:
             self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), progress=progress
         )
         stack.callback(self._copier.close)
-        transfer = BlockTransfer[object](
-            self._copier, device=device, block_bytes=spec.block_bytes
-        )
+        transfer = BlockTransfer[object](self._copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -306,6 +304,12 @@ class EngineCore:
 
         return self.cache.evict(is_wanted)
 
+    def evict_behind(self, request: EngineRequest, *, num_tokens: int) -> int:
+        """Drop a prompt's blocks behind its first tokens from VRAM and host memory; count them."""
+        _, _, hashes = self._chain(request)
+        behind = set(hashes[num_tokens // self.kv_spec.block_size :])
+        return self.cache.evict(lambda entry: entry.block_hash in behind)
+
     def kv_digest(self, request: EngineRequest) -> str | None:
         """Return the xxh3_128 digest of the keys and values of a prompt's full blocks in VRAM.
 
@@ -320,7 +324,9 @@ class EngineCore:
             digest.update(self._block_bytes[block.block_id].cpu().numpy())
         return digest.hexdigest()
 
-    def close(self, *, drain_timeout_s: float | None = None, progress: Progress | None = None) -> None:
+    def close(
+        self, *, drain_timeout_s: float | None = None, progress: Progress | None = None
+    ) -> None:
         """Stop: end requests, write what a disk policy promised, release everything. Safe twice."""
         if self._is_closed:
             return
@@ -390,10 +396,10 @@ class EngineCore:
         sampled = self._sampler.sample(logits, [row.request.sampler for row in rows])
         for index, (row, token) in enumerate(zip(rows, sampled, strict=True)):
             request = row.request
+            if self.on_logits is not None:
+                self.on_logits(request.request_id, logits[index])
             is_first = request.usage is None
             if is_first:
-                if self.on_first_logits is not None:
-                    self.on_first_logits(request.request_id, logits[index])
                 num_recomputed = 1 if row.row.write_from > row.start else 0
                 request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
             if not request.output_ids or request.num_preemptions:

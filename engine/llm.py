@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+from tieredkv.engine.detokenizer import Detokenizer
+from tieredkv.engine.sampling_params import SamplingParams
+
 from tieredkv.config import load_settings
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
-from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.types import Progress, Tier
 

@@ -3,10 +3,11 @@
 import enum
 from dataclasses import dataclass, field
 
-from tieredkv.cache.tiered import Prefix
-from tieredkv.engine.messages import RequestUsage
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
+
+from tieredkv.cache.tiered import Prefix
+from tieredkv.engine.messages import RequestUsage
 from tieredkv.types import Tier
 
 
@@ -86,4 +87,3 @@ class Request:
             disk=counts[Tier.DISK],
             written_tokens=num_full_tokens - cached,
         )
-

@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.model_runner import BatchRow
+
+from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.request import Phase, Request
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import HashAlgo, chain_hashes
@@ -76,7 +77,7 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
-        # Decodes first: one token each, so that a long prefill never holds up the others' next token.
+        # Decodes first: one token each, so that a long prefill holds up nobody's next token.
         for request in sorted(self.running, key=lambda r: r.is_prefilling):
             if budget <= 0:
                 break
@@ -126,7 +127,7 @@ class Scheduler:
                 raise IntegrityError(f"running request {request.request_id} outgrew its table")
 
     def _has_room(self, request: Request, scheduled: list[ScheduledRow]) -> bool:
-        """Grow the request's table to its tokens, preempting newer requests where nothing is free."""
+        """Grow a request's table to its tokens, preempting newer requests if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix):

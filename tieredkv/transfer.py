@@ -77,7 +77,7 @@ class BlockTransfer(Generic[Tag]):
         self.bytes_demoted += len(pairs) * self._block_bytes
 
     def poll(self) -> tuple[list[Tag], list[Tag]]:
-        """Return the tags of promotions and of demotions that have completed since the last call."""
+        """Return the tags of promotions and of demotions completed since the last call."""
         return _completed(self._promotions), _completed(self._demotions)
 
     def synchronize(self) -> None:
@@ -105,5 +105,3 @@ def _completed(pending: deque[_Pending[Tag]]) -> list[Tag]:
     while pending and (pending[0].event is None or pending[0].event.query()):
         tags.append(pending.popleft().tag)
     return tags
-
-

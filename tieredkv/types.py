@@ -94,5 +94,6 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
     protect_until: float = 0.0
     hits: int = 0
 
+
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) now and then during long work; total 0 where it is not known."""

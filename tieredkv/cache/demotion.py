@@ -104,15 +104,13 @@ class Demoter:
             return
         self._is_stale = False
         device, host = self._tiers.device, self._tiers.host
-        unhashed = device.num_free - device.num_evictable
-        if unhashed < self._device_reserve:
-            self.demote(self._device_reserve - unhashed)
-        unhashed = host.num_free - host.num_evictable
-        if unhashed < self._host_reserve:
-            self.write(self._host_reserve - unhashed)
+        if device.num_empty < self._device_reserve:
+            self.demote(self._device_reserve - device.num_empty)
+        if host.num_empty < self._host_reserve:
+            self.write(self._host_reserve - host.num_empty)
 
     def demote(self, num_blocks: int) -> int:
-        """Start copying the dirty ones among the `num_blocks` oldest device blocks; return how many."""
+        """Start copying the dirty ones of the oldest `num_blocks` device blocks; count them."""
         dirty: list[Block] = []
         for index, block in enumerate(self._tiers.device.evictable()):
             if index >= num_blocks:
@@ -122,7 +120,7 @@ class Demoter:
         return self._copy_out(dirty)
 
     def write(self, num_pages: int) -> int:
-        """Start writing the dirty ones among the `num_pages` oldest host pages; return how many."""
+        """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
         dirty: list[Block] = []
         for index, page in enumerate(self._tiers.host.evictable()):
             if index >= num_pages:
@@ -134,7 +132,7 @@ class Demoter:
     def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
         tiers = self._tiers
-        for block, page in reversed(pairs):
+        for block, _ in reversed(pairs):
             self._copying.discard(block.block_id)
             if block.ref_count == 1 and block.block_hash is not None:
                 tiers.device.release_to_front(block)

@@ -172,6 +172,8 @@ class Directory:
             queued[block_hash] = min(when, queued.get(block_hash, when))
         for block_hash, entry in self._entries.items():
             if entry.block_hash != block_hash:
-                raise IntegrityError(f"entry {entry.block_hash.hex()[:12]} stands under another key")
+                raise IntegrityError(
+                    f"entry {entry.block_hash.hex()[:12]} stands under another key"
+                )
             if queued.get(block_hash, float("inf")) > self.deadline(entry):
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")

@@ -255,9 +255,7 @@ class Promoter:
         if batch:
             self._num_pages_copying += len(batch)
             self._tiers.counters.promoted_host_blocks += len(batch)
-            pairs = [
-                (PageId(p.page.block_id), BlockId(p.block.block_id)) for p in batch if p.page
-            ]
+            pairs = [(PageId(p.page.block_id), BlockId(p.block.block_id)) for p in batch if p.page]
             self._tiers.transfer.promote(pairs, batch)
 
     def _give_up(self) -> None:

@@ -208,7 +208,7 @@ class TieredCache:
         return self._short_since is not None or self.demoter.is_copying
 
     def extend(self, prefix: Prefix) -> bool:
-        """Add one private block to an admitted request's table; False where there is no room yet."""
+        """Add one private block to an admitted request's table; False if there is no room yet."""
         fresh = self._allocate(1)
         if fresh is None:
             return False
@@ -389,9 +389,7 @@ class TieredCache:
             prefix.held_pages.extend(pages)
             self._num_held_pages += len(pages)
 
-    def _load(
-        self, prefix: Prefix, block: Block, block_hash: BlockHash, now: float
-    ) -> Tier | None:
+    def _load(self, prefix: Prefix, block: Block, block_hash: BlockHash, now: float) -> Tier | None:
         """Start filling a fresh device block from the fastest tier that has it, if any does."""
         if not self._can_load:
             return None
@@ -426,7 +424,7 @@ class TieredCache:
         self.demoter.note_computed(entry)
 
     def _allocate(self, num_blocks: int) -> list[Block] | None:
-        """Take blocks whose eviction loses nothing; past a bounded wait, drop the oldest instead."""
+        """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
         device = self.tiers.device
         blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
         if blocks is None and device.num_free < num_blocks:

@@ -1,0 +1,125 @@
+"""The physical limits of this machine, measured in the same run as what is compared with them."""
+
+import contextlib
+import mmap
+import os
+import platform
+import random
+import subprocess
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+import tieredkv
+
+COPY_BYTES = 256 << 20
+READ_BYTES = 2 << 20
+READ_THREADS = 4
+
+
+def hardware() -> dict[str, object]:
+    """Return what this machine is: processor, cores, memory, GPU, software."""
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                cpu = line.split(":", 1)[1].strip()
+                break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "memory_GiB": round(memory / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def commit() -> str:
+    """Return the commit of the source tree, marked where it is dirty; the version without one."""
+    root = Path(tieredkv.__file__).resolve().parent.parent
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        run = ["git", "-C", str(root)]
+        head = subprocess.run(
+            [*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = subprocess.run(
+            [*run, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        return head + ("-dirty" if dirty else "")
+    return f"v{tieredkv.__version__}"
+
+
+def h2d_GBps() -> float:
+    """Return the rate of one large copy from host memory to the device, best of five.
+
+    On a machine without a GPU the "device" is ordinary memory, and so is this copy.
+    """
+    on_gpu = torch.cuda.is_available()
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=on_gpu).random_()
+    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    best = 0.0
+    for _ in range(6):
+        start = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        if on_gpu:
+            torch.cuda.synchronize()
+        best = max(best, COPY_BYTES / (time.perf_counter() - start) / 1e9)
+    return round(best, 2)
+
+
+def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:
+    """Return the rate of random 2 MiB O_DIRECT reads by four threads from a new file.
+
+    None where the filesystem has no O_DIRECT: there, reads come from memory.
+    """
+    num_reads = num_bytes // READ_BYTES
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".raw-") as file:
+        try:
+            fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+        except OSError:
+            return None
+        try:
+            buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_THREADS)]
+            buffers[0].write(random.Random(0).randbytes(READ_BYTES))
+            for index in range(num_reads):
+                os.pwrite(fd, buffers[0], index * READ_BYTES)
+            os.fsync(fd)
+            order = list(range(num_reads))
+            random.Random(1).shuffle(order)
+
+            def read(worker: int) -> None:
+                for index in order[worker::READ_THREADS]:
+                    os.preadv(fd, [buffers[worker]], index * READ_BYTES)
+
+            best = 0.0
+            with ThreadPoolExecutor(READ_THREADS) as pool:
+                for _ in range(2):
+                    start = time.perf_counter()
+                    list(pool.map(read, range(READ_THREADS)))
+                    best = max(best, num_reads * READ_BYTES / (time.perf_counter() - start) / 1e9)
+        finally:
+            os.close(fd)
+    return round(best, 2)
+
+
+def has_block_device(folder: Path) -> bool:
+    """Return whether a block device lies under the folder, so that reads can be counted."""
+    device = folder.stat().st_dev
+    return Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").exists()
+
+
+def read_bytes_of(pid: int | None) -> int:
+    """Return how many bytes a process has had fetched from storage."""
+    if pid is None:
+        return 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
+            if line.startswith("read_bytes:"):
+                return int(line.split()[1])
+    return 0

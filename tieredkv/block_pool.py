@@ -1,0 +1,291 @@
+"""Blocks of one RAM tier: who uses them, which may be reused, in which order.
+
+The device pool and the host arena's pages are both of this class; ids are indices into memory that
+somebody else owns. It knows hashes as opaque keys; it does not know tokens, bytes or retention.
+
+Called by the engine's thread only.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+
+from tieredkv.errors import IntegrityError
+from tieredkv.types import BlockHash
+
+
+class Block:
+    """One slot of a pool.
+
+    Attributes:
+        block_id: index in the pool's memory.
+        ref_count: users; 0 means that it is in the free list.
+        block_hash: identity of the content, None for a private or an empty block.
+        is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
+    """
+
+    __slots__ = ("_next", "_prev", "block_hash", "block_id", "is_ready", "ref_count")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.block_hash: BlockHash | None = None
+        self.is_ready = False
+        self._prev: Block = self
+        self._next: Block = self
+
+    def __repr__(self) -> str:
+        name = self.block_hash.hex()[:12] if self.block_hash is not None else "-"
+        ready = "ready" if self.is_ready else "not ready"
+        return f"Block({self.block_id}, {name}, ref_count={self.ref_count}, {ready})"
+
+
+def _ignore_eviction(_block: Block, _block_hash: BlockHash) -> None:
+    pass
+
+
+class BlockPool:
+    """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
+
+    The free list is two doubly linked lists through the blocks themselves, empty blocks and
+    evictable ones: taking a block out of the middle, as every hit does, is O(1). Empty blocks are
+    handed out first, then the evictable ones, least recently used first.
+
+    Invariants (`check`):
+        1. links are consistent both ways, and no block is in the list twice;
+        2. the free list holds exactly the blocks with ref_count 0;
+        3. the index maps exactly the hashed blocks, each under its own hash;
+        4. a free block is either empty or hashed and ready, and in the list of its kind;
+        5. the counters agree with the lists.
+
+    Args:
+        num_blocks: how many.
+        on_evict: called with a block and the hash it loses when `allocate` reuses it.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        on_evict: Callable[[Block, BlockHash], None] = _ignore_eviction,
+    ) -> None:
+        self._on_evict = on_evict
+        self._blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self._index: dict[BlockHash, Block] = {}
+        self._empty = Block(-1)
+        self._evictable = Block(-2)
+        self._num_empty = 0
+        self._num_evictable = 0
+        for block in self._blocks:
+            self._append(block)
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks of the pool."""
+        return len(self._blocks)
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses, empty and evictable."""
+        return self._num_empty + self._num_evictable
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks that nobody uses and that hold nothing."""
+        return self._num_empty
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that nobody uses and that hold cached content."""
+        return self._num_evictable
+
+    @property
+    def num_used(self) -> int:
+        """Blocks that somebody uses."""
+        return len(self._blocks) - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Hashed blocks, used or not."""
+        return len(self._index)
+
+    def lookup(self, block_hash: BlockHash) -> Block | None:
+        """Return the block of this hash, ready or not; no side effect."""
+        return self._index.get(block_hash)
+
+    def evictable(self) -> Iterator[Block]:
+        """Yield the blocks that may be evicted, in that order; do not change the pool meanwhile."""
+        block = self._evictable._next
+        while block is not self._evictable:
+            yield block
+            block = block._next
+
+    def allocate(
+        self, count: int, *, can_evict: Callable[[Block], bool] | None = None
+    ) -> list[Block] | None:
+        """Take blocks for new content: empty ones first, then the least recently used.
+
+        Args:
+            count: how many.
+            can_evict: asked of each cached block in turn; those it refuses keep their place.
+
+        Returns:
+            Blocks with ref_count 1 and no hash; None, with nothing changed, if there are too few.
+        """
+        victims: list[Block] = []
+        num_needed = count - self._num_empty
+        if num_needed > self._num_evictable:
+            return None
+        if num_needed > 0:
+            for block in self.evictable():
+                if can_evict is None or can_evict(block):
+                    victims.append(block)
+                    if len(victims) == num_needed:
+                        break
+            else:
+                return None
+        taken: list[Block] = []
+        while len(taken) < count - len(victims):
+            taken.append(self._empty._next)
+            self._unlink(taken[-1])
+        for block in victims:
+            self._unlink(block)
+            block_hash = block.block_hash
+            assert block_hash is not None, block
+            self._unindex(block)
+            self._on_evict(block, block_hash)
+        taken.extend(victims)
+        for block in taken:
+            block.ref_count = 1
+            block.is_ready = False
+        return taken
+
+    def insert(self, block: Block, block_hash: BlockHash) -> Block:
+        """Give a used block its identity; if another block has it already, return that one.
+
+        Then nothing changes: the caller shares the one that is there, or keeps its own private.
+        """
+        known = self._index.get(block_hash)
+        if known is not None:
+            return known
+        assert block.ref_count > 0 and block.block_hash is None, block
+        block.block_hash = block_hash
+        self._index[block_hash] = block
+        return block
+
+    def mark_ready(self, block: Block) -> None:
+        """Note that the content of a used block has arrived."""
+        assert block.ref_count > 0, block
+        block.is_ready = True
+
+    def acquire(self, block: Block) -> None:
+        """Add a user to a block that is in the index or in use."""
+        if block.ref_count == 0:
+            self._unlink(block)
+        block.ref_count += 1
+
+    def release(self, blocks: Iterable[Block]) -> None:
+        """Take one user from each block, in the order in which they may later be evicted.
+
+        NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
+        uses any longer goes to the young end if its content is whole, else it is emptied.
+        """
+        for block in blocks:
+            assert block.ref_count > 0, block
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if not block.is_ready:
+                    self._unindex(block)
+                self._append(block)
+
+    def release_to_front(self, block: Block) -> None:
+        """Take the last user from a block and make it the next to be evicted."""
+        assert block.ref_count == 1, block
+        block.ref_count = 0
+        if not block.is_ready:
+            self._unindex(block)
+        if block.block_hash is None:
+            self._append(block)
+        else:
+            self._link(block, self._evictable)
+            self._num_evictable += 1
+
+    def touch(self, chain: Iterable[Block]) -> None:
+        """Make a chain's evictable blocks, given head first, the youngest; its head youngest of all."""
+        for block in reversed(list(chain)):
+            if block.ref_count == 0 and block.block_hash is not None:
+                self._unlink(block)
+                self._append(block)
+
+    def drop(self, block_hash: BlockHash) -> Block | None:
+        """Forget a hash; a block in use is freed when its last user ends."""
+        block = self._index.get(block_hash)
+        if block is None:
+            return None
+        if block.ref_count == 0:
+            self._unlink(block)
+            self._unindex(block)
+            self._append(block)
+        else:
+            self._unindex(block)
+        return block
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        free: set[int] = set()
+        for head, is_evictable, count in (
+            (self._empty, False, self._num_empty),
+            (self._evictable, True, self._num_evictable),
+        ):
+            seen, block = 0, head._next
+            while block is not head:
+                if block._prev._next is not block or block._next._prev is not block:
+                    raise IntegrityError(f"links of {block} disagree")
+                if block.block_id in free:
+                    raise IntegrityError(f"{block} is in the free list twice")
+                if is_evictable != (block.block_hash is not None):
+                    raise IntegrityError(f"{block} is in the wrong part of the free list")
+                if is_evictable and not block.is_ready:
+                    raise IntegrityError(f"{block} is evictable but was never filled")
+                free.add(block.block_id)
+                seen += 1
+                block = block._next
+            if seen != count:
+                raise IntegrityError(f"{seen} blocks in a list that counts {count}")
+        for block in self._blocks:
+            if (block.ref_count == 0) != (block.block_id in free) or block.ref_count < 0:
+                raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
+        hashed = [block for block in self._blocks if block.block_hash is not None]
+        if len(hashed) != len(self._index):
+            raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
+        for block in hashed:
+            assert block.block_hash is not None
+            if self._index.get(block.block_hash) is not block:
+                raise IntegrityError(f"{block} is not in the index under its hash")
+
+    def _append(self, block: Block) -> None:
+        """Put a free block at the young end of its part of the list."""
+        if block.block_hash is None:
+            block.is_ready = False
+            self._link(block, self._empty._prev)
+            self._num_empty += 1
+        else:
+            self._link(block, self._evictable._prev)
+            self._num_evictable += 1
+
+    @staticmethod
+    def _link(block: Block, after: Block) -> None:
+        block._prev, block._next = after, after._next
+        after._next._prev = block
+        after._next = block
+
+    def _unlink(self, block: Block) -> None:
+        if block.block_hash is None:
+            self._num_empty -= 1
+        else:
+            self._num_evictable -= 1
+        block._prev._next, block._next._prev = block._next, block._prev
+        block._prev = block._next = block
+
+    def _unindex(self, block: Block) -> None:
+        if block.block_hash is not None:
+            del self._index[block.block_hash]
+            block.block_hash = None

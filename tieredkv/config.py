@@ -1,0 +1,365 @@
+"""Settings: what they are, what they may be, and where each value came from.
+
+Argument before environment (`TIEREDKV_*`) before TOML file before default. This is the only module
+that reads the environment. A settings object never changes once it is made; what is found at run
+time, such as the number of blocks, lives elsewhere.
+"""
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+from tieredkv.errors import ConfigError
+from tieredkv.hashing import HashAlgo
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.types import Tier
+from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
+
+ENVIRONMENT_PREFIX = "TIEREDKV_"
+CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
+
+IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
+DiskWrite = Literal["on_evict", "write_behind"]
+DiskSync = Literal["commit", "none"]
+Restore = Literal["auto", "load", "compute"]
+DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
+
+
+def _setting(section: str, default: Any, help: str, *, unit: str = "") -> Any:
+    """Declare a field: its TOML section, its default, what it is for, and how it is written."""
+    return field(default=default, metadata={"section": section, "help": help, "unit": unit})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything an operator can choose. Sizes are bytes, durations seconds.
+
+    Raises:
+        ConfigError: a value is out of range; it names the field, the value and what is allowed.
+    """
+
+    model: str = _setting(
+        "model", "", "folder with a checkpoint, hub id, `tiny-random` or `random:SHAPE`"
+    )
+    dtype: str = _setting("model", "auto", "auto, float32, bfloat16 or float16")
+    device: str = _setting("model", "auto", "auto, cuda or cpu")
+    max_model_len: int | None = _setting(
+        "model", None, "longest prompt and answer together, in tokens; the model's own if not set"
+    )
+    fingerprint: Literal["full", "sample"] = _setting(
+        "model", "full", "hash all bytes of the weights, or a sample of them"
+    )
+    served_model_name: str | None = _setting("model", None, "name in the API; the model if not set")
+    seed: int = _setting("model", 0, "seed of requests that name none")
+
+    block_size: int = _setting("cache", 16, "tokens a block, a power of two from 16 to 256")
+    device_size: int | None = _setting(
+        "cache", None, "KV cache in VRAM; from gpu_memory_utilization if not set", unit="bytes"
+    )
+    gpu_memory_utilization: float = _setting(
+        "cache", 0.9, "share of VRAM that weights, activations and KV cache may take together"
+    )
+    host_size: int = _setting("cache", 1 << 30, "pinned host memory for blocks", unit="bytes")
+    disk_dir: str | None = _setting("cache", None, "folder of the disk tier; none if not set")
+    disk_size: int = _setting(
+        "cache", 20 << 30, "what the disk tier's files may occupy", unit="bytes"
+    )
+    disk_write: DiskWrite = _setting(
+        "cache", "on_evict", "write to disk on eviction from host memory, or soon after computing"
+    )
+    disk_sync: DiskSync = _setting(
+        "cache", "commit", "fdatasync the index at each group commit, or leave it to the system"
+    )
+    hash_algo: HashAlgo = _setting(
+        "cache", "sha256", "sha256, or xxh3_128 for a single trusted tenant"
+    )
+    isolate_by: IsolateBy = _setting(
+        "cache", "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
+    )
+    default_retention: str = _setting("cache", "in_memory", "retention of requests that name none")
+    restore: Restore = _setting(
+        "cache", "auto", "load cached blocks, compute them, or whichever is faster"
+    )
+    load_timeout: float = _setting(
+        "cache", 30.0, "a block that takes longer to load is computed", unit="seconds"
+    )
+    drain_timeout: float = _setting(
+        "cache", 30.0, "time to write what 24h promised when stopping", unit="seconds"
+    )
+    sweep_interval: float = _setting(
+        "cache", 10.0, "expired bytes are erased from disk within this time", unit="seconds"
+    )
+
+    max_num_seqs: int = _setting("scheduler", 256, "requests that run at once")
+    max_num_batched_tokens: int | None = _setting(
+        "scheduler", None, "tokens computed in one step; 8192 on a GPU, 2048 elsewhere if not set"
+    )
+    max_num_queued_reqs: int = _setting("scheduler", 1024, "requests that may wait; 429 beyond")
+
+    host: str = _setting("server", "127.0.0.1", "address to listen on")
+    port: int = _setting("server", 8000, "port to listen on")
+    api_keys: tuple[str, ...] = _setting("server", (), "keys that clients must present, if any")
+
+    policies: tuple[RetentionPolicy, ...] = field(
+        default=DEFAULT_POLICIES, metadata={"section": "", "help": "retention policies", "unit": ""}
+    )
+    clock_offset_file: str | None = field(
+        default=None, metadata={"section": "", "help": "for outside checks only", "unit": ""}
+    )
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            _check_choice(setting.name, setting.type, getattr(self, setting.name))
+        size = self.block_size
+        if not 16 <= size <= 256 or size & (size - 1):
+            raise ConfigError(f"`block_size` = {size} must be a power of two from 16 to 256")
+        for name in (
+            "host_size",
+            "disk_size",
+            "max_num_seqs",
+            "max_num_queued_reqs",
+            "load_timeout",
+            "sweep_interval",
+        ):
+            _check_range(name, getattr(self, name), least=0, is_least_allowed=False)
+        for name in ("max_model_len", "device_size", "max_num_batched_tokens"):
+            if getattr(self, name) is not None:
+                _check_range(name, getattr(self, name), least=0, is_least_allowed=False)
+        _check_range("drain_timeout", self.drain_timeout, least=0, is_least_allowed=True)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"`gpu_memory_utilization` = {self.gpu_memory_utilization} must be above 0 and at "
+                "most 1"
+            )
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"`port` = {self.port} must be from 0 to 65535")
+        _check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
+        _check_one_of("device", self.device, ("auto", "cuda", "cpu"))
+        names = [policy.name for policy in self.policies]
+        _check_one_of("default_retention", self.default_retention, names)
+
+    def retention_policies(self) -> RetentionPolicies:
+        """Return the policies that requests may choose among."""
+        return RetentionPolicies(self.policies)
+
+    def resolve_device(self, has_cuda: bool) -> str:
+        """Return `cuda` or `cpu`.
+
+        Raises:
+            ConfigError: `device` asks for a GPU that is not there.
+        """
+        if self.device == "cuda" and not has_cuda:
+            raise ConfigError("`device` = cuda, but torch sees no GPU; use `auto` or `cpu`")
+        return ("cuda" if has_cuda else "cpu") if self.device == "auto" else self.device
+
+    def resolve_max_num_batched_tokens(self, device: str) -> int:
+        """Return the token budget of a step on this device."""
+        return self.max_num_batched_tokens or (8192 if device == "cuda" else 2048)
+
+    def check_server(self) -> None:
+        """Refuse what is fine for one trusted user and not for a server.
+
+        Raises:
+            ConfigError: the fast hash, which is not collision-resistant, together with isolation.
+        """
+        if self.hash_algo == "xxh3_128" and self.isolate_by != "none":
+            raise ConfigError(
+                "`hash_algo` = xxh3_128 is not collision-resistant and cannot keep tenants apart; "
+                f"use sha256, or isolate_by = none instead of {self.isolate_by}"
+            )
+
+
+class LoadedSettings(NamedTuple):
+    """Settings, and where each field's value came from."""
+
+    settings: Settings
+    sources: dict[str, str]
+
+    def describe(self) -> list[tuple[str, str, str, str]]:
+        """Return (section, field, value, source) of every setting, values as people write them."""
+        rows = []
+        for setting in _plain_fields().values():
+            value = getattr(self.settings, setting.name)
+            text = "" if value is None else str(value)
+            if setting.name == "api_keys":
+                text = f"{len(value)} configured"
+            elif value is not None and setting.metadata["unit"] == "bytes":
+                text = format_bytes(value)
+            elif value is not None and setting.metadata["unit"] == "seconds":
+                text = format_duration(value)
+            rows.append(
+                (setting.metadata["section"], setting.name, text, self.sources[setting.name])
+            )
+        for policy in self.settings.policies:
+            text = (
+                f"idle {format_duration(policy.idle_s)}, "
+                f"absolute {format_duration(policy.absolute_s)}, "
+                f"tiers {' '.join(tier for tier in Tier if tier in policy.tiers)}"
+            )
+            section = f"retention.{policy.name}"
+            rows.append((section, "policy", text, self.sources.get(section, "default")))
+        return rows
+
+
+def load_settings(
+    *,
+    arguments: Mapping[str, object] | None = None,
+    environ: Mapping[str, str] | None = None,
+    config_path: str | os.PathLike[str] | None = None,
+) -> LoadedSettings:
+    """Read the settings from everywhere they can come from.
+
+    Args:
+        arguments: by field name; None values count as not given, strings are parsed.
+        environ: the process's own environment if None.
+        config_path: a TOML file, or none.
+
+    Raises:
+        ConfigError: an unknown key (the nearest known one is named), or a value that is malformed
+            or out of range.
+    """
+    environ = os.environ if environ is None else environ
+    known = _plain_fields()
+    values: dict[str, object] = {}
+    sources = dict.fromkeys(known, "default")
+    if config_path is not None:
+        for name, value in _read_toml(Path(config_path)).items():
+            values[name] = value
+            sources[name] = f"file {config_path}"
+    for name, setting in known.items():
+        variable = ENVIRONMENT_PREFIX + name.upper()
+        if variable in environ:
+            values[name] = _parse(setting, environ[variable], where=f"variable `{variable}`")
+            sources[name] = f"environment {variable}"
+    for name, value in (arguments or {}).items():
+        if name != "policies" and name not in known:
+            raise ConfigError(f"Unknown setting `{name}`{_nearest(name, known)}")
+        if value is not None:
+            values[name] = value if name == "policies" else _parse(known[name], value)
+            sources[name] = "argument"
+    values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
+    return LoadedSettings(Settings(**values), sources)  # type: ignore[arg-type]
+
+
+def _plain_fields() -> dict[str, Any]:
+    """Return the fields that have one value in one TOML section, by name."""
+    return {setting.name: setting for setting in fields(Settings) if setting.metadata["section"]}
+
+
+def _read_toml(path: Path) -> dict[str, object]:
+    try:
+        document = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"Cannot read `{path}`: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
+    known = _plain_fields()
+    sections = {setting.metadata["section"] for setting in known.values()} | {"retention"}
+    values: dict[str, object] = {}
+    policies = {policy.name: policy for policy in DEFAULT_POLICIES}
+    for section, table in document.items():
+        if section not in sections or not isinstance(table, dict):
+            what = "section" if isinstance(table, dict) else "key outside of a section"
+            names = {*sections, *known} if isinstance(table, dict) else set(known)
+            raise ConfigError(f"`{path}`: unknown {what} `{section}`{_nearest(section, names)}")
+        if section == "retention":
+            for name, row in table.items():
+                policies[name] = _read_policy(path, name, row, policies.get(name))
+            values["policies"] = tuple(policies.values())
+            continue
+        for name, value in table.items():
+            setting = known.get(name)
+            if setting is None or setting.metadata["section"] != section:
+                hint = _nearest(
+                    name, [n for n, s in known.items() if s.metadata["section"] == section]
+                )
+                if setting is not None:
+                    hint = f"; it belongs to section `{setting.metadata['section']}`"
+                raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
+            values[name] = _parse(setting, value, where=f"`{path}`: `{section}.{name}`")
+    return values
+
+
+def _read_policy(
+    path: Path, name: str, row: object, known: RetentionPolicy | None
+) -> RetentionPolicy:
+    where = f"`{path}`: `retention.{name}`"
+    keys = ("idle", "absolute", "tiers")
+    if not isinstance(row, dict):
+        raise ConfigError(f"{where} must be a table with {', '.join(keys)}")
+    for key in row:
+        if key not in keys:
+            raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, keys)}")
+    if known is None and set(keys) - set(row):
+        raise ConfigError(f"{where} lacks `{sorted(set(keys) - set(row))[0]}`")
+    try:
+        tiers = frozenset(Tier(tier) for tier in row["tiers"]) if "tiers" in row else None
+    except ValueError as error:
+        raise ConfigError(f"{where}.tiers: {error}; tiers are device, host, disk") from error
+    return RetentionPolicy(
+        name=name,
+        idle_s=parse_duration(row["idle"]) if "idle" in row else known.idle_s,  # type: ignore[union-attr]
+        absolute_s=(
+            parse_duration(row["absolute"]) if "absolute" in row else known.absolute_s  # type: ignore[union-attr]
+        ),
+        tiers=tiers if tiers is not None else known.tiers,  # type: ignore[union-attr]
+    )
+
+
+def _parse(setting: Any, value: object, *, where: str = "") -> object:
+    """Return a value in the field's type, from TOML, the environment or an argument."""
+    where = where or f"`{setting.name}`"
+    unit = setting.metadata["unit"]
+    kind = setting.type
+    try:
+        if unit == "bytes":
+            return parse_bytes(value)  # type: ignore[arg-type]
+        if unit == "seconds":
+            return parse_duration(value)  # type: ignore[arg-type]
+        if kind in (int, int | None):
+            return _parse_int(value)
+        if kind is float:
+            return float(value)  # type: ignore[arg-type]
+        if kind == tuple[str, ...]:
+            parts = value.split(",") if isinstance(value, str) else value
+            return tuple(str(part).strip() for part in parts)  # type: ignore[union-attr]
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if not isinstance(value, str):
+            raise ConfigError(f"`{value}` is not a text")
+        return value
+    except (ConfigError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _parse_int(value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lstrip("-").isdigit():
+        return int(value)
+    raise ConfigError(f"`{value}` is not a whole number")
+
+
+def _nearest(name: str, known: Any) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean `{matches[0]}`?" if matches else f"; known are {', '.join(known)}"
+
+
+def _check_choice(name: str, kind: object, value: object) -> None:
+    if get_origin(kind) is Literal:
+        _check_one_of(name, value, get_args(kind))
+
+
+def _check_one_of(name: str, value: object, allowed: Any) -> None:
+    if value not in allowed:
+        raise ConfigError(f"`{name}` = `{value}` must be one of {', '.join(allowed)}")
+
+
+def _check_range(name: str, value: float, *, least: float, is_least_allowed: bool) -> None:
+    if value < least or (value == least and not is_least_allowed):
+        bound = "at least" if is_least_allowed else "above"
+        raise ConfigError(f"`{name}` = {value} must be {bound} {least}")

@@ -1,0 +1,182 @@
+"""Identity: what a block is, as bytes that are equal in every process and on every machine.
+
+    root        = H("tieredkv/1", model fingerprint, KV dtype, layout, block size, TP, namespace)
+    block_hash  = H(parent hash, tokens as packed uint32 little-endian, extra)
+    namespace   = H(tenant, cache salt, prompt cache key)
+
+Every field is written as a one-byte tag, a u32 length and its bytes, so that no two different
+inputs have the same encoding. Python's `hash()`, pickle, time and randomness have no part in it.
+
+`H` is SHA-256 or, for a single trusted tenant, xxh3_128: the latter is faster and not
+collision-resistant.
+"""
+
+import hashlib
+import struct
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Protocol
+
+import xxhash
+
+from tieredkv.errors import RequestError
+from tieredkv.types import BlockHash
+
+HashAlgo = Literal["sha256", "xxh3_128"]
+Extra = tuple[str, bytes]
+"""Kind and id of what else a block depends on, such as `("lora", digest)`."""
+
+IDENTITY_VERSION = b"tieredkv/1"
+MAX_SALT_CHARS = 128
+
+_TAG_VERSION = 0x01
+_TAG_PURPOSE = 0x02
+_TAG_FINGERPRINT = 0x10
+_TAG_KV_DTYPE = 0x11
+_TAG_LAYOUT = 0x12
+_TAG_BLOCK_SIZE = 0x13
+_TAG_TP_RANK = 0x14
+_TAG_TP_SIZE = 0x15
+_TAG_NAMESPACE = 0x16
+_TAG_PARENT = 0x20
+_TAG_TOKENS = 0x21
+_TAG_EXTRA_KIND = 0x22
+_TAG_EXTRA_ID = 0x23
+_TAG_TENANT = 0x30
+_TAG_SALT = 0x31
+_TAG_CACHE_KEY = 0x32
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+
+    def digest(self) -> bytes: ...
+
+
+def _hasher(algo: HashAlgo) -> Callable[..., _Hasher]:
+    return hashlib.sha256 if algo == "sha256" else xxhash.xxh3_128
+
+
+def _field(tag: int, value: bytes) -> bytes:
+    return struct.pack("<BI", tag, len(value)) + value
+
+
+def _int_field(tag: int, value: int) -> bytes:
+    return _field(tag, struct.pack("<Q", value))
+
+
+def namespace_digest(
+    tenant: str,
+    cache_salt: str | None = None,
+    prompt_cache_key: str | None = None,
+    *,
+    algo: HashAlgo = "sha256",
+) -> bytes:
+    """Return the digest of who may share: a salt or a key only ever narrows a tenant's own.
+
+    Raises:
+        RequestError: the salt is empty or longer than 128 characters.
+    """
+    if cache_salt is not None and not 0 < len(cache_salt) <= MAX_SALT_CHARS:
+        raise RequestError(
+            f"`cache_salt` must have 1 to {MAX_SALT_CHARS} characters, it has {len(cache_salt)}",
+            param="cache_salt",
+            code="invalid_value",
+        )
+    parts = [
+        _field(_TAG_VERSION, IDENTITY_VERSION),
+        _field(_TAG_PURPOSE, b"namespace"),
+        _field(_TAG_TENANT, tenant.encode()),
+    ]
+    if cache_salt is not None:
+        parts.append(_field(_TAG_SALT, cache_salt.encode()))
+    if prompt_cache_key is not None:
+        parts.append(_field(_TAG_CACHE_KEY, prompt_cache_key.encode()))
+    return _hasher(algo)(b"".join(parts)).digest()
+
+
+def model_root(
+    *,
+    fingerprint: bytes,
+    kv_dtype: str,
+    layout: str,
+    block_size: int,
+    tp_rank: int,
+    tp_size: int,
+    namespace: bytes,
+    algo: HashAlgo = "sha256",
+) -> BlockHash:
+    """Return the parent of every chain's first block."""
+    parts = [
+        _field(_TAG_VERSION, IDENTITY_VERSION),
+        _field(_TAG_PURPOSE, b"root"),
+        _field(_TAG_FINGERPRINT, fingerprint),
+        _field(_TAG_KV_DTYPE, kv_dtype.encode()),
+        _field(_TAG_LAYOUT, layout.encode()),
+        _int_field(_TAG_BLOCK_SIZE, block_size),
+        _int_field(_TAG_TP_RANK, tp_rank),
+        _int_field(_TAG_TP_SIZE, tp_size),
+        _field(_TAG_NAMESPACE, namespace),
+    ]
+    return BlockHash(_hasher(algo)(b"".join(parts)).digest())
+
+
+def block_hash(
+    parent: BlockHash,
+    token_ids: Sequence[int],
+    extra: Iterable[Extra] = (),
+    *,
+    algo: HashAlgo = "sha256",
+) -> BlockHash:
+    """Return the hash of one full block.
+
+    Raises:
+        RequestError: a token id is not a u32.
+    """
+    return chain_hashes(parent, token_ids, len(token_ids), extra=extra, algo=algo)[0]
+
+
+def chain_hashes(
+    parent: BlockHash,
+    token_ids: Sequence[int],
+    block_size: int,
+    *,
+    extra: Iterable[Extra] = (),
+    algo: HashAlgo = "sha256",
+) -> list[BlockHash]:
+    """Return the hashes of all full blocks of a sequence that follows `parent`, head first.
+
+    Tokens behind the last full block are left out: they are not hashed and not shared.
+
+    Raises:
+        RequestError: a token id is not a u32.
+    """
+    num_blocks = len(token_ids) // block_size
+    packed = _pack_tokens(token_ids[: num_blocks * block_size])
+    new = _hasher(algo)
+    stride = 4 * block_size
+    head = struct.pack("<BI", _TAG_PARENT, len(parent))
+    before_tokens = struct.pack("<BI", _TAG_TOKENS, stride)
+    tail = b"".join(
+        _field(_TAG_EXTRA_KIND, kind.encode()) + _field(_TAG_EXTRA_ID, ident)
+        for kind, ident in extra
+    )
+    hashes: list[BlockHash] = []
+    for start in range(0, num_blocks * stride, stride):
+        tokens = packed[start : start + stride]
+        parent = BlockHash(new(b"".join((head, parent, before_tokens, tokens, tail))).digest())
+        hashes.append(parent)
+    return hashes
+
+
+def _pack_tokens(token_ids: Sequence[int]) -> bytes:
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise RequestError(
+            "Token ids must be integers from 0 to 4294967295", param="prompt", code="invalid_value"
+        ) from error
+    if sys.byteorder != "little":
+        packed.byteswap()
+    return packed.tobytes()

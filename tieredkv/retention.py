@@ -1,0 +1,113 @@
+"""How long a block may be kept, and how far down: the contract behind `prompt_cache_retention`.
+
+It knows policies and deadlines; it does not know clocks, tiers' contents or requests.
+"""
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from tieredkv.errors import ConfigError, RequestError
+from tieredkv.types import Tier
+from tieredkv.units import format_duration
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionPolicy:
+    """One row of the contract.
+
+    Attributes:
+        idle_s: unreachable this long after the last use.
+        absolute_s: unreachable this long after its keys and values were computed, whatever happens.
+        tiers: where a block may be that only this policy asked for.
+    """
+
+    name: str
+    idle_s: float
+    absolute_s: float
+    tiers: frozenset[Tier]
+
+    def __post_init__(self) -> None:
+        for field, value in (("idle", self.idle_s), ("absolute", self.absolute_s)):
+            if not value > 0:
+                raise ConfigError(f"`retention.{self.name}.{field}` = {value} must be above 0s")
+        if self.idle_s > self.absolute_s:
+            raise ConfigError(
+                f"`retention.{self.name}.idle` = {format_duration(self.idle_s)} is longer than "
+                f"`absolute` = {format_duration(self.absolute_s)}"
+            )
+        if Tier.DEVICE not in self.tiers:
+            raise ConfigError(f"`retention.{self.name}.tiers` must name `device`")
+        if Tier.DISK in self.tiers and Tier.HOST not in self.tiers:
+            raise ConfigError(
+                f"`retention.{self.name}.tiers` names `disk` without `host`: blocks reach the disk "
+                "through host memory"
+            )
+
+    @property
+    def may_use_disk(self) -> bool:
+        """Whether blocks of this policy may be written to disk."""
+        return Tier.DISK in self.tiers
+
+    def deadline(self, computed_at: float, last_used: float) -> float:
+        """Return when a block that only this policy asked for becomes unreachable."""
+        return min(computed_at + self.absolute_s, last_used + self.idle_s)
+
+
+IN_MEMORY = RetentionPolicy(
+    name="in_memory", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE, Tier.HOST})
+)
+TWENTY_FOUR_HOURS = RetentionPolicy(
+    name="24h", idle_s=86400.0, absolute_s=86400.0, tiers=frozenset(Tier)
+)
+ALIASES = {"in-memory": "in_memory"}
+
+
+class RetentionPolicies:
+    """The policies that a server offers; requests choose among them and cannot make their own."""
+
+    def __init__(
+        self, policies: Iterable[RetentionPolicy] = (IN_MEMORY, TWENTY_FOUR_HOURS)
+    ) -> None:
+        self._policies = {policy.name: policy for policy in policies}
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all policies."""
+        return frozenset(self._policies)
+
+    def get(self, name: str) -> RetentionPolicy:
+        """Return the policy of this name; `in-memory` is an alias of `in_memory`.
+
+        Raises:
+            RequestError: there is none; the text is OpenAI's.
+        """
+        policy = self._policies.get(ALIASES.get(name, name))
+        if policy is None:
+            supported = " and ".join(f"'{known}'" for known in self._policies)
+            raise RequestError(
+                f"Invalid value: '{name}'. Supported values are: {supported}.",
+                param="prompt_cache_retention",
+                code="invalid_value",
+            )
+        return policy
+
+    def deadline(self, claims: Collection[str], computed_at: float, last_used: float) -> float:
+        """Return when a block becomes unreachable: the longest of the claims counts."""
+        return max(self._policies[name].deadline(computed_at, last_used) for name in claims)
+
+    def disk_deadline(
+        self, claims: Collection[str], computed_at: float, last_used: float
+    ) -> float | None:
+        """Return until when the disk may keep a block; None if no claim lets it go there."""
+        return max(
+            (
+                self._policies[name].deadline(computed_at, last_used)
+                for name in claims
+                if self._policies[name].may_use_disk
+            ),
+            default=None,
+        )
+
+    def longest(self, claims: Collection[str]) -> str:
+        """Return the name of the claim that keeps a block longest."""
+        return max(claims, key=lambda name: (self._policies[name].absolute_s, name))

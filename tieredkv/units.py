@@ -1,0 +1,75 @@
+"""Sizes and durations as people write them: `80GiB`, `24h`."""
+
+import re
+
+from tieredkv.errors import ConfigError
+
+_BYTES = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "k": 2**10,
+    "m": 2**20,
+    "g": 2**30,
+    "t": 2**40,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+
+
+def parse_bytes(value: str | int) -> int:
+    """Return a size in bytes: `"64MiB"`, `"1GB"`, or bytes as they are.
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _BYTES:
+        raise ConfigError(f"`{value}` is not a size; write one such as `64MiB`, `80GiB` or `1GB`")
+    return int(float(match[1]) * _BYTES[match[2].lower()])
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size for people, in binary units: `1.5 GiB`."""
+    size = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"
+
+
+def parse_duration(value: str | float) -> float:
+    """Return a duration in seconds: `"90s"`, `"15m"`, `"2h"`, `"7d"`, or seconds as they are.
+
+    Raises:
+        ConfigError: not a duration.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in _SECONDS:
+        raise ConfigError(f"`{value}` is not a duration; write one such as `90s`, `15m` or `24h`")
+    return float(match[1]) * _SECONDS[match[2].lower()]
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration for people, its two largest units: `1d 4h`, `90s` as `1m 30s`."""
+    left = round(seconds)
+    if left < 0:
+        return "-" + format_duration(-seconds)
+    parts = []
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
+        count, left = divmod(left, size)
+        if count:
+            parts.append(f"{count}{unit}")
+    return " ".join(parts[:2]) or "0s"
