@@ -209,7 +209,7 @@ class BlockPool:
             self._num_evictable += 1
 
     def touch(self, chain: Iterable[Block]) -> None:
-        """Make a chain's evictable blocks, given head first, the youngest; its head youngest of all."""
+        """Make a chain's evictable blocks (given head first) the youngest, its head last to go."""
         for block in reversed(list(chain)):
             if block.ref_count == 0 and block.block_hash is not None:
                 self._unlink(block)
