@@ -6,22 +6,22 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
 import torch
 import xxhash
 from tieredkv.engine.loader import LoadedModel, load_model
-from tieredkv.engine.model_runner import ModelRunner
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
 from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.kernels.copies import BlockCopier
-from tieredkv.storage.client import ControlRequest, StoreClient, StoreOptions
+from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import StoreStats, minimum_budget_bytes
+from tieredkv.storage.lmdb_store import minimum_budget_bytes
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -39,6 +39,7 @@ from tieredkv.engine.request import Request
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.storage.messages import StoreOptions
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
@@ -88,26 +89,31 @@ class EngineCore:
         device = torch.device(settings.resolve_device(torch.cuda.is_available()))
         self.model: LoadedModel = load_model(
             settings.model,
-            dtype=None if settings.dtype == "auto" else settings.dtype,
+            dtype=settings.dtype,
             device=str(device),
-            progress=progress,
+            progress=lambda stage, share: progress(stage, round(100 * share), 100),
             fingerprint=settings.fingerprint,
         )
         spec = self.kv_spec = self.model.kv_spec(settings.block_size)
+        num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
-        self._arena = stack.enter_context(
-            contextlib.closing(HostArena(num_pages, spec.page_bytes, progress=progress))
+        self._arena = HostArena(
+            num_pages,
+            spec.page_bytes,
+            progress=lambda done, total: progress("taking host memory", done, total),
         )
+        stack.callback(self._arena.close)
         self._store = self._open_store(stack)
-        self._runner = ModelRunner(self.model, spec, device=device)
-        num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
-        self._pool = self._runner.make_kv_pool(num_blocks)
+        self._pool = make_kv_pool(spec, num_blocks, device)
+        self._runner = ModelRunner(self.model, self._pool, spec)
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         self._copier = BlockCopier(
-            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), progress=progress
+            self._block_bytes,
+            arena_bytes.view(num_pages, spec.page_bytes),
+            progress=lambda done, total: progress("pinning host memory", done, total),
         )
         stack.callback(self._copier.close)
         transfer = BlockTransfer[object](self._copier, device=device, block_bytes=spec.block_bytes)
@@ -135,14 +141,19 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._sampler = Sampler()
-        self._runner.warm_up(progress)
+        max_model_len = min(
+            settings.max_model_len or self.model.max_model_len,
+            self.model.max_model_len,
+            num_blocks * spec.block_size,
+        )
+        self._runner.warm_up(
+            max_num_batched_tokens=num_batched_tokens,
+            max_context_len=max_model_len,
+            progress=lambda stage, share: progress(stage, round(100 * share), 100),
+        )
         self.info = EngineInfo(
             model=settings.served_model_name or self.model.name,
-            max_model_len=min(
-                settings.max_model_len or self.model.max_model_len,
-                self.model.max_model_len,
-                num_blocks * spec.block_size,
-            ),
+            max_model_len=max_model_len,
             vocab_size=self.model.vocab_size,
             block_size=spec.block_size,
             num_device_blocks=num_blocks,
@@ -266,16 +277,13 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters = msgspec.to_builtins(self.tiers.counters)
+        counters: dict[str, object] = dataclasses.asdict(self.tiers.counters)
         counters["preemptions"] = self.scheduler.num_preemptions
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
         stats["counters"] = counters
+        stats["disk"] = self._store.stats() if self._store is not None else None
         return stats
-
-    def store_stats(self) -> StoreStats | None:
-        """Ask the store for its counters; None without a disk tier or while it is down."""
-        return self._store.request_stats(timeout_s=5.0) if self._store else None
 
     def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:
         """Empty the tiers above `to` of what no request uses; return whether all of it has gone."""
@@ -466,8 +474,10 @@ class EngineCore:
         settings = self._settings
         if settings.disk_dir is None:
             return None
+        disk_retentions = tuple(policy.name for policy in settings.policies if policy.may_use_disk)
         options = StoreOptions(
             path=settings.disk_dir,
+            disk_retentions=disk_retentions,
             budget_bytes=settings.disk_size,
             sync=settings.disk_sync,
             sweep_interval_s=settings.sweep_interval,
@@ -487,15 +497,14 @@ class EngineCore:
         if device.type != "cuda":
             return _num_slots("device_size", CPU_DEVICE_BYTES, spec.block_bytes, least=2)
         progress("profiling", 0, 1)
-        num_blocks = self._runner.num_blocks_for(
-            settings.gpu_memory_utilization, max_num_batched_tokens=num_batched_tokens
+        num_blocks = num_device_blocks(
+            self.model,
+            spec,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            max_num_batched_tokens=num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
         )
         progress("profiling", 1, 1)
-        if num_blocks < 2:
-            raise ConfigError(
-                f"`gpu_memory_utilization` = {settings.gpu_memory_utilization} leaves no room for "
-                f"blocks of {format_bytes(spec.block_bytes)}; raise it or use a smaller model"
-            )
         return num_blocks
 
 
