@@ -22,6 +22,7 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.messages import StoreOptions
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -39,7 +40,6 @@ from tieredkv.engine.request import Request
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
-from tieredkv.storage.messages import StoreOptions
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier
 from tieredkv.units import format_bytes
