@@ -9,15 +9,14 @@ import contextlib
 import dataclasses
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import xxhash
-from tieredkv.engine.loader import LoadedModel, load_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
-from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
@@ -30,18 +29,21 @@ from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine.loader import LoadedModel, load_model
 from tieredkv.engine.messages import (
     EngineInfo,
     EngineRequest,
     TokenLogprob,
     TokenOutput,
 )
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request
+from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockHash, KVSpec, Progress, Tier
+from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -50,10 +52,6 @@ LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
 CPU_DEVICE_BYTES = 256 << 20
-
-
-def _no_progress(_stage: str, _done: int, _total: int) -> None:
-    pass
 
 
 class EngineCore:
@@ -69,7 +67,7 @@ class EngineCore:
         StorageError: the disk tier's directory is not usable; nothing in it was changed.
     """
 
-    def __init__(self, settings: Settings, *, progress: Progress = _no_progress) -> None:
+    def __init__(self, settings: Settings, *, progress: Progress = ignore_progress) -> None:
         self._settings = settings
         self._policies = settings.retention_policies()
         self._policies.get(settings.default_retention)
@@ -78,6 +76,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._outputs: list[TokenOutput] = []
         self._described: set[BlockHash] = set()
+        self._seeds = random.Random(settings.seed)
         self._is_closed = False
         self._is_stalled = False
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
@@ -116,7 +115,7 @@ class EngineCore:
             progress=lambda done, total: progress("pinning host memory", done, total),
         )
         stack.callback(self._copier.close)
-        transfer = BlockTransfer[object](self._copier, device=device, block_bytes=spec.block_bytes)
+        transfer = BlockTransfer[Any](self._copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -200,6 +199,7 @@ class EngineCore:
                 code="queue_full",
                 status=429,
             )
+        request.params.check_vocabulary(info.vocab_size)
         policy = self._policies.get(request.retention or settings.default_retention)
         root, namespace, hashes = self._chain(request)
         self._describe(root, namespace)
@@ -211,7 +211,12 @@ class EngineCore:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
-            sampler=SamplerState.from_params(request.params, token_ids, settings.seed),
+            sampler=SamplerState.from_params(
+                request.params,
+                self._seeds.getrandbits(63),
+                eos_token_ids=self.model.eos_token_ids,
+                prompt_token_ids=token_ids,
+            ),
         )
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
@@ -329,7 +334,7 @@ class EngineCore:
             block = self.tiers.device.lookup(block_hash)
             if block is None or not block.is_ready:
                 return None
-            digest.update(self._block_bytes[block.block_id].cpu().numpy())
+            digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def close(
@@ -342,7 +347,7 @@ class EngineCore:
         for request in list(self._requests.values()):
             self._finish(request)
         timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
-        report = progress or _no_progress
+        report = progress or ignore_progress
         left = self.cache.demoter.drain(
             deadline=time.monotonic() + timeout_s,
             on_progress=lambda done, total: report("writing to disk", done, total),
@@ -416,12 +421,9 @@ class EngineCore:
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
             logprobs = None
-            if request.params.logprobs is not None:
-                logprobs = [
-                    TokenLogprob(
-                        token_id=token.token_id, logprob=token.logprob, top=token.top_logprobs
-                    )
-                ]
+            if token.logprob is not None:
+                top = list(token.top_logprobs)
+                logprobs = [TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=top)]
             self._outputs.append(
                 TokenOutput(
                     request_id=request.request_id,
@@ -436,11 +438,11 @@ class EngineCore:
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         params = request.params
-        if len(request.output_ids) >= params.min_tokens:
-            if token_id in params.stop_token_ids:
-                return "stop"
-            if not params.ignore_eos and token_id in self.model.eos_token_ids:
-                return "stop"
+        if (
+            len(request.output_ids) >= params.min_tokens
+            and token_id in request.sampler.end_token_ids
+        ):
+            return "stop"
         is_long = len(request.output_ids) >= params.max_tokens
         if is_long or request.num_tokens >= self.info.max_model_len:
             return "length"

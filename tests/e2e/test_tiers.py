@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,12 @@ from tieredkv.engine.llm import RequestOutput
 from tieredkv.types import Tier
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-SIZES = {"device_size": "16MiB", "host_size": "16MiB", "disk_size": "256MiB", "restore": "load"}
+SIZES: dict[str, Any] = {
+    "device_size": "16MiB",
+    "host_size": "16MiB",
+    "disk_size": "256MiB",
+    "restore": "load",
+}
 
 
 def prompt(seed: int, num_tokens: int = 500) -> list[int]:
@@ -199,7 +205,7 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(disk_dir: str) 
             llm.core.step()
         os.kill(pid, signal.SIGSTOP)
         try:
-            ids = []
+            ids: list[int] = []
             while len(ids) < GREEDY.max_tokens:
                 for output in llm.core.step():
                     ids.extend(output.token_ids)
