@@ -32,7 +32,7 @@ class Tiling(NamedTuple):
 def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
     """Keep about 100 KiB of keys and values in flight per multiprocessor, which hides latency."""
     if dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
-        return Tiling(32, 4, 1)
+        return Tiling(16, 4 if head_dim <= 128 else 8, 1)
     if head_dim <= 64:
         return Tiling(128, 4, 3)
     return Tiling(64, 4, 3) if head_dim <= 128 else Tiling(32, 4, 3)

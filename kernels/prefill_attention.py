@@ -36,13 +36,13 @@ def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
         dtype: of the cache.
     """
     if dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
-        return Tiling(32 if num_rows > 16 else 16, 32, 4, 1)
+        return Tiling(32 if num_rows > 16 else 16, 16, 8, 1)
     if num_rows <= 16:
         return Tiling(16, 64 if head_dim <= 128 else 32, 4, 3)
     if num_rows <= 64:
-        return Tiling(64, 64 if head_dim <= 128 else 32, 4, 3)
+        return Tiling(64, 64, 4, 3) if head_dim <= 128 else Tiling(64, 32, 8, 3)
     if head_dim <= 64:
-        return Tiling(128, 128, 4, 3)
+        return Tiling(128, 128, 8, 3)
     return Tiling(128, 64, 8, 3) if head_dim <= 128 else Tiling(128, 32, 8, 2)
 
 
