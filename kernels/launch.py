@@ -136,7 +136,10 @@ def decode_workspace_numel(
 ) -> int:
     """Count the float32 elements of scratch that `paged_decode_attention` uses for these sizes."""
     num_splits = splits.num_splits(
-        num_requests * num_kv_heads, max_context_len, splits.num_multiprocessors(device.index)
+        num_requests * num_kv_heads,
+        max_context_len,
+        splits.num_multiprocessors(device.index),
+        splits.MAX_DECODE_SPLIT_TOKENS,
     )
     return splits.workspace_numel(num_requests, num_heads, head_dim, num_splits)
 
@@ -229,14 +232,6 @@ class _Paged(NamedTuple):
     context_lens: Tensor
     scale: float
 
-    def rows(self, first: int, end: int) -> "_Paged":
-        """Narrow to the requests [first, end); q stays whole, query_start_lens index into it."""
-        return self._replace(
-            block_tables=self.block_tables[first:end],
-            query_start_lens=self.query_start_lens[first : end + 1],
-            context_lens=self.context_lens[first:end],
-        )
-
 
 def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBackend) -> Tensor:
     """Send each chunk to the dense path or to Triton, neighbours of one kind in one launch."""
@@ -262,14 +257,22 @@ def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBacke
                 logger.debug("prefill attention in Triton, not cuDNN: %s", error)
     for dense, group in itertools.groupby(range(len(spans)), key=is_dense.__getitem__):
         rows = list(group)
-        longest = max(spans[row].query_len for row in rows)
-        if not dense and longest:
-            _triton("prefill_attention").paged_prefill_attention(
-                *paged.rows(rows[0], rows[-1] + 1),
-                longest,
-                max(spans[row].context_len for row in rows),
-                out,
-            )
+        first, last = rows[0], rows[-1]
+        tokens = slice(starts[first], starts[last + 1])
+        if dense or tokens.start == tokens.stop:
+            continue
+        _triton("prefill_attention").paged_prefill_attention(
+            paged.q[tokens],
+            paged.k_cache,
+            paged.v_cache,
+            paged.block_tables[first : last + 1],
+            paged.query_start_lens[first : last + 2] - tokens.start,
+            paged.context_lens[first : last + 1],
+            paged.scale,
+            max(spans[row].query_len for row in rows),
+            max(spans[row].context_len for row in rows),
+            out[tokens],
+        )
     return out
 
 

@@ -14,8 +14,8 @@ WAVES = 4
 MIN_SPLIT_TOKENS = 128
 """A shorter split costs more in merging than it saves."""
 
-MAX_SPLIT_TOKENS = 4096
-"""A longer split would leave the longest request of a ragged batch running alone."""
+MAX_DECODE_SPLIT_TOKENS = 4096
+"""A longer split would leave the longest request of a ragged decode batch running alone."""
 
 
 @functools.cache
@@ -26,18 +26,23 @@ def num_multiprocessors(device_index: int | None) -> int:
     return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
 
 
-def num_splits(num_programs: int, max_context_len: int, num_sms: int) -> int:
+def num_splits(
+    num_programs: int, max_context_len: int, num_sms: int, max_split_tokens: int | None = None
+) -> int:
     """Choose into how many splits each context is cut.
 
     Args:
         num_programs: programs that run if nothing is split.
         max_context_len: tokens of the longest context, or a bound on it.
         num_sms: multiprocessors to fill.
+        max_split_tokens: the longest split of the longest context, even if there are programs
+            enough; None if the partial results would cost more than the imbalance.
     """
-    to_fill = -(-WAVES * num_sms // num_programs)
-    to_balance = -(-max_context_len // MAX_SPLIT_TOKENS)
+    wanted = -(-WAVES * num_sms // num_programs)
+    if max_split_tokens is not None:
+        wanted = max(wanted, -(-max_context_len // max_split_tokens))
     useful = -(-max_context_len // MIN_SPLIT_TOKENS)
-    return max(1, min(useful, max(to_fill, to_balance)))
+    return max(1, min(wanted, useful))
 
 
 def workspace_numel(num_queries: int, num_heads: int, head_dim: int, num_splits: int) -> int:
