@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from tieredkv.errors import ModelError
 from tieredkv.kernels import launch
 
 ATTENTION_NAME = "tieredkv"
@@ -183,7 +184,8 @@ def attention_forward(
             )
         )
         return query.transpose(1, 2), None
-    assert isinstance(context, int), "a forward pass ran outside of ModelRunner.execute"
+    if not isinstance(context, int):
+        raise ModelError("its layers do not pass keyword arguments on to the attention interface")
     out = torch.ops.tieredkv.paged_attention(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),

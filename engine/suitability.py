@@ -65,7 +65,8 @@ def _refusal(config: PreTrainedConfig) -> str | None:
     kinds = sorted(set(told("layer_types") or ()) - {"full_attention"})
     if kinds:
         return f"it has `{kinds[0]}` layers, and only full attention is paged"
-    window = told("sliding_window")
+    # Where the config lists its layers they are full ones by now; the probe sees what they ask for.
+    window = told("sliding_window") if not told("layer_types") else None
     if window and told("use_sliding_window") is not False:
         return f"it uses sliding window attention (`sliding_window` = {window})"
     for field in ("attn_logit_softcapping", "attention_chunk_size"):
@@ -99,7 +100,9 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     try:
         with torch.device("meta"), torch.inference_mode():
-            model = auto.from_config(config, attn_implementation=ATTENTION_NAME)
+            model = auto.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+            )
             tokens = torch.zeros(1, num_tokens, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)
             out = model.eval()(
@@ -109,6 +112,8 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
                 logits_to_keep=last,
                 **{CONTEXT_ARGUMENT: probe},
             )
+    except ModelError as error:
+        raise ModelError(f"model `{name}` cannot be served: {error}") from error
     except Exception as error:  # modelling code may raise anything when it meets what it cannot do
         raise ModelError(
             f"model `{name}` cannot be served: a run of `{config.model_type}` without weights "
