@@ -79,7 +79,7 @@ def test_more_than_the_machine_has_is_refused_before_anything_is_allocated() -> 
 def test_a_limit_of_address_space_is_named() -> None:
     code = (
         "import resource\n"
-        f"resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, {resource.RLIM_INFINITY}))\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, -1))\n"
         "from tieredkv.storage.host import HostArena\n"
         f"HostArena({(2 << 30) // PAGE}, {PAGE})\n"
     )
