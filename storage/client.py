@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
+from tieredkv.storage.results import StoreStats
 
 from tieredkv.errors import IntegrityError, StorageError, TieredKVError
 from tieredkv.storage import messages
@@ -24,7 +25,6 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import (
     LoadItem,
     PageDone,
-    Stats,
     StoreItem,
     StoreOptions,
     TouchItem,
@@ -82,7 +82,7 @@ class WorkerDown:
 class WorkerUp:
     """A new worker serves the store."""
 
-    stats: Stats
+    stats: StoreStats
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class StoreClient:
             StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
         """
         self._options = options
-        self._arena = arena
+        self.arena = arena
         self._wake = wake
         self._lock = threading.Lock()
         self._jobs = itertools.count(1)
@@ -153,7 +153,7 @@ class StoreClient:
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
         self._is_closing = False
-        self._stats: Stats = {}
+        self._stats: StoreStats = {}
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -186,12 +186,12 @@ class StoreClient:
 
     def load(self, items: Sequence[LoadItem]) -> int:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        pages = [(item.page_id, item.block_hash) for item in items]
+        pages = [(item.page_id, item.block_hash, item.size_bytes) for item in items]
         return self._lend("load", pages, lambda job: messages.LoadCall(job, list(items)))
 
     def store(self, items: Sequence[StoreItem]) -> int:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        pages = [(item.page_id, item.record.block_hash) for item in items]
+        pages = [(item.page_id, item.record.block_hash, item.record.size_bytes) for item in items]
         return self._lend("store", pages, lambda job: messages.StoreCall(job, list(items)))
 
     def touch(self, items: Sequence[TouchItem]) -> None:
@@ -221,10 +221,11 @@ class StoreClient:
             self._events.clear()
         return events
 
-    def stats(self) -> Stats:
-        """Return the last known counters of the store."""
+    def stats(self) -> StoreStats:
+        """Return the last known figures of the store."""
         with self._lock:
-            return dict(self._stats)
+            assert self._stats is not None, "a client exists once its worker was ready"
+            return self._stats
 
     @property
     def pid(self) -> int | None:
@@ -289,7 +290,7 @@ class StoreClient:
                     f"{self._num_lent} pages lent, {self._num_returned} returned, "
                     f"{len(self._loans)} on loan"
                 )
-            num_pages = self._arena.num_pages if self._arena is not None else 0
+            num_pages = self.arena.num_pages if self.arena is not None else 0
             if any(not 0 <= page < num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
             if self._worker is None and (self._loans or self._lookups or self._flushes):
@@ -298,31 +299,37 @@ class StoreClient:
     def _lend(
         self,
         kind: _Kind,
-        pages: list[tuple[int, bytes]],
+        pages: list[tuple[int, bytes, int]],
         call_of: Callable[[int], messages.LoadCall | messages.StoreCall],
     ) -> int:
         with self._lock:
             job = next(self._jobs)
             if self._accepts:
-                self._check_lendable([page for page, _ in pages])
-                for page, block_hash in pages:
+                self._check_lendable(
+                    [page for page, _, _ in pages], max((size for _, _, size in pages), default=0)
+                )
+                for page, block_hash, _ in pages:
                     self._loans[page] = _Loan(kind, job, block_hash)
                 self._num_lent += len(pages)
                 self._send(call_of(job))
                 return job
-            for page, block_hash in pages:
+            for page, block_hash, _ in pages:
                 self._events.append(_refused_page(kind, job, block_hash, page, "worker_down"))
         self._wake()
         return job
 
-    def _check_lendable(self, pages: list[int]) -> None:
-        if self._arena is None:
+    def _check_lendable(self, pages: list[int], max_size_bytes: int) -> None:
+        if self.arena is None:
             raise IntegrityError("this client has no arena to lend pages of")
+        if any(not 0 <= page < self.arena.num_pages for page in pages):
+            raise IntegrityError(f"not all of the pages {pages} are in the arena")
+        if max_size_bytes > self.arena.page_bytes:
+            raise IntegrityError(
+                f"a block of {max_size_bytes} bytes in a page of {self.arena.page_bytes}"
+            )
         if len(set(pages)) < len(pages) or not self._loans.keys().isdisjoint(pages):
-            twice = sorted({page for page in pages if page in self._loans or pages.count(page) > 1})
-            raise IntegrityError(f"pages {twice} are on loan already")
-        if any(not 0 <= page < self._arena.num_pages for page in pages):
-            raise IntegrityError(f"pages {pages} are not all of {self._arena.num_pages} pages")
+            twice = {page for page in pages if page in self._loans or pages.count(page) > 1}
+            raise IntegrityError(f"pages {sorted(twice)} are on loan already")
 
     # --- out ---------------------------------------------------------------------------------
 
@@ -369,7 +376,7 @@ class StoreClient:
                 num_crashes = 0
                 logger.error("the index of %s killed its worker twice", self._options.path)
             try:
-                worker = WorkerProcess(self._options, self._arena, set_aside_index=set_aside)
+                worker = WorkerProcess(self._options, self.arena, set_aside_index=set_aside)
             except OSError as error:  # no process, no descriptor, no memory left
                 served_s, reason = 0.0, f"cannot start: {error}"
             else:

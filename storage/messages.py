@@ -7,6 +7,7 @@ only; who answers what, and when, is the business of worker, client and control.
 from typing import Any
 
 import msgspec
+from tieredkv.storage.results import StoreStats
 
 from tieredkv.errors import (
     ConfigError,
@@ -107,9 +108,6 @@ class PageDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     record: BlockRecord | None = None
 
 
-Stats = dict[str, int]
-"""Counters of a store by name; see `BlockStore.stats`."""
-
 # --- Engine to worker ------------------------------------------------------------------------
 
 
@@ -180,7 +178,7 @@ EngineMessage = (
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    stats: Stats
+    stats: StoreStats
     notes: list[str] = []
 
 
@@ -199,7 +197,7 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
     loads: list[PageDone]
     stores: list[PageDone]
-    stats: Stats | None = None
+    stats: StoreStats | None = None
 
 
 class FlushReply(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
@@ -219,17 +217,17 @@ WorkerMessage = Ready | Refused | LookupReply | Completions | FlushReply | Engin
 # --- Command line and worker -----------------------------------------------------------------
 
 
-class ControlCall(msgspec.Struct, frozen=True, tag="call"):
+class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
     verb: str
     args: dict[str, Any] = {}
 
 
-class ControlProgress(msgspec.Struct, frozen=True, tag="progress"):
+class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     done: int
     total: int
 
 
-class ControlResult(msgspec.Struct, frozen=True, tag="result"):
+class ControlResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     body: dict[str, Any]
 
 
