@@ -1,1 +1,1 @@
-"""Bytes at rest: the host arena, the block store and its worker; it knows no models, tokens or CUDA."""
+"""Bytes at rest: the host arena, the block store, its worker. No models, tokens or CUDA here."""
