@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import xxhash
-from tieredkv.kernels.copies import BlockCopier
+from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
@@ -109,12 +109,17 @@ class EngineCore:
         self._runner = ModelRunner(self.model, self._pool, spec)
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
-        self._copier = BlockCopier(
-            self._block_bytes,
-            arena_bytes.view(num_pages, spec.page_bytes),
-            progress=lambda done, total: progress("pinning host memory", done, total),
+        if device.type == "cuda":
+            pinned = register_pinned(
+                arena_bytes.data_ptr(),
+                self._arena.size_bytes,
+                page_bytes=spec.page_bytes,
+                progress=lambda done, total: progress("pinning host memory", done, total),
+            )
+            stack.callback(pinned.unregister)
+        copier = BlockCopier(
+            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), spec.num_layers
         )
-        stack.callback(self._copier.close)
         transfer = BlockTransfer[Any](self._copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
