@@ -118,9 +118,11 @@ class EngineCore:
             )
             stack.callback(pinned.unregister)
         copier = BlockCopier(
-            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), spec.num_layers
+            self._block_bytes,
+            arena_bytes.view(num_pages, spec.page_bytes),
+            num_layers=spec.num_layers,
         )
-        transfer = BlockTransfer[Any](self._copier, device=device, block_bytes=spec.block_bytes)
+        transfer = BlockTransfer[Any](copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),

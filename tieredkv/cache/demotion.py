@@ -17,7 +17,8 @@ from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import PageStored, StoreItem, TouchItem
+from tieredkv.storage.client import PageStored
+from tieredkv.storage.messages import StoreItem, TouchItem
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 logger = logging.getLogger(__name__)
@@ -340,7 +341,16 @@ class Demoter:
         if until is not None and until > expires_at:
             entry.disk_expires_at = until
             retention = tiers.directory.longest(entry)
-            tiers.store.touch([TouchItem(entry.block_hash, entry.last_used, until, retention)])
+            tiers.store.touch(
+                [
+                    TouchItem(
+                        block_hash=entry.block_hash,
+                        last_used=entry.last_used,
+                        expires_at=until,
+                        retention=retention,
+                    )
+                ]
+            )
 
     def _drop_clean(self, pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
         """Forget the clean blocks of a pool that nobody uses; return how many."""

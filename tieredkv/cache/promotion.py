@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from tieredkv.block_pool import Block
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import LoadItem, PageLoaded
+from tieredkv.storage.client import PageLoaded
+from tieredkv.storage.messages import LoadItem
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,8 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, TouchItem
+from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored
+from tieredkv.storage.messages import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 logger = logging.getLogger(__name__)
@@ -269,7 +270,14 @@ class TieredCache:
                 if until is not None:
                     entry.disk_expires_at = max(entry.disk_expires_at, until)
                 retention = tiers.directory.longest(entry) if until is not None else None
-                items.append(TouchItem(block_hash, now, until, retention))
+                items.append(
+                    TouchItem(
+                        block_hash=block_hash,
+                        last_used=now,
+                        expires_at=until,
+                        retention=retention,
+                    )
+                )
             else:
                 self.demoter.note_computed(entry)
         tiers.host.touch(pages)
