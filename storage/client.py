@@ -524,7 +524,7 @@ class StoreClient:
             self._loans.clear()
             self._lookups.clear()
             self._flushes.clear()
-            if self._started.is_set():
+            if self._started.is_set() and not self._is_closing:
                 self._events.append(WorkerDown(reason))
         self._wake()
 

@@ -49,6 +49,9 @@ def main(arguments: list[str]) -> int:
             return EXIT_DAMAGED
         channel.send(messages.refusal(error))
         return EXIT_REFUSED
+    except Exception:  # a bug of ours, or bytes in the index that nobody thought of
+        logger.exception("the store of `%s` cannot be opened", argument.options.path)
+        return EXIT_DAMAGED
     try:
         service.run()
     except StorageError as error:
