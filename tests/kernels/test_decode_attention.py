@@ -83,7 +83,7 @@ def test_a_padding_row_of_length_zero_gives_zeros(make_case: MakeCase, backend: 
         [(1, 0), (1, 300), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=32, block_size=16
     )
     out = attend(case, backend=backend)
-    assert torch.equal(out[::2], torch.zeros(2, 2, 32))
+    assert torch.equal(out[::2], torch.zeros_like(out[::2]))
     assert not torch.isnan(out).any()
 
 
@@ -105,7 +105,7 @@ def test_a_workspace_of_the_counted_size_suffices_and_a_larger_bound_is_harmless
     case = make_case([(1, 260)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=256)
     bound = case.block_tables.shape[1] * 256
     numel = launch.decode_workspace_numel(1, 4, 2, 32, bound, case.q.device)
-    workspace = torch.full((numel,), float("nan"))
+    workspace = torch.full((numel,), float("nan"), device=case.q.device)
     out = launch.paged_decode_attention(
         case.q,
         case.k_cache,
