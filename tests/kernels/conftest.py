@@ -46,6 +46,12 @@ class PagedCase:
 
 
 @pytest.fixture
+def device() -> str:
+    """Where Triton's kernels run here."""
+    return DEVICE
+
+
+@pytest.fixture
 def make_case() -> Callable[..., PagedCase]:
     def make(
         spans: Sequence[tuple[int, int]],
