@@ -41,6 +41,16 @@ Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
 """(q [n, Hq, D], k and v [m, Hkv, D], scale, is_causal) -> Partial; causal only where n = m."""
 
 
+def is_available(q: Tensor) -> bool:
+    """Tell whether long chunks of such queries gain from this path here and now."""
+    return (
+        q.is_cuda
+        and q.dtype in DTYPES
+        and q.shape[2] in HEAD_DIMS
+        and not torch.cuda.is_current_stream_capturing()  # lengths would be frozen
+    )
+
+
 def attend_request(
     q: Tensor,
     k_cache: Tensor,
@@ -68,13 +78,19 @@ def attend_request(
         RefusedError: the operator does not support these shapes on this machine.
     """
     attend = attend_cudnn if q.is_cuda else attend_torch
-    k = reference.gather_context(k_cache, block_table, context_len)
-    v = reference.gather_context(v_cache, block_table, context_len)
+    k = _gather_wide(k_cache, block_table, context_len)
+    v = _gather_wide(v_cache, block_table, context_len)
     prefix_len = context_len - q.shape[0]
     chunk = attend(q, k[prefix_len:], v[prefix_len:], scale, True)
     if prefix_len == 0:
         return chunk.out
     return merge(chunk, attend(q, k[:prefix_len], v[:prefix_len], scale, False))
+
+
+def _gather_wide(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    """Gather as `reference.gather_context` does, eight bytes an element: fewer, wider accesses."""
+    wide = cache.view(torch.int64) if cache.is_cuda else cache
+    return reference.gather_context(wide, block_table, context_len).view(cache.dtype)
 
 
 def merge(first: Partial, second: Partial) -> Tensor:
