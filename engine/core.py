@@ -17,11 +17,6 @@ from typing import Any
 
 import torch
 import xxhash
-from tieredkv.kernels.copies import BlockCopier, register_pinned
-from tieredkv.storage.client import ControlRequest, StoreClient
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.messages import StoreOptions
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -42,6 +37,11 @@ from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.messages import StoreOptions
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes

@@ -30,8 +30,8 @@ from tieredkv.engine.messages import (
     StatsReply,
     StatsRequest,
     StepOutputs,
-    TokenOutput,
     ToEngine,
+    TokenOutput,
 )
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel

@@ -41,7 +41,7 @@ def generate(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    """Continue each PROMPT, or what stdin holds, with MODEL in this process.
+    r"""Continue each PROMPT, or what stdin holds, with MODEL in this process.
 
     \b
     Examples:

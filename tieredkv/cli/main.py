@@ -46,9 +46,7 @@ Every verb has --help and --json. Settings: flag > TIEREDKV_* > --config file.to
 """
 
 
-@click.group(
-    invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]}
-)
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
 @click.pass_context
 def cli(context: click.Context) -> None:

@@ -37,6 +37,7 @@ _EXAMPLES = {
     "served_model_name": "llama",
     "sweep_interval": "60s",
 }
+_LITERALS = {"auto", "sha256", "fdatasync"}
 _MULTIPLE = {"api_keys"}
 
 config_option = click.option(
@@ -47,9 +48,7 @@ config_option = click.option(
 )
 
 
-def settings_options(
-    *sections: str, without: Iterable[str] = ()
-) -> Callable[[Command], Command]:
+def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Command]:
     """Give a command a flag for every setting of some sections, and `--config`."""
     fields = [
         setting
@@ -68,8 +67,10 @@ def settings_options(
 def settings_of(
     arguments: dict[str, Any], *, config_path: str | None, **more: object
 ) -> LoadedSettings:
-    """Load settings from flags, environment and file; flags that were not given count for nothing."""
-    given = {name: value for name, value in {**arguments, **more}.items() if value not in (None, ())}
+    """Load settings from flags, environment and file; a flag that is None was not given."""
+    given = {
+        name: value for name, value in {**arguments, **more}.items() if value not in (None, ())
+    }
     return load_settings(arguments=given, config_path=config_path)
 
 
@@ -78,7 +79,9 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     is_choice = get_origin(setting.type) is not None and isinstance(default, str)
     notes = []
     if default not in (None, ""):
-        notes.append(f"default {_as_text(setting, default)}" if default != () else "none by default")
+        notes.append(
+            f"default {_as_text(setting, default)}" if default != () else "none by default"
+        )
     if setting.metadata["unit"]:
         notes.append(f"in {setting.metadata['unit']} or with a unit")
     if setting.name in _EXAMPLES:
@@ -90,7 +93,9 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         type=click.Choice(get_args(setting.type)) if is_choice else str,
         multiple=setting.name in _MULTIPLE,
         metavar=None if is_choice else _metavar(setting),
-        help=f"{text[0].upper()}{text[1:]}" + (f" [{'; '.join(notes)}]" if notes else "") + ".",
+        help=(text if text.split()[0].strip(",") in _LITERALS else f"{text[0].upper()}{text[1:]}")
+        + (f" [{'; '.join(notes)}]" if notes else "")
+        + ".",
     )
 
 

@@ -1,4 +1,4 @@
-"""`tieredkv df`, `ls`, `evict` and `verify`: what is kept, on a running server or a stopped store."""
+"""`tieredkv df`, `ls`, `evict` and `verify`, on a running server or a stopped store."""
 
 import sys
 from pathlib import Path
@@ -12,6 +12,7 @@ from tieredkv.cli.output import Command, json_option, print_json, print_table
 from tieredkv.cli.settings_options import config_option, settings_of
 from tieredkv.clock import Clock
 from tieredkv.storage.control import StoreControl
+from tieredkv.storage.results import EvictFilter
 from tieredkv.units import format_bytes, format_duration, parse_duration
 
 SHORT_HEX = 12
@@ -31,23 +32,19 @@ class _Store:
     def __init__(self, disk_dir: str | None, config_path: str | None) -> None:
         settings = settings_of({}, config_path=config_path, disk_dir=disk_dir).settings
         if settings.disk_dir is None:
-            raise click.UsageError(
-                "Missing option '--disk-dir'.", click.get_current_context()
-            )
+            raise click.UsageError("Missing option '--disk-dir'.", click.get_current_context())
         if not Path(settings.disk_dir).is_dir():
             raise click.UsageError(
                 f"`{settings.disk_dir}` is not a folder.", click.get_current_context()
             )
         self.clock = Clock(settings.clock_offset_file)
-        self.control = StoreControl(
-            settings.disk_dir, clock_offset_file=settings.clock_offset_file
-        )
+        self.control = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
 
 
 @click.command()
 @_store_options
 def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
-    """Show what each tier holds.
+    r"""Show what each tier holds.
 
     The tiers of a server that does not run are empty; its disk is there.
 
@@ -78,7 +75,7 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 @click.command()
 @_store_options
 def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
-    """List the prefix chains on disk, the last used first.
+    r"""List the prefix chains on disk, the last used first.
 
     \b
     Example:
@@ -113,7 +110,7 @@ def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 @click.option("--older-than", metavar="DURATION", help="Blocks not used for so long, e.g. 2h.")
 @click.option("--ns", "namespace", metavar="HEX", help="Blocks of a namespace, or its beginning.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go; change nothing.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
 @_store_options
 def evict(
     ids: tuple[str, ...],
@@ -126,7 +123,7 @@ def evict(
     config_path: str | None,
     as_json: bool,
 ) -> int:
-    """Drop blocks from every tier: chains by ID, or those that a filter means.
+    r"""Drop blocks from every tier: chains by ID, or those that a filter means.
 
     \b
     Examples:
@@ -136,67 +133,39 @@ def evict(
     context = click.get_current_context()
     filters = [bool(ids), everything, older_than is not None, namespace is not None]
     if not any(filters):
-        raise click.UsageError(
-            "Say what to evict: an ID, --ns, --older-than or --all.", context
-        )
+        raise click.UsageError("Say what to evict: an ID, --ns, --older-than or --all.", context)
     if everything and sum(filters) > 1:
         raise click.UsageError("--all does not go together with another choice.", context)
-    older_than_s = None if older_than is None else parse_duration(older_than)
-    store = _Store(disk_dir, config_path)
-    if dry_run:
-        return _show_what_would_go(store, ids, older_than_s, namespace, as_json)
-    if not yes:
+    wanted = EvictFilter(
+        all=everything,
+        older_than_s=None if older_than is None else parse_duration(older_than),
+        namespace_prefix=namespace,
+        ids=ids,
+        dry_run=dry_run,
+    )
+    control = _Store(disk_dir, config_path).control
+    if not (yes or dry_run):
         if not sys.stdin.isatty():
             raise click.UsageError("Nobody is there to confirm; give -y.", context)
         click.confirm("Evict these blocks from every tier?", abort=True, err=True)
-    answer = store.control.evict(
-        everything=everything, older_than_s=older_than_s, namespace=namespace, ids=ids
-    )
+    answer = control.evict(wanted)
     if as_json:
-        print_json(answer)
+        print_json({**answer, "dry_run": True} if dry_run else answer)
     else:
-        click.echo(
-            f"evicted {answer['evicted_blocks']} blocks, freed "
-            f"{format_bytes(answer['freed_bytes'])}"
-        )
+        verb = "would evict" if dry_run else "evicted"
+        freed = format_bytes(answer["freed_bytes"])
+        click.echo(f"{verb} {answer['evicted_blocks']} blocks, {freed}")
     unknown = answer.get("unknown_ids") or ()
     for each in unknown:
         click.echo(f"error: no chain has the id `{each}`", err=True)
     return 1 if unknown else 0
 
 
-def _show_what_would_go(
-    store: _Store,
-    ids: tuple[str, ...],
-    older_than_s: float | None,
-    namespace: str | None,
-    as_json: bool,
-) -> int:
-    """List the chains on disk that an eviction means."""
-    now = store.clock.now()
-    chains = [
-        chain
-        for chain in store.control.ls()["chains"]
-        if (not ids or chain["id"].startswith(ids))
-        and (older_than_s is None or now - chain["last_used_max"] >= older_than_s)
-        and chain["namespace"].startswith((namespace or "").lower())
-    ]
-    if as_json:
-        print_json({"dry_run": True, "chains": chains, "evicted_blocks": 0, "freed_bytes": 0})
-    else:
-        for chain in chains:
-            click.echo(f"would evict {chain['id'][:SHORT_HEX]} ({chain['blocks']} blocks)")
-        click.echo(f"{len(chains)} chains would be evicted; nothing was changed")
-    return 0
-
-
 @click.command()
 @click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
 @_store_options
-def verify(
-    no_repair: bool, disk_dir: str | None, config_path: str | None, as_json: bool
-) -> int:
-    """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
+def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
+    r"""Read every block on disk and compare it with its checksums; exit 1 if one is bad.
 
     Bad blocks are deleted, so that they are computed again when they are wanted.
 

@@ -1,4 +1,4 @@
-"""Reading the fields of a JSON body, with OpenAI's error texts where a value is not what it must be.
+"""Reading the fields of a JSON body, with OpenAI's error texts for what is not as it must be.
 
 It knows types and ranges, not what any field is for. `null` is the same as an absent field.
 """

@@ -24,18 +24,23 @@ MAX_SALT_CHARS = 128
 MAX_CACHE_KEY_CHARS = 256
 MAX_SEED = 2**63
 
-_SAMPLING_FIELDS = frozenset(
-    "temperature top_p top_k min_p seed stop stop_token_ids ignore_eos min_tokens presence_penalty "
-    "frequency_penalty repetition_penalty logit_bias max_tokens".split()
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_SAMPLING_FIELDS = _names(
+    "temperature top_p top_k min_p seed stop stop_token_ids ignore_eos min_tokens "
+    "presence_penalty frequency_penalty repetition_penalty logit_bias max_tokens"
 )
-_COMMON_FIELDS = _SAMPLING_FIELDS | frozenset(
+_COMMON_FIELDS = _SAMPLING_FIELDS | _names(
     "model n stream stream_options prompt_cache_retention prompt_cache_key cache_salt user "
-    "logprobs metadata store safety_identifier service_tier prompt_cache_options".split()
+    "logprobs metadata store safety_identifier service_tier prompt_cache_options"
 )
-_COMPLETION_FIELDS = _COMMON_FIELDS | frozenset("prompt echo best_of suffix".split())
-_CHAT_FIELDS = _COMMON_FIELDS | frozenset(
+_COMPLETION_FIELDS = _COMMON_FIELDS | _names("prompt echo best_of suffix")
+_CHAT_FIELDS = _COMMON_FIELDS | _names(
     "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
-    "response_format reasoning_effort verbosity modalities chat_template_kwargs".split()
+    "response_format reasoning_effort verbosity modalities chat_template_kwargs"
 )
 
 Prompt = str | list[int]
@@ -378,14 +383,14 @@ def _tools(fields: Fields) -> list[dict[str, Any]] | None:
     return tools or None
 
 
-_RESERVED_TEMPLATE_ARGUMENTS = frozenset(
+_RESERVED_TEMPLATE_ARGUMENTS = _names(
     "messages conversation tools documents chat_template add_generation_prompt tokenize "
-    "continue_final_message return_dict return_tensors padding truncation max_length".split()
+    "continue_final_message return_dict return_tensors padding truncation max_length"
 )
 
 
 def _template_arguments(fields: Fields) -> dict[str, Any]:
-    """Return plain values for the template, such as `enable_thinking`; nothing else gets through."""
+    """Return plain values for the template, such as `enable_thinking`, and nothing else."""
     arguments = fields.raw("chat_template_kwargs")
     if arguments is None:
         return {}

@@ -49,8 +49,12 @@ def serve(
     a second one does not wait for that.
 
     Args:
+        settings: model, tiers, address and keys.
+        on_progress: told how far loading and draining are.
+        on_ready: told once, when requests are answered.
         is_strict: refuse unknown request fields.
         allows_open_access: listen on an outside address without a key.
+        log_level: of the engine's process.
 
     Raises:
         TieredKVError: it cannot start; nothing stored was changed.
