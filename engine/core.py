@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
@@ -299,7 +300,7 @@ class EngineCore:
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
         stats["counters"] = counters
-        stats["disk"] = self._store.stats() if self._store is not None else None
+        stats["disk"] = msgspec.to_builtins(self._store.stats()) if self._store else None
         return stats
 
     def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:

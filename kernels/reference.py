@@ -83,7 +83,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         out = F.scaled_dot_product_attention(
             rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale
         )
-        return out.view(1, num_heads, head_dim)
+        return out.reshape(1, num_heads, head_dim)
     mask = None
     if num_queries < context_len:
         positions = torch.arange(context_len, device=q.device)

@@ -91,17 +91,15 @@ class Verbs:
 
     def hear_engine(self, job: int, body: dict[str, Any]) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
-        question = self._questions.pop(job, None)
-        if question is not None:
-            question.finish(question.client, body)
+        if job in self._questions:
+            self._finish(job, body)
 
     def turn(self) -> None:
         """Give up on questions that are overdue, and do one slice of the long verbs."""
         now = time.monotonic()
         for job, question in list(self._questions.items()):
             if question.deadline <= now:
-                del self._questions[job]
-                question.finish(question.client, None)
+                self._finish(job, None)
         for running in list(self._slices):
             client, work = running
             end = time.monotonic() + _SLICE_S
@@ -141,6 +139,10 @@ class Verbs:
         self._questions[job] = _Question(client, time.monotonic() + _ENGINE_TIMEOUT_S, finish)
         self._ask_engine(job, call.verb, call.args)
 
+    def _finish(self, job: int, engine: dict[str, Any] | None) -> None:
+        question = self._questions.pop(job)
+        question.client.attempt(lambda: question.finish(question.client, engine))
+
     def _finish_df(self, client: ControlClient, engine: dict[str, Any] | None) -> None:
         stats = self._store.stats()
         client.answer(
@@ -172,7 +174,7 @@ class Verbs:
                 }
             )
 
-        self._after_writes(finish)
+        self._after_writes(lambda: client.attempt(finish))
 
 
 def _said(engine: dict[str, Any] | None) -> dict[str, Any]:
