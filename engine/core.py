@@ -168,7 +168,7 @@ class EngineCore:
             device=str(device),
             dtype=self.model.dtype,
             engine_pid=os.getpid(),
-            worker_pid=self._store.pid if self._store else None,
+            worker_pid=self.worker_pid,
             default_retention=settings.default_retention,
         )
 
@@ -235,6 +235,11 @@ class EngineCore:
         if request is not None:
             self._finish(request)
             self._outputs.append(TokenOutput(request_id=request_id, finish_reason="abort"))
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The store's worker; None without a disk tier or while there is no worker."""
+        return self._store.pid if self._store else None
 
     @property
     def has_work(self) -> bool:

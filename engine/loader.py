@@ -145,6 +145,18 @@ def load_model(
     )
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, without the model.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be found or read.
+    """
+    if name == tiny.TINY_NAME or name.startswith(RANDOM_PREFIX):
+        config = tiny.tiny_config() if name == tiny.TINY_NAME else _random_config(name)
+        return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    return _load_tokenizer(name, _find_folder(name))
+
+
 def _resolve_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -3,11 +3,10 @@
 import enum
 from dataclasses import dataclass, field
 
-from tieredkv.engine.sampler import SamplerState
-from tieredkv.engine.sampling_params import SamplingParams
-
 from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
+from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.types import Tier
 
 

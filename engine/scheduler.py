@@ -13,9 +13,8 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import NamedTuple
 
-from tieredkv.engine.model_runner import BatchRow
-
 from tieredkv.cache.tiered import TieredCache
+from tieredkv.engine.model_runner import BatchRow
 from tieredkv.engine.request import Phase, Request
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import HashAlgo, chain_hashes

@@ -403,11 +403,12 @@ class BlockStore:
         """Drop and erase what an operator chose; blocks of a chain go tail first."""
         with self._index.reading() as txn:
             located, unknown_ids = select_blocks(txn, which, self._clock.now())
-        hashes = [each.record.block_hash for each in located]
-        num_evicted = self.delete(hashes, "operator")
-        self._slots.erase_dirty()
-        self._slots.remove_empty_segments()
-        return EvictResult(num_evicted, sum(each.slot_bytes for each in located), unknown_ids)
+        num_evicted, freed_bytes = len(located), sum(each.slot_bytes for each in located)
+        if not which.dry_run:
+            num_evicted = self.delete([each.record.block_hash for each in located], "operator")
+            self._slots.erase_dirty()
+            self._slots.remove_empty_segments()
+        return EvictResult(num_evicted, freed_bytes, unknown_ids)
 
     # --- looking at it ------------------------------------------------------------------------
 

@@ -79,6 +79,9 @@ class Verbs:
                 client.answer({"chains": msgspec.to_builtins(self._store.chains())})
             case "evict":
                 wanted = _evict_filter(call.args)
+                if wanted.dry_run:  # of the disk's blocks; the engine is not disturbed
+                    self._evict(client, wanted, {})
+                    return
                 self._ask(client, call, lambda client, engine: self._evict(client, wanted, engine))
             case "verify":
                 repair = call.args.get("repair") is not False
@@ -183,6 +186,6 @@ def _evict_filter(args: dict[str, Any]) -> EvictFilter:
         wanted = msgspec.convert(args, EvictFilter)
     except msgspec.ValidationError as error:
         raise ConfigError(f"no filter of blocks: {error}") from error
-    if wanted == EvictFilter():
+    if wanted == EvictFilter(dry_run=wanted.dry_run):
         raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
     return wanted
