@@ -5,8 +5,10 @@ names the model and the reason. The modelling code is transformers' own; it know
 requests, batches or blocks.
 """
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME, register_attention
@@ -216,9 +219,9 @@ def _read_config(name: str, path: Path) -> PreTrainedConfig:
 def _find_folder(name: str) -> Path:
     """Find a checkpoint: a local folder, or a hub id whose files are fetched."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name.strip() and folder.is_dir():
         return folder
-    if folder.exists():
+    if name.strip() and folder.exists():
         raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
         raise ModelError(f"model `{name}`: there is no such folder")
@@ -282,16 +285,17 @@ def _load_folder(
     if progress is not None:
         progress("loading weights", 0.0)
     try:
-        model, info = _AUTO_MODEL.from_pretrained(
-            folder,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with _without_progress_bars():
+            model, info = _AUTO_MODEL.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, dtype),
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # safetensors, torch and transformers each raise their own
         raise ModelError(
             f"model `{name}`: its weights cannot be loaded: {_first_line(error)}"
@@ -303,10 +307,35 @@ def _load_folder(
             f"missing, the first is `{absent[0]}`"
         )
     model = model.to(device)
+    if device.type == "cpu":
+        _own_weights(model)
     if progress is not None:
         progress("loading weights", 1.0)
     eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
     return _finish(name, model, config, tokenizer, digest, shape, dtype, eos_token_ids)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars off the terminal: progress is told through the caller's function."""
+    bars: Any = transformers_logging  # untyped in transformers
+    was_enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            bars.enable_progress_bar()
+
+
+def _own_weights(model: nn.Module) -> None:
+    """Copy weights out of the memory-mapped file, one by one.
+
+    A file that is overwritten then cannot change a running model, and matrices lie aligned, so
+    that results do not depend on where a tensor stood in its file.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:

@@ -119,6 +119,17 @@ def paged_decode_attention(
     )
     if not q.shape[0]:
         return torch.empty_like(q)
+    if workspace is not None:
+        num_requests, num_heads, head_dim = q.shape
+        numel = decode_workspace_numel(
+            num_requests, num_heads, k_cache.shape[2], head_dim, max_context_len, q.device
+        )
+        _require(
+            workspace.numel() >= numel
+            and workspace.is_contiguous()
+            and (workspace.dtype, workspace.device) == (torch.float32, q.device),
+            f"workspace {_describe(workspace)} is not contiguous float32 of {numel} or more",
+        )
     arguments = (q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len)
     if not _use_triton(backend, q):
         return reference.paged_decode_attention(*arguments)
@@ -139,7 +150,7 @@ def decode_workspace_numel(
     num_splits = splits.num_splits(
         num_requests * num_kv_heads,
         max_context_len,
-        splits.num_multiprocessors(device.index),
+        splits.num_multiprocessors(device),
         splits.MAX_DECODE_SPLIT_TOKENS,
     )
     return splits.workspace_numel(num_requests, num_heads, head_dim, num_splits)
@@ -264,12 +275,13 @@ def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBacke
         tokens = slice(starts[first], starts[last + 1])
         if dense or tokens.start == tokens.stop:
             continue
+        query_start_lens = paged.query_start_lens[first : last + 2]
         _triton("prefill_attention").paged_prefill_attention(
             paged.q[tokens],
             paged.k_cache,
             paged.v_cache,
             paged.block_tables[first : last + 1],
-            paged.query_start_lens[first : last + 2] - tokens.start,
+            query_start_lens - tokens.start if tokens.start else query_start_lens,
             paged.context_lens[first : last + 1],
             paged.scale,
             max(spans[row].query_len for row in rows),
