@@ -1,0 +1,537 @@
+"""The engine's side of the store worker: jobs go out, events come in, pages are on loan between.
+
+It knows the life of the worker process and which pages it may be touching. It does not know what
+is stored, nor where a page's bytes go next.
+"""
+
+import itertools
+import logging
+import os
+import selectors
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+from tieredkv.storage.results import StoreStats
+
+from tieredkv.errors import IntegrityError, StorageError, TieredKVError
+from tieredkv.storage import messages
+from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import (
+    LoadItem,
+    PageDone,
+    StoreItem,
+    StoreOptions,
+    TouchItem,
+    WorkerMessage,
+)
+from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
+from tieredkv.types import BlockRecord
+
+logger = logging.getLogger(__name__)
+
+_HEALTHY_S = 2.0  # served this long, a worker's next restart does not wait longer than the first
+_CRASH_WINDOW_S = 60.0  # two crashes, the second within this time of its start, condemn the index
+_MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
+
+
+@dataclass(frozen=True, slots=True)
+class LookupDone:
+    """The records of a lookup, None for a miss, in the order of its hashes."""
+
+    job: int
+    records: list[BlockRecord | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PageLoaded:
+    """The end of one load; the page is no longer on loan. `record` is set if `ok`."""
+
+    job: int
+    block_hash: bytes
+    page_id: int
+    ok: bool
+    reason: str
+    record: BlockRecord | None
+
+
+@dataclass(frozen=True, slots=True)
+class PageStored:
+    """The end of one store; if `ok`, the block survives a kill of every process of ours."""
+
+    job: int
+    block_hash: bytes
+    page_id: int
+    ok: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDown:
+    """The worker is dead; every page that was on loan has its event before this one."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerUp:
+    """A new worker serves the store."""
+
+    stats: StoreStats
+
+
+@dataclass(frozen=True, slots=True)
+class ControlRequest:
+    """A verb (`df` or `evict`) for the engine's own tiers; answer it with `reply_control`."""
+
+    id: int
+    verb: str
+    args: dict[str, Any]
+
+
+_Kind = Literal["load", "store"]
+Event = LookupDone | PageLoaded | PageStored | WorkerDown | WorkerUp | ControlRequest
+
+
+_decoder = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loan:
+    kind: _Kind
+    job: int
+    block_hash: bytes
+
+
+def _noop() -> None:
+    pass
+
+
+class StoreClient:
+    """The disk tier as the engine sees it.
+
+    Every method may be called from any thread and none waits for the disk, but for the constructor,
+    `flush()` and `close()`. A thread of its own does the talking and the restarting; it calls
+    `wake` when there is something to `poll()`.
+
+    Invariants, verified by `check()`:
+    - a page is on loan from `load()` or `store()` until its event, for one job at a time;
+    - a loan ends by the worker's completion, or after the worker was waited for as a child: never
+      by a timeout;
+    - while no worker is up, no new loan begins; once the last one is reaped, none is left;
+    - every lookup gets its answer.
+    """
+
+    def __init__(
+        self,
+        options: StoreOptions,
+        arena: HostArena | None = None,
+        *,
+        wake: Callable[[], None] = _noop,
+    ) -> None:
+        """Start the worker and wait until it serves the store.
+
+        Raises:
+            StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
+        """
+        self._options = options
+        self.arena = arena
+        self._wake = wake
+        self._lock = threading.Lock()
+        self._jobs = itertools.count(1)
+        self._events: deque[Event] = deque()
+        self._lookups: dict[int, int] = {}  # job -> number of hashes
+        self._loans: dict[int, _Loan] = {}  # page -> what it is lent for
+        self._num_lent = 0
+        self._num_returned = 0
+        self._flushes: dict[int, tuple[threading.Event, list[bool]]] = {}
+        self._worker: WorkerProcess | None = None  # until it is reaped
+        self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
+        self._is_closing = False
+        self._stats: StoreStats = {}
+        self._refused: TieredKVError | None = None  # by the worker process of now
+        self._failure: TieredKVError | None = None  # for good
+        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._started = threading.Event()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="tieredkv-store", daemon=True)
+        self._thread.start()
+        try:
+            self._started.wait()
+        except BaseException:  # Ctrl-C while a large store opens
+            self.close(timeout_s=0)
+            raise
+        if self._failure is not None:
+            self.close()
+            raise self._failure
+
+    # --- jobs --------------------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        """Ask which blocks are stored and not expired; answered by `LookupDone`."""
+        with self._lock:
+            job = next(self._jobs)
+            if self._accepts:
+                self._lookups[job] = len(hashes)
+                self._send(messages.LookupCall(job, list(hashes)))
+                return job
+            self._events.append(LookupDone(job, [None] * len(hashes)))
+        self._wake()
+        return job
+
+    def load(self, items: Sequence[LoadItem]) -> int:
+        """Read blocks into pages; each page is on loan until its `PageLoaded`."""
+        pages = [(item.page_id, item.block_hash, item.size_bytes) for item in items]
+        return self._lend("load", pages, lambda job: messages.LoadCall(job, list(items)))
+
+    def store(self, items: Sequence[StoreItem]) -> int:
+        """Write blocks from pages; each page is on loan until its `PageStored`."""
+        pages = [(item.page_id, item.record.block_hash, item.record.size_bytes) for item in items]
+        return self._lend("store", pages, lambda job: messages.StoreCall(job, list(items)))
+
+    def touch(self, items: Sequence[TouchItem]) -> None:
+        """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
+        self._tell(messages.TouchCall(list(items)))
+
+    def delete(self, hashes: Sequence[bytes], reason: str) -> None:
+        """Make blocks unreachable, those that are being written too."""
+        self._tell(messages.DeleteCall(list(hashes), reason))
+
+    def describe_root(self, root: bytes, description: dict[str, str]) -> None:
+        """Keep what `ls` shows about the chains under `root`."""
+        self._tell(messages.DescribeCall(root, description))
+
+    def request_stats(self) -> None:
+        """Have `stats()` refreshed soon."""
+        self._tell(messages.StatsCall())
+
+    def reply_control(self, id: int, body: dict[str, Any]) -> None:
+        """Answer a `ControlRequest`; after about five seconds nobody listens any more."""
+        self._tell(messages.EngineAnswer(id, body))
+
+    def poll(self) -> list[Event]:
+        """Return what has happened since the last call, oldest first; never waits."""
+        with self._lock:
+            events = list(self._events)
+            self._events.clear()
+        return events
+
+    def stats(self) -> StoreStats:
+        """Return the last known figures of the store."""
+        with self._lock:
+            assert self._stats is not None, "a client exists once its worker was ready"
+            return self._stats
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker, while one is up."""
+        with self._lock:
+            return (
+                self._worker.pid if self._worker is not None and self._channel is not None else None
+            )
+
+    @property
+    def pending_pages(self) -> frozenset[int]:
+        """Pages on loan."""
+        with self._lock:
+            return frozenset(self._loans)
+
+    def flush(self, timeout_s: float = 30.0) -> bool:
+        """Wait until every earlier store and touch is written; False if that was not to be."""
+        done, answer = threading.Event(), [False]
+        with self._lock:
+            if not self._accepts:
+                return False
+            job = next(self._jobs)
+            self._flushes[job] = (done, answer)
+            self._send(messages.FlushCall(job))
+        done.wait(timeout_s)
+        with self._lock:
+            self._flushes.pop(job, None)
+            return answer[0]
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Let the worker finish its writes and exit; twice is fine.
+
+        After `timeout_s` it is killed. Pages that are on loan get their events either way.
+        """
+        with self._lock:
+            if self._accepts:
+                self._send(messages.CloseCall())
+            self._is_closing = True
+            self._stop.set()
+            self._poke()
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            with self._lock:
+                if self._worker is not None:
+                    logger.warning("store worker %d did not stop; killed", self._worker.pid)
+                    self._worker.kill()
+            self._thread.join(timeout_s or None)
+        if self._thread.is_alive():
+            logger.error("the store worker cannot be killed; its pages stay on loan")
+
+    def __enter__(self) -> "StoreClient":
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Verify the invariants in the class docstring."""
+        with self._lock:
+            if self._num_lent != self._num_returned + len(self._loans):
+                raise IntegrityError(
+                    f"{self._num_lent} pages lent, {self._num_returned} returned, "
+                    f"{len(self._loans)} on loan"
+                )
+            num_pages = self.arena.num_pages if self.arena is not None else 0
+            if any(not 0 <= page < num_pages for page in self._loans):
+                raise IntegrityError("a page on loan is not in the arena")
+            if self._worker is None and (self._loans or self._lookups or self._flushes):
+                raise IntegrityError("jobs are open though no worker process exists")
+
+    def _lend(
+        self,
+        kind: _Kind,
+        pages: list[tuple[int, bytes, int]],
+        call_of: Callable[[int], messages.LoadCall | messages.StoreCall],
+    ) -> int:
+        with self._lock:
+            job = next(self._jobs)
+            if self._accepts:
+                self._check_lendable(
+                    [page for page, _, _ in pages], max((size for _, _, size in pages), default=0)
+                )
+                for page, block_hash, _ in pages:
+                    self._loans[page] = _Loan(kind, job, block_hash)
+                self._num_lent += len(pages)
+                self._send(call_of(job))
+                return job
+            for page, block_hash, _ in pages:
+                self._events.append(_refused_page(kind, job, block_hash, page, "worker_down"))
+        self._wake()
+        return job
+
+    def _check_lendable(self, pages: list[int], max_size_bytes: int) -> None:
+        if self.arena is None:
+            raise IntegrityError("this client has no arena to lend pages of")
+        if any(not 0 <= page < self.arena.num_pages for page in pages):
+            raise IntegrityError(f"not all of the pages {pages} are in the arena")
+        if max_size_bytes > self.arena.page_bytes:
+            raise IntegrityError(
+                f"a block of {max_size_bytes} bytes in a page of {self.arena.page_bytes}"
+            )
+        if len(set(pages)) < len(pages) or not self._loans.keys().isdisjoint(pages):
+            twice = {page for page in pages if page in self._loans or pages.count(page) > 1}
+            raise IntegrityError(f"pages {sorted(twice)} are on loan already")
+
+    # --- out ---------------------------------------------------------------------------------
+
+    def _tell(self, message: messages.EngineMessage) -> None:
+        with self._lock:
+            if self._accepts:
+                self._send(message)
+
+    @property
+    def _accepts(self) -> bool:
+        return self._channel is not None and not self._is_closing
+
+    def _send(self, message: messages.EngineMessage) -> None:
+        """Send without waiting, or a stopped worker would stop the engine; under the lock."""
+        assert self._channel is not None, "nothing is sent while no worker is up"
+        if self._channel.send(message):
+            self._poke()
+
+    def _poke(self) -> None:
+        if self._poke_fd >= 0:
+            os.eventfd_write(self._poke_fd, 1)
+
+    # --- the thread that talks ---------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._keep_serving()
+        except Exception as error:
+            logger.exception("the store client broke; the disk tier is off")
+            self._failure = self._failure or StorageError(f"the store client broke: {error}")
+        finally:
+            with self._lock:
+                os.close(self._poke_fd)
+                self._poke_fd = -1
+            self._started.set()
+
+    def _keep_serving(self) -> None:
+        backoff_s = self._options.backoff_s
+        num_starts = num_crashes = 0
+        while not self._stop.is_set():
+            num_starts += 1
+            set_aside = num_crashes >= 2
+            if set_aside:
+                num_crashes = 0
+                logger.error("the index of %s killed its worker twice", self._options.path)
+            try:
+                worker = WorkerProcess(self._options, self.arena, set_aside_index=set_aside)
+            except OSError as error:  # no process, no descriptor, no memory left
+                served_s, reason = 0.0, f"cannot start: {error}"
+            else:
+                served_s = self._serve(worker)
+                returncode = worker.bury()
+                if is_crash(returncode):
+                    num_crashes = num_crashes + 1 if served_s < _CRASH_WINDOW_S else 1
+                reason = str(self._refused or describe_exit(returncode))
+            self._end_all(reason)
+            if not self._started.is_set():
+                if self._refused is not None or num_starts == _MAX_FIRST_STARTS:
+                    self._failure = self._refused or StorageError(
+                        f"the store worker of {self._options.path} died at start: {reason}"
+                    )
+                    return
+                continue
+            if self._stop.is_set():
+                return
+            if served_s >= _HEALTHY_S:
+                backoff_s = self._options.backoff_s
+            logger.warning("store worker down (%s); next start in %.1f s", reason, backoff_s)
+            self._stop.wait(backoff_s)
+            backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
+
+    def _serve(self, worker: WorkerProcess) -> float:
+        """Talk until the channel ends; for how many seconds the worker served."""
+        channel = FrameChannel(worker.channel, _decoder, MAX_ENGINE_FRAME_BYTES)
+        served_since = None
+        with self._lock:
+            self._worker = worker
+            self._refused = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel, selectors.EVENT_READ)
+            selector.register(self._poke_fd, selectors.EVENT_READ)
+            try:
+                while True:
+                    with self._lock:
+                        has_queued = channel.push_queued()
+                    mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_queued else 0)
+                    selector.modify(channel, mask)
+                    for key, ready in selector.select():
+                        if key.fileobj == self._poke_fd:
+                            os.eventfd_read(self._poke_fd)
+                            if self._stop.is_set() and self._channel is None:
+                                worker.kill()  # closed before it was ever ready
+                        elif ready & selectors.EVENT_READ:
+                            for message in channel.receive():
+                                if isinstance(message, messages.Ready):
+                                    served_since = time.monotonic()
+                                    self._open(channel)
+                                self._receive(message)
+            except EOFError:
+                pass
+            except StorageError as error:
+                logger.error("store worker %d talks nonsense: %s", worker.pid, error)
+                worker.kill()
+            finally:
+                with self._lock:
+                    self._channel = None
+        return time.monotonic() - served_since if served_since is not None else 0.0
+
+    def _open(self, channel: FrameChannel[WorkerMessage]) -> None:
+        with self._lock:
+            if self._is_closing:
+                self._poke()
+            else:
+                self._channel = channel
+
+    # --- in ----------------------------------------------------------------------------------
+
+    def _receive(self, message: WorkerMessage) -> None:
+        with self._lock:
+            num_before = len(self._events)
+            self._handle(message)
+            has_news = len(self._events) > num_before
+        if has_news:
+            self._wake()
+
+    def _handle(self, message: WorkerMessage) -> None:
+        match message:
+            case messages.Completions(loads, stores, stats):
+                for done in loads:
+                    if self._return_page("load", done):
+                        self._events.append(
+                            PageLoaded(
+                                done.job,
+                                done.block_hash,
+                                done.page_id,
+                                done.ok,
+                                done.reason,
+                                done.record,
+                            )
+                        )
+                for done in stores:
+                    if self._return_page("store", done):
+                        self._events.append(
+                            PageStored(
+                                done.job, done.block_hash, done.page_id, done.ok, done.reason
+                            )
+                        )
+                if stats is not None:
+                    self._stats = stats
+            case messages.LookupReply(job, records):
+                if self._lookups.pop(job, None) is not None:
+                    self._events.append(LookupDone(job, records))
+            case messages.FlushReply(job):
+                if job in self._flushes:
+                    done_event, answer = self._flushes.pop(job)
+                    answer[0] = True
+                    done_event.set()
+            case messages.EngineQuestion(job, verb, args):
+                self._events.append(ControlRequest(job, verb, args))
+            case messages.Refused():
+                self._refused = messages.error_of(message)
+            case messages.Ready(stats, notes):
+                for note in notes:
+                    logger.warning("%s", note)
+                self._stats = stats
+                if self._started.is_set():
+                    self._events.append(WorkerUp(stats))
+                self._started.set()
+
+    def _return_page(self, kind: _Kind, done: PageDone) -> bool:
+        loan = self._loans.get(done.page_id)
+        if loan != _Loan(kind, done.job, done.block_hash):
+            logger.error("completion of page %d, which is not on that loan", done.page_id)
+            return False
+        del self._loans[done.page_id]
+        self._num_returned += 1
+        return True
+
+    def _end_all(self, reason: str) -> None:
+        """Answer everything that a worker left open; only after it is dead and reaped."""
+        with self._lock:
+            self._worker = None
+            for page, loan in self._loans.items():
+                self._events.append(
+                    _refused_page(loan.kind, loan.job, loan.block_hash, page, "worker_died")
+                )
+            for job, num_hashes in self._lookups.items():
+                self._events.append(LookupDone(job, [None] * num_hashes))
+            for done_event, _ in self._flushes.values():
+                done_event.set()
+            self._num_returned += len(self._loans)
+            self._loans.clear()
+            self._lookups.clear()
+            self._flushes.clear()
+            if self._started.is_set():
+                self._events.append(WorkerDown(reason))
+        self._wake()
+
+
+def _refused_page(
+    kind: _Kind, job: int, block_hash: bytes, page_id: int, reason: str
+) -> PageLoaded | PageStored:
+    if kind == "load":
+        return PageLoaded(job, block_hash, page_id, False, reason, None)
+    return PageStored(job, block_hash, page_id, False, reason)

@@ -1,0 +1,183 @@
+"""What the command line asks of a store, whether somebody is serving it or not.
+
+It never opens a store: on a live one it talks to the worker's socket, on a stopped one it starts
+the same worker and talks to that. It knows no tables and no exit codes.
+"""
+
+import contextlib
+import os
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tieredkv.storage.results import EvictFilter
+
+from tieredkv.errors import StorageError, StoreBusyError
+from tieredkv.storage import messages
+from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel, Incoming
+from tieredkv.storage.control_server import SOCKET_NAME, socket_address
+from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions, WorkerMessage
+from tieredkv.storage.process import WorkerProcess, describe_exit
+
+VerbProgress = Callable[[int, int], None]
+"""Called with (blocks done, blocks in all) during a long verb."""
+
+_GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
+_ATTEMPTS = 20
+_RETRY_S = 0.25
+_decoder = msgspec.msgpack.Decoder(ControlReply)
+_start_decoder = msgspec.msgpack.Decoder(WorkerMessage)
+
+
+class StoreControl:
+    """The verbs of one store; used by one thread.
+
+    Args:
+        path: the store's folder.
+        answer_timeout_s: a worker that says nothing for this long is reported, not waited for.
+        clock_offset_file: for a worker that has to be started; see `tieredkv.clock`.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        answer_timeout_s: float = 30.0,
+        clock_offset_file: str | None = None,
+    ) -> None:
+        self._path = Path(path)
+        self._answer_timeout_s = answer_timeout_s
+        self._clock_offset_file = clock_offset_file
+
+    def df(self) -> dict[str, Any]:
+        """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`."""
+        return self._ask(ControlCall("df"))
+
+    def ls(self) -> dict[str, Any]:
+        """Return `{"chains": [...]}`, what the disk tier holds by chain."""
+        return self._ask(ControlCall("ls"))
+
+    def evict(self, wanted: EvictFilter) -> dict[str, Any]:
+        """Drop blocks from every tier; `{"evicted_blocks", "freed_bytes", "unknown_ids", ...}`.
+
+        Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
+        tier's part.
+        """
+        return self._ask(ControlCall("evict", msgspec.to_builtins(wanted)))
+
+    def verify(
+        self, *, repair: bool = True, progress: VerbProgress | None = None
+    ) -> dict[str, Any]:
+        """Read every block and compare; `{"checked", "bad", "by_reason", "repaired"}`."""
+        return self._ask(ControlCall("verify", {"repair": repair}), progress)
+
+    # --- asking ------------------------------------------------------------------------------
+
+    def _ask(self, call: ControlCall, progress: VerbProgress | None = None) -> dict[str, Any]:
+        """Ask the live worker, or one started for this; again while it is just coming or going."""
+        folder_fd = _open_folder(self._path)
+        try:
+            for attempt in range(_ATTEMPTS):
+                if attempt:
+                    time.sleep(_RETRY_S)
+                with contextlib.suppress(*_GONE), _connect(folder_fd) as connection:
+                    return self._converse(connection, call, progress)
+                with contextlib.suppress(StoreBusyError):
+                    return self._ask_own_worker(folder_fd, call, progress)
+        finally:
+            os.close(folder_fd)
+        raise StoreBusyError(
+            f"`{self._path}` has a writer, but its socket `{SOCKET_NAME}` does not answer"
+        )
+
+    def _ask_own_worker(
+        self, folder_fd: int, call: ControlCall, progress: VerbProgress | None
+    ) -> dict[str, Any]:
+        """Have a worker of our own serve the stopped store meanwhile.
+
+        Raises:
+            StoreBusyError: somebody was faster.
+            StorageError: what the worker refused with, or died of.
+        """
+        options = StoreOptions(
+            path=str(self._path), create=False, clock_offset_file=self._clock_offset_file
+        )
+        worker = WorkerProcess(options, is_standalone=True)
+        channel = FrameChannel(worker.channel, _start_decoder, MAX_ENGINE_FRAME_BYTES)
+        body = None
+        try:
+            for message in self._next(channel):
+                if isinstance(message, messages.Refused):
+                    raise messages.error_of(message)
+            with _connect(folder_fd) as connection:
+                body = self._converse(connection, call, progress)
+        except _GONE:
+            pass
+        finally:
+            channel.close()
+            returncode = worker.bury(grace_s=self._answer_timeout_s)
+        if body is None:
+            raise StorageError(
+                f"the worker of `{self._path}` died: {describe_exit(returncode)}\n"
+                "hint: the next start of a server sets a damaged index aside"
+            )
+        return body
+
+    def _converse(
+        self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None
+    ) -> dict[str, Any]:
+        channel = FrameChannel(sock, _decoder, MAX_ENGINE_FRAME_BYTES)
+        channel.send(call)
+        while True:
+            for reply in self._next(channel):
+                match reply:
+                    case messages.ControlProgress(done, total):
+                        if progress is not None:
+                            progress(done, total)
+                    case messages.ControlResult(body):
+                        return body
+                    case messages.Refused():
+                        raise messages.error_of(reply)
+
+    def _next(self, channel: FrameChannel[Incoming]) -> list[Incoming]:
+        """Return the messages that arrive next.
+
+        Raises:
+            EOFError: the worker has gone.
+            StorageError: it says nothing.
+        """
+        deadline = time.monotonic() + self._answer_timeout_s
+        with selectors.DefaultSelector() as selector:
+            selector.register(channel, selectors.EVENT_READ)
+            while (left_s := deadline - time.monotonic()) > 0:
+                is_queued = channel.push_queued()
+                if selector.select(min(left_s, 0.05) if is_queued else left_s):
+                    received = channel.receive()
+                    if received:
+                        return received
+        raise StorageError(
+            f"the store worker of `{self._path}` has said nothing for {self._answer_timeout_s:g} s"
+            "\nhint: it may be stopped, or its disk may hang"
+        )
+
+
+def _open_folder(path: Path) -> int:
+    try:
+        return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise StorageError(f"`{path}` is no store: {os.strerror(error.errno or 0)}") from error
+
+
+def _connect(folder_fd: int) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        sock.connect(socket_address(folder_fd))
+    except OSError:
+        sock.close()
+        raise
+    return sock

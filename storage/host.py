@@ -1,0 +1,185 @@
+"""The host arena: block-sized pages of shared memory that two processes and a GPU can reach.
+
+It knows sizes, alignment and what the machine has left. It does not know which page holds which
+block (`tieredkv.block_pool` does) nor that a GPU may have registered it.
+"""
+
+import contextlib
+import errno
+import fcntl
+import mmap
+import os
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from tieredkv.errors import ConfigError, IntegrityError, StorageError
+from tieredkv.types import PAGE_ALIGNMENT_BYTES
+
+PrefaultProgress = Callable[[int, int], None]
+"""Called with (bytes ready, bytes in all) while the arena is being allocated."""
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PREFAULT_STEP_BYTES = 64 << 20
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
+
+
+class HostArena:
+    """One sealed range of shared memory, cut into pages of equal size.
+
+    Invariants, verified by `check()`:
+    - the memory is exactly `num_pages * page_bytes` long and can neither shrink nor grow, so that
+      no process that maps it can be killed by the other one's truncation;
+    - every page starts on a multiple of 4 KiB, as O_DIRECT asks.
+
+    Any thread may call `page()`; the bytes of a page belong to whoever holds it in the block pool,
+    or to the store worker while it is on loan.
+    """
+
+    def __init__(
+        self, num_pages: int, page_bytes: int, *, progress: PrefaultProgress | None = None
+    ) -> None:
+        """Allocate the memory for real, so that a page fault can never fail later.
+
+        Raises:
+            ConfigError: the sizes make no sense.
+            StorageError: the machine has not that much memory left; nothing was allocated.
+        """
+        _check_sizes(num_pages, page_bytes)
+        size_bytes = num_pages * page_bytes
+        _check_memory(size_bytes)
+        fd = os.memfd_create("tieredkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map(fd, num_pages, page_bytes)
+            self._prefault(size_bytes, progress)
+        except OSError as error:
+            os.close(fd)
+            if error.errno in (errno.ENOMEM, errno.ENOSPC, errno.EFBIG):
+                raise _too_large(size_bytes, os.strerror(error.errno)) from error
+            raise
+
+    @classmethod
+    def attach(cls, fd: int, num_pages: int, page_bytes: int) -> "HostArena":
+        """Map an arena that another process made; takes ownership of `fd`.
+
+        Raises:
+            IntegrityError: the file behind `fd` is not a sealed arena of this size.
+        """
+        _check_sizes(num_pages, page_bytes)
+        arena = cls.__new__(cls)
+        arena._map(fd, num_pages, page_bytes)
+        arena.check()
+        return arena
+
+    def _map(self, fd: int, num_pages: int, page_bytes: int) -> None:
+        self.fd = fd
+        self.num_pages = num_pages
+        self.page_bytes = page_bytes
+        self.buffer = mmap.mmap(fd, num_pages * page_bytes, mmap.MAP_SHARED)
+        self._view = memoryview(self.buffer)
+
+    def _prefault(self, size_bytes: int, progress: PrefaultProgress | None) -> None:
+        for start in range(0, size_bytes, _PREFAULT_STEP_BYTES):
+            length = min(_PREFAULT_STEP_BYTES, size_bytes - start)
+            # NOTE: allocate through the file first: it fails with ENOMEM where touching the map
+            # would be killed by SIGBUS.
+            os.posix_fallocate(self.fd, start, length)
+            with contextlib.suppress(OSError, ValueError):  # kernels before 5.14
+                self.buffer.madvise(_MADV_POPULATE_WRITE, start, length)
+            if progress is not None:
+                progress(start + length, size_bytes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all pages."""
+        return self.num_pages * self.page_bytes
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close()` was called."""
+        return self.fd < 0
+
+    def page(self, page_id: int) -> memoryview:
+        """Return the writable bytes of one page; they are shared, not copied."""
+        if not 0 <= page_id < self.num_pages:
+            raise IndexError(f"page {page_id} of an arena of {self.num_pages} pages")
+        start = page_id * self.page_bytes
+        return self._view[start : start + self.page_bytes]
+
+    def check(self) -> None:
+        """Verify the invariants in the class docstring."""
+        if self.is_closed:
+            return
+        size_bytes = os.fstat(self.fd).st_size
+        if size_bytes != self.size_bytes:
+            raise IntegrityError(f"arena of {size_bytes} bytes, not {self.size_bytes}")
+        if fcntl.fcntl(self.fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            raise IntegrityError("the arena is not sealed against resizing")
+        if self.page_bytes % PAGE_ALIGNMENT_BYTES:
+            raise IntegrityError(f"pages of {self.page_bytes} bytes are not aligned to 4 KiB")
+
+    def close(self) -> None:
+        """Give the memory back; twice is fine.
+
+        Views that somebody still holds stay valid: the memory goes when the last of them does.
+        """
+        if self.is_closed:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self._view.release()
+        with contextlib.suppress(BufferError):
+            self.buffer.close()
+
+
+def _check_sizes(num_pages: int, page_bytes: int) -> None:
+    if num_pages < 1:
+        raise ConfigError(f"`host_size` gives {num_pages} pages; the arena needs at least one")
+    if page_bytes < 1 or page_bytes % PAGE_ALIGNMENT_BYTES:
+        raise ConfigError(
+            f"a page of {page_bytes} bytes is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+        )
+
+
+def _check_memory(size_bytes: int) -> None:
+    limits = [(bytes_, what) for bytes_, what in _memory_limits() if bytes_ < size_bytes]
+    if limits:
+        bytes_, what = min(limits)
+        raise _too_large(size_bytes, f"{what} leaves {_mib(bytes_)}")
+
+
+def _memory_limits() -> list[tuple[int, str]]:
+    """Return what each limit of this process and machine leaves, in bytes."""
+    limits = []
+    with contextlib.suppress(OSError):
+        meminfo = _key_values(Path("/proc/meminfo"))
+        limits.append((meminfo["MemAvailable:"] * 1024, "memory available on this machine"))
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
+        used = _key_values(Path("/sys/fs/cgroup/memory.stat"))
+        limits.append((limit - used["anon"] - used["shmem"], "the memory limit of the container"))
+    for resource_id, what in (
+        (resource.RLIMIT_AS, "the limit of address space (`ulimit -v`)"),
+        (resource.RLIMIT_FSIZE, "the limit of file size (`ulimit -f`)"),
+    ):
+        soft, _ = resource.getrlimit(resource_id)
+        if soft != resource.RLIM_INFINITY:
+            limits.append((soft, what))
+    return limits
+
+
+def _key_values(path: Path) -> dict[str, int]:
+    rows = (line.split() for line in path.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) >= 2}
+
+
+def _too_large(size_bytes: int, why: str) -> StorageError:
+    return StorageError(
+        f"the host arena needs {_mib(size_bytes)}, but {why}\nhint: set a smaller `host_size`"
+    )
+
+
+def _mib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 20):,.0f} MiB"

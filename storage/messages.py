@@ -1,0 +1,252 @@
+"""What travels between the engine, the store worker and the command line.
+
+Each message is one tagged struct, framed by `tieredkv.storage.channel`. This module knows shapes
+only; who answers what, and when, is the business of worker, client and control.
+"""
+
+from typing import Any
+
+import msgspec
+from tieredkv.storage.results import StoreStats
+
+from tieredkv.errors import (
+    ConfigError,
+    FormatVersionError,
+    StorageError,
+    StoreBusyError,
+    StoreFullError,
+    TieredKVError,
+)
+from tieredkv.types import BlockRecord
+
+# --- Nouns -----------------------------------------------------------------------------------
+
+
+class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How the worker opens and serves one store.
+
+    Attributes:
+        path: the store's folder.
+        budget_bytes: what its files may occupy, index included; None keeps the last one.
+        sync: `commit` flushes every group commit to the device, `none` leaves it to the system.
+        sweep_interval_s: expired bytes are erased within this time.
+        create: make the folder a store if it is none.
+        disk_retentions: names of the retention policies that allow the disk tier; a block of any
+            other policy is refused by the worker, whatever the engine says.
+        clock_offset_file: see `tieredkv.clock`.
+        num_readers, num_writers: threads that move payloads.
+        backoff_s, max_backoff_s: pause before a dead worker is started again, doubling.
+    """
+
+    path: str
+    budget_bytes: int | None = None
+    sync: str = "commit"
+    sweep_interval_s: float = 10.0
+    create: bool = True
+    disk_retentions: tuple[str, ...] = ("24h",)
+    clock_offset_file: str | None = None
+    num_readers: int = 8
+    num_writers: int = 4
+    backoff_s: float = 0.1
+    max_backoff_s: float = 30.0
+
+
+class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
+    """The worker's only command-line argument, as JSON.
+
+    Attributes:
+        channel_fd: the worker's end of the engine's socket pair.
+        arena: (fd, pages, bytes of a page) of the host arena; None for a worker without one.
+        parent_pid: ends the worker when it is no longer its parent.
+        is_standalone: started by the command line on a stopped store: there is no engine to ask.
+        set_aside_index: the index killed the worker before: rename it and start empty.
+    """
+
+    options: StoreOptions
+    channel_fd: int
+    arena: tuple[int, int, int] | None
+    parent_pid: int
+    is_standalone: bool = False
+    set_aside_index: bool = False
+
+
+class LoadItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A block wanted in a page, and what its record must say."""
+
+    block_hash: bytes
+    parent_hash: bytes
+    root: bytes
+    position: int
+    size_bytes: int
+    page_id: int
+
+
+class StoreItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A block to be written from a page."""
+
+    record: BlockRecord
+    page_id: int
+
+
+class TouchItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """A use of a block, and the claim that came with it if it lengthens the block's life."""
+
+    block_hash: bytes
+    last_used: float
+    expires_at: float | None = None
+    retention: str | None = None
+
+
+class PageDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """The end of one load or store; the loan of the page ends with it."""
+
+    job: int
+    block_hash: bytes
+    page_id: int
+    ok: bool
+    reason: str = ""
+    record: BlockRecord | None = None
+
+
+# --- Engine to worker ------------------------------------------------------------------------
+
+
+class LookupCall(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
+    job: int
+    hashes: list[bytes]
+
+
+class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
+    job: int
+    items: list[LoadItem]
+
+
+class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
+    job: int
+    items: list[StoreItem]
+
+
+class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
+    items: list[TouchItem]
+
+
+class DeleteCall(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
+    hashes: list[bytes]
+    reason: str
+
+
+class DescribeCall(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
+    root: bytes
+    description: dict[str, str]
+
+
+class StatsCall(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
+    pass
+
+
+class FlushCall(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
+    """Answered once every store sent before it is acknowledged and every touch is written."""
+
+    job: int
+
+
+class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """What the engine says to a `ControlRequest`."""
+
+    job: int
+    body: dict[str, Any]
+
+
+class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
+    """Finish the writes in hand, close the store and exit."""
+
+
+EngineMessage = (
+    LookupCall
+    | LoadCall
+    | StoreCall
+    | TouchCall
+    | DeleteCall
+    | DescribeCall
+    | StatsCall
+    | FlushCall
+    | EngineAnswer
+    | CloseCall
+)
+
+# --- Worker to engine ------------------------------------------------------------------------
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    stats: StoreStats
+    notes: list[str] = []
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    kind: str
+    message: str
+
+
+class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="records"):
+    job: int
+    records: list[BlockRecord | None]
+
+
+class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """Pages that are ready, as they become so; `stats` only where they changed."""
+
+    loads: list[PageDone]
+    stores: list[PageDone]
+    stats: StoreStats | None = None
+
+
+class FlushReply(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
+    job: int
+
+
+class EngineQuestion(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A verb of a command-line client that concerns the engine's tiers too."""
+
+    job: int
+    verb: str
+    args: dict[str, Any]
+
+
+WorkerMessage = Ready | Refused | LookupReply | Completions | FlushReply | EngineQuestion
+
+# --- Command line and worker -----------------------------------------------------------------
+
+
+class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    verb: str
+    args: dict[str, Any] = {}
+
+
+class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    done: int
+    total: int
+
+
+class ControlResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
+    body: dict[str, Any]
+
+
+ControlReply = ControlProgress | ControlResult | Refused
+
+# --- Errors over the wire --------------------------------------------------------------------
+
+_ERRORS: dict[str, type[TieredKVError]] = {
+    error.__name__: error
+    for error in (ConfigError, StorageError, StoreFullError, StoreBusyError, FormatVersionError)
+}
+
+
+def refusal(error: TieredKVError) -> Refused:
+    """Return what tells the other side of `error`."""
+    kind = type(error).__name__
+    return Refused(kind if kind in _ERRORS else StorageError.__name__, str(error))
+
+
+def error_of(refused: Refused) -> TieredKVError:
+    """Return the error that the other side refused with."""
+    return _ERRORS.get(refused.kind, StorageError)(refused.message)

@@ -1,0 +1,99 @@
+"""Start the store worker as a plain subprocess, and know for certain when it is dead.
+
+It knows how the process is launched and buried, not what is said over its channel.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import msgspec
+
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import LaunchArgument, StoreOptions
+
+EXIT_REFUSED = 3
+"""The worker told its channel why it will not serve this store."""
+
+EXIT_DAMAGED = 4
+"""The index contradicts itself; it counts like a crash."""
+
+_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+
+
+class WorkerProcess:
+    """One store worker and the engine's end of its channel; used by one thread."""
+
+    def __init__(
+        self,
+        options: StoreOptions,
+        arena: HostArena | None = None,
+        *,
+        is_standalone: bool = False,
+        set_aside_index: bool = False,
+    ) -> None:
+        self.channel, theirs = socket.socketpair()
+        try:
+            arena_argument = (
+                (arena.fd, arena.num_pages, arena.page_bytes) if arena is not None else None
+            )
+            launch = LaunchArgument(
+                options=options,
+                channel_fd=theirs.fileno(),
+                arena=arena_argument,
+                parent_pid=os.getpid(),
+                is_standalone=is_standalone,
+                set_aside_index=set_aside_index,
+            )
+            argument = msgspec.json.encode(launch).decode()
+            # -P: a `random.py` in the current folder must not shadow the standard library.
+            # Own session: Ctrl-C in the terminal reaches the engine, which still has blocks to
+            # write; the worker ends when its channel does.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "tieredkv.storage.worker", argument],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno(), *(arena_argument[:1] if arena_argument else ())],
+                start_new_session=True,
+            )
+        except BaseException:
+            self.channel.close()
+            raise
+        finally:
+            theirs.close()
+        self.channel.setblocking(False)
+        self.pid = self._process.pid
+
+    def kill(self) -> None:
+        """Send SIGKILL; `bury()` still has to be called."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def bury(self, grace_s: float = 2.0) -> int:
+        """Wait until the process is dead and reaped; kill it after `grace_s`.
+
+        NOTE: this may take as long as the kernel needs to end a stuck disk read. Only after it has
+        returned can no byte of an arena page change any more by the worker's hand.
+        """
+        try:
+            returncode = self._process.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            returncode = self._process.wait()
+        self.channel.close()
+        return returncode
+
+
+def is_crash(returncode: int) -> bool:
+    """Whether this exit suggests that the index, not somebody's SIGKILL, ended the worker."""
+    return returncode == EXIT_DAMAGED or -returncode in _CRASH_SIGNALS
+
+
+def describe_exit(returncode: int) -> str:
+    """Say in words how a worker ended."""
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"

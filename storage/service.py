@@ -1,0 +1,488 @@
+"""The index thread: turns jobs into reads, writes and transactions, and answers them.
+
+It knows the order of things: reads before writes, bytes before index, index before the answer. It
+knows no engine but as the other end of a channel, and neither models nor what a payload means.
+"""
+
+import logging
+import os
+import selectors
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import lmdb
+from tieredkv.clock import Clock
+from tieredkv.storage.codec import Located
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.results import StoreStats
+
+from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.storage import messages
+from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.control_server import ControlServer
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import (
+    EngineMessage,
+    LaunchArgument,
+    LoadItem,
+    PageDone,
+    StoreItem,
+    TouchItem,
+)
+from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
+from tieredkv.storage.verbs import Verbs
+from tieredkv.types import BlockRecord
+
+logger = logging.getLogger(__name__)
+
+_MAX_LOCATES_A_TURN = 64
+_MAX_GROUP_BLOCKS = 64  # written blocks that wait for one index transaction
+_MAX_GROUP_AGE_S = 0.005
+_TOUCH_INTERVAL_S = 1.0
+_MAX_TOUCHES = 16_384
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
+_TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
+
+
+class StoreService:
+    """One store being served.
+
+    Every method runs on the index thread. Work in hand moves through queues: a load waits in
+    `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a slot, is
+    written by a thread, waits in `_written` for its group's transaction and is answered after it.
+    Between two turns nothing takes longer than one transaction, so that a lookup never waits for a
+    long load, store, or verify.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        clock: Clock,
+        argument: LaunchArgument,
+        channel: FrameChannel[EngineMessage],
+        arena: HostArena | None,
+        notes: list[str],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._argument = argument
+        self._options = argument.options
+        self._channel = channel
+        self._arena = arena
+        self._notes = notes
+        self._is_closing = False  # no new work; what is written gets finished
+        self._is_orphan = False  # nobody is left to answer to
+
+        self._loads: deque[tuple[int, LoadItem]] = deque()
+        self._num_reading = 0
+        self._writes: deque[tuple[StoreItem, int] | Callable[[], None]] = deque()
+        self._num_writing = 0
+        self._written: list[WriteTask] = []
+        self._written_since = 0.0
+        self._storing: dict[bytes, list[tuple[int, int]]] = {}  # hash -> jobs and pages that wait
+        self._touches: dict[bytes, TouchItem] = {}
+        self._touched_since = 0.0
+        self._next_sweep = time.monotonic() + self._options.sweep_interval_s
+        self._done_loads: list[PageDone] = []
+        self._done_stores: list[PageDone] = []
+        self._reported: set[str] = set()
+
+        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._poke_fd, selectors.EVENT_READ, self._heed_poke)
+        self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
+        self._threads = PayloadThreads(
+            store,
+            num_readers=self._options.num_readers,
+            num_writers=self._options.num_writers,
+            wake=self._poke,
+        )
+        self._verbs = Verbs(
+            store,
+            clock,
+            ask_engine=None if argument.is_standalone else self._ask,
+            after_writes=self._writes.append,
+        )
+        self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
+
+    def run(self) -> None:
+        """Serve until the engine says so or is gone, then close the store."""
+        self._channel.send(messages.Ready(self._stats(), self._notes))
+        while not (self._is_closing and self._is_drained()):
+            self._turn()
+        self._server.close()
+        self._threads.close()
+        self._collect()
+        self._commit()
+        self._flush_touches()
+        self._send_done()
+        self._store.close()
+        while self._channel.push_queued() and not self._is_orphan:
+            self._wait(_TICK_S)
+
+    # --- one turn ----------------------------------------------------------------------------
+
+    def _turn(self) -> None:
+        self._wait(self._idle_s())
+        self._collect()
+        self._start_reads()
+        self._start_writes()
+        now = time.monotonic()
+        if self._is_group_due(now):
+            self._commit()
+            self._start_writes()
+        self._send_done()
+        if self._touches and now - self._touched_since > _TOUCH_INTERVAL_S:
+            self._flush_touches()
+        if now >= self._next_sweep:
+            self._next_sweep = now + self._options.sweep_interval_s
+            self._attempt("sweep", lambda: self._store.sweep(self._clock.now()))
+        self._verbs.turn()
+        self._server.turn()
+        if os.getppid() != self._argument.parent_pid:
+            self._abandon()
+
+    def _wait(self, timeout_s: float) -> None:
+        for key, ready in self._selector.select(timeout_s):
+            if ready & selectors.EVENT_WRITE:
+                self._push()
+            if ready & selectors.EVENT_READ:
+                key.data()
+
+    def _idle_s(self) -> float:
+        has_work = self._verbs.has_work or (self._loads and self._num_reading < self._max_reading)
+        if has_work:
+            return 0.0
+        if self._written:
+            return max(0.0, self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
+        if self._server.has_queued:
+            return 0.01
+        return max(0.0, min(_TICK_S, self._next_sweep - time.monotonic()))
+
+    def _poke(self) -> None:
+        os.eventfd_write(self._poke_fd, 1)
+
+    def _heed_poke(self) -> None:
+        os.eventfd_read(self._poke_fd)
+
+    # --- the engine's channel ----------------------------------------------------------------
+
+    def _send(self, message: messages.WorkerMessage) -> None:
+        if self._channel.send(message):
+            self._listen(selectors.EVENT_READ | selectors.EVENT_WRITE)
+
+    def _push(self) -> None:
+        if not self._channel.push_queued():
+            self._listen(selectors.EVENT_READ)
+
+    def _listen(self, mask: int) -> None:
+        if not self._is_orphan:
+            self._selector.modify(self._channel, mask, self._hear_engine)
+
+    def _hear_engine(self) -> None:
+        try:
+            received = self._channel.receive()
+        except EOFError:
+            self._abandon()
+            return
+        for message in received:
+            self._obey(message)
+
+    def _obey(self, message: EngineMessage) -> None:
+        match message:
+            case messages.LookupCall(job, hashes):
+                self._send(messages.LookupReply(job, self._lookup(hashes)))
+            case messages.LoadCall(job, items):
+                self._loads.extend((job, item) for item in items)
+            case messages.StoreCall(job, items):
+                for store_item in items:
+                    self._accept_store(job, store_item)
+            case messages.TouchCall(touches):
+                self._gather(touches)
+            case messages.DeleteCall(hashes, reason):
+                self._delete(hashes, reason)
+                if not self._storing.keys().isdisjoint(hashes):
+                    self._writes.append(lambda: self._delete(hashes, reason))
+            case messages.DescribeCall(root, description):
+                self._attempt("describe", lambda: self._store.describe_root(root, description))
+            case messages.StatsCall():
+                self._send(messages.Completions([], [], self._stats()))
+            case messages.FlushCall(job):
+                self._writes.append(lambda: self._end_flush(job))
+            case messages.EngineAnswer(job, body):
+                self._verbs.hear_engine(job, body)
+            case messages.CloseCall():
+                self._is_closing = True
+                self._refuse_loads("closing")
+
+    def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
+        self._send(messages.EngineQuestion(job, verb, args))
+
+    def _abandon(self) -> None:
+        """Finish what is in hand for nobody: the engine is gone."""
+        if not self._is_orphan:
+            self._is_orphan = self._is_closing = True
+            self._selector.unregister(self._channel)
+            self._loads.clear()
+            self._writes.clear()
+
+    def _is_drained(self) -> bool:
+        has_reads = self._loads or self._num_reading
+        return not (has_reads or self._writes or self._num_writing or self._written)
+
+    def _stats(self) -> StoreStats:
+        return self._store.stats()
+
+    def _send_done(self) -> None:
+        if self._done_loads or self._done_stores:
+            self._send(messages.Completions(self._done_loads, self._done_stores, self._stats()))
+            self._done_loads, self._done_stores = [], []
+
+    # --- loads -------------------------------------------------------------------------------
+
+    @property
+    def _max_reading(self) -> int:
+        """Reads handed to the threads: enough to keep them busy, few enough to stay current."""
+        return 4 * self._options.num_readers
+
+    def _start_reads(self) -> None:
+        num_located = 0
+        while (
+            self._loads
+            and self._num_reading < self._max_reading
+            and num_located < _MAX_LOCATES_A_TURN
+        ):
+            num_located += 1
+            job, item = self._loads.popleft()
+            self._start_read(job, item)
+
+    def _start_read(self, job: int, item: LoadItem) -> None:
+        located = self._locate(item.block_hash)
+        if located is None:
+            self._end_load(job, item, "missing")
+            return
+        record = located.record
+        wanted = (item.parent_hash, item.root, item.position, item.size_bytes)
+        if (record.parent_hash, record.root, record.position, record.size_bytes) != wanted:
+            self._delete([item.block_hash], "identity")
+            self._end_load(job, item, "identity")
+            return
+        self._num_reading += 1
+        self._threads.read(ReadTask(job, item, located, self._page(item.page_id)))
+
+    def _end_read(self, task: ReadTask) -> None:
+        self._num_reading -= 1
+        job, item, error = task.job, task.item, task.error
+        if error is None:
+            self._end_load(job, item, "", task.located.record)
+            return
+        # The block may have been evicted, and its slot reused, after it was located: then what was
+        # read says nothing about the disk.
+        located = self._locate(item.block_hash)
+        if located is None:
+            self._end_load(job, item, "missing")
+        elif located.extent != task.located.extent:
+            self._loads.append((job, item))
+        else:
+            reason = error.reason if isinstance(error, CorruptBlockError) else "io_error"
+            self._report(f"load: {reason}", error)
+            self._delete([item.block_hash], reason)
+            self._end_load(job, item, reason)
+
+    def _end_load(
+        self, job: int, item: LoadItem, reason: str, record: BlockRecord | None = None
+    ) -> None:
+        self._done_loads.append(
+            PageDone(
+                job=job,
+                block_hash=item.block_hash,
+                page_id=item.page_id,
+                ok=record is not None,
+                reason=reason,
+                record=record,
+            )
+        )
+
+    def _refuse_loads(self, reason: str) -> None:
+        while self._loads:
+            job, item = self._loads.popleft()
+            self._end_load(job, item, reason)
+
+    # --- stores ------------------------------------------------------------------------------
+
+    def _accept_store(self, job: int, item: StoreItem) -> None:
+        record = item.record
+        block_hash = record.block_hash
+        if record.retention not in self._options.disk_retentions:
+            # NOTE: the last gate of the promise that such a block never touches a disk.
+            self._end_store(job, block_hash, item.page_id, "retention")
+        elif block_hash in self._storing:
+            self._storing[block_hash].append((job, item.page_id))
+        else:
+            self._storing[block_hash] = [(job, item.page_id)]
+            self._writes.append((item, job))
+
+    def _start_writes(self) -> None:
+        """Hand writes to the threads; reads that wait leave them one thread at a time.
+
+        A function in the queue is a barrier: it runs when everything before it is committed and
+        nothing after it has begun.
+        """
+        max_writing = 1 if self._num_reading else self._options.num_writers
+        while self._writes:
+            head = self._writes[0]
+            if callable(head):
+                if self._num_writing:
+                    return
+                self._commit()
+                self._writes.popleft()
+                head()
+            elif self._num_writing >= max_writing:
+                return
+            else:
+                self._writes.popleft()
+                self._start_write(head[0])
+
+    def _start_write(self, item: StoreItem) -> None:
+        record = item.record
+        try:
+            slot = self._store.reserve(record)
+        except StorageError as error:
+            self._report("store", error)
+            self._end_stores(record.block_hash, "io_error")
+            return
+        if slot is None:
+            self._end_stores(record.block_hash, "full")
+            return
+        self._num_writing += 1
+        self._threads.write(WriteTask(slot, record, self._page(item.page_id)))
+
+    def _end_write(self, task: WriteTask) -> None:
+        self._num_writing -= 1
+        if task.error is None:
+            if not self._written:
+                self._written_since = time.monotonic()
+            self._written.append(task)
+        else:
+            self._report("store", task.error)
+            self._store.abandon(task.slot)
+            self._end_stores(task.record.block_hash, "io_error")
+
+    def _is_group_due(self, now: float) -> bool:
+        return bool(self._written) and (
+            self._num_writing == 0
+            or len(self._written) >= _MAX_GROUP_BLOCKS
+            or now - self._written_since >= _MAX_GROUP_AGE_S
+        )
+
+    def _commit(self) -> None:
+        """Acknowledge every block that is written, in one index transaction."""
+        group, self._written = self._written, []
+        if not group:
+            return
+        reason = ""
+        try:
+            self._store.commit([(task.slot, task.record, task.checksum) for task in group])
+        except StorageError as error:
+            self._report("commit", error)
+            reason = "io_error"
+            for task in group:
+                self._store.abandon(task.slot)
+        for task in group:
+            self._end_stores(task.record.block_hash, reason)
+
+    def _end_stores(self, block_hash: bytes, reason: str) -> None:
+        for job, page_id in self._storing.pop(block_hash):
+            self._end_store(job, block_hash, page_id, reason)
+
+    def _end_store(self, job: int, block_hash: bytes, page_id: int, reason: str) -> None:
+        self._done_stores.append(
+            PageDone(job=job, block_hash=block_hash, page_id=page_id, ok=not reason, reason=reason)
+        )
+
+    def _end_flush(self, job: int) -> None:
+        self._flush_touches()
+        self._send_done()
+        self._send(messages.FlushReply(job))
+
+    # --- index -------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        for task in self._threads.collect():
+            if isinstance(task, ReadTask):
+                self._end_read(task)
+            else:
+                self._end_write(task)
+
+    def _gather(self, touches: list[TouchItem]) -> None:
+        if not self._touches:
+            self._touched_since = time.monotonic()
+        for touch in touches:
+            known = self._touches.get(touch.block_hash)
+            self._touches[touch.block_hash] = touch if known is None else _merge(known, touch)
+        if len(self._touches) >= _MAX_TOUCHES:
+            self._flush_touches()
+
+    def _flush_touches(self) -> None:
+        touches, self._touches = self._touches, {}
+        if touches:
+            items = list(touches.values())
+            self._attempt("touch", lambda: self._store.claim_or_touch(items))
+
+    def _lookup(self, hashes: list[bytes]) -> list[BlockRecord | None]:
+        try:
+            return self._store.lookup(hashes, self._clock.now())
+        except StorageError as error:
+            self._report("lookup", error)
+            return [None] * len(hashes)
+
+    def _locate(self, block_hash: bytes) -> Located | None:
+        try:
+            return self._store.locate(block_hash, self._clock.now())
+        except StorageError as error:
+            self._report("locate", error)
+            return None
+
+    def _delete(self, hashes: list[bytes], reason: str) -> None:
+        self._attempt("delete", lambda: self._store.delete(hashes, reason))
+
+    def _attempt(self, cause: str, action: Callable[[], object]) -> None:
+        """Do what nobody waits for; a fault of the disk is logged and tried again next time."""
+        try:
+            action()
+        except StorageError as error:
+            self._report(cause, error)
+
+    def _page(self, page_id: int) -> memoryview:
+        assert self._arena is not None, "the engine lends no pages without an arena"
+        return self._arena.page(page_id)
+
+    def _report(self, cause: str, error: Exception) -> None:
+        """Log the first failure of each cause; the counters have the rest.
+
+        Raises:
+            StorageError: `error` itself, if the index is damaged: then nothing of it can be served.
+        """
+        if is_damage(error):
+            raise error
+        if cause not in self._reported:
+            self._reported.add(cause)
+            logger.warning("%s: %s; further ones are counted only", cause, error)
+
+
+def is_damage(error: BaseException) -> bool:
+    """Whether an error comes from an index that contradicts itself."""
+    return isinstance(error.__cause__, _DAMAGE)
+
+
+def _merge(first: TouchItem, second: TouchItem) -> TouchItem:
+    """Join two uses of one block: the later use, the longer claim."""
+    longer = max(first, second, key=lambda touch: touch.expires_at or 0.0)
+    return TouchItem(
+        block_hash=first.block_hash,
+        last_used=max(first.last_used, second.last_used),
+        expires_at=longer.expires_at,
+        retention=longer.retention,
+    )

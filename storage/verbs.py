@@ -1,0 +1,175 @@
+"""The verbs of the command line, as the worker carries them out.
+
+It knows what each verb answers and whom else it concerns. It never takes longer than a slice at a
+time, so that loads and lookups go on under a long `verify`.
+"""
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from tieredkv.clock import Clock
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.results import EvictFilter
+
+from tieredkv.errors import ConfigError
+from tieredkv.storage.control_server import ControlClient
+from tieredkv.storage.messages import ControlCall
+
+_ENGINE_TIMEOUT_S = 5.0
+_SLICE_S = 0.02
+
+AskEngine = Callable[[int, str, dict[str, Any]], None]
+
+
+@dataclass(slots=True)
+class _Question:
+    """An answer of the engine that a client waits for."""
+
+    client: ControlClient
+    deadline: float
+    finish: Callable[[ControlClient, dict[str, Any] | None], None]
+
+
+class Verbs:
+    """Carries out one store's verbs; used by the index thread alone.
+
+    Args:
+        ask_engine: sends a question to the engine; None where there is none to ask.
+        after_writes: runs a function once every store received so far is acknowledged, and before
+            any later one is begun, so that what was on its way is evicted too.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        clock: Clock,
+        *,
+        ask_engine: AskEngine | None,
+        after_writes: Callable[[Callable[[], None]], None],
+    ) -> None:
+        self._store = store
+        self._clock = clock
+        self._ask_engine = ask_engine
+        self._after_writes = after_writes
+        self._ids = itertools.count(1)
+        self._questions: dict[int, _Question] = {}
+        self._slices: list[tuple[ControlClient, Iterator[None]]] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a long verb wants its next slice at once."""
+        return bool(self._slices)
+
+    def begin(self, client: ControlClient, call: ControlCall) -> None:
+        """Carry out a verb, or begin to.
+
+        Raises:
+            ConfigError: no such verb, or its arguments make no sense.
+        """
+        match call.verb:
+            case "df":
+                self._ask(client, call, self._finish_df)
+            case "ls":
+                client.answer({"chains": msgspec.to_builtins(self._store.chains())})
+            case "evict":
+                wanted = _evict_filter(call.args)
+                self._ask(client, call, lambda client, engine: self._evict(client, wanted, engine))
+            case "verify":
+                repair = call.args.get("repair") is not False
+                self._slices.append((client, self._verify(client, repair)))
+            case verb:
+                raise ConfigError(f"no verb `{verb}`; there are `df`, `ls`, `evict`, `verify`")
+
+    def hear_engine(self, job: int, body: dict[str, Any]) -> None:
+        """Take the engine's answer; one that comes too late is dropped."""
+        question = self._questions.pop(job, None)
+        if question is not None:
+            question.finish(question.client, body)
+
+    def turn(self) -> None:
+        """Give up on questions that are overdue, and do one slice of the long verbs."""
+        now = time.monotonic()
+        for job, question in list(self._questions.items()):
+            if question.deadline <= now:
+                del self._questions[job]
+                question.finish(question.client, None)
+        for running in list(self._slices):
+            client, work = running
+            end = time.monotonic() + _SLICE_S
+            try:
+                while not client.is_gone and time.monotonic() < end:
+                    next(work)
+            except StopIteration:
+                self._slices.remove(running)
+            except Exception as error:
+                self._slices.remove(running)
+                client.fail(error)
+            else:
+                if client.is_gone:
+                    self._slices.remove(running)
+                    work.close()
+
+    def _ask(
+        self,
+        client: ControlClient,
+        call: ControlCall,
+        finish: Callable[[ControlClient, dict[str, Any] | None], None],
+    ) -> None:
+        if self._ask_engine is None:
+            finish(client, {})
+            return
+        job = next(self._ids)
+        self._questions[job] = _Question(client, time.monotonic() + _ENGINE_TIMEOUT_S, finish)
+        self._ask_engine(job, call.verb, call.args)
+
+    def _finish_df(self, client: ControlClient, engine: dict[str, Any] | None) -> None:
+        stats = self._store.stats()
+        client.answer(
+            {
+                "device": None,
+                "host": None,
+                **_said(engine),
+                "disk": msgspec.to_builtins(stats),
+                "writer_pid": None if self._ask_engine is None else os.getpid(),
+            }
+        )
+
+    def _evict(
+        self, client: ControlClient, wanted: EvictFilter, engine: dict[str, Any] | None
+    ) -> None:
+        def finish() -> None:
+            result = self._store.evict(wanted)
+            said = _said(engine)
+            client.answer(
+                {
+                    **said,
+                    "evicted_blocks": result.evicted_blocks + said.get("evicted_blocks", 0),
+                    "freed_bytes": result.freed_bytes + said.get("freed_bytes", 0),
+                    "unknown_ids": list(result.unknown_ids),
+                    "disk": {
+                        "evicted_blocks": result.evicted_blocks,
+                        "freed_bytes": result.freed_bytes,
+                    },
+                }
+            )
+
+        self._after_writes(finish)
+
+
+def _said(engine: dict[str, Any] | None) -> dict[str, Any]:
+    return {"engine": "no answer"} if engine is None else engine
+
+
+def _evict_filter(args: dict[str, Any]) -> EvictFilter:
+    try:
+        wanted = msgspec.convert(args, EvictFilter)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"no filter of blocks: {error}") from error
+    if wanted == EvictFilter():
+        raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
+    return wanted

@@ -1,0 +1,109 @@
+"""The store worker: the one process that opens a store.
+
+`python -m tieredkv.storage.worker ARGUMENT` is started by `tieredkv.storage.process` and ends when
+its channel does, so that nobody has to look after it. It knows how a store is opened, and what to
+do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
+"""
+
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+from tieredkv.clock import Clock
+from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
+from tieredkv.storage.lmdb_store import BlockStore
+
+from tieredkv.errors import StorageError, TieredKVError
+from tieredkv.storage import messages
+from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import EngineMessage, LaunchArgument
+from tieredkv.storage.process import EXIT_DAMAGED, EXIT_REFUSED
+from tieredkv.storage.service import StoreService, is_damage
+
+logger = logging.getLogger(__name__)
+
+_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(arguments: list[str]) -> int:
+    """Serve one store until the engine is done with it; the exit code is for the parent."""
+    argument = msgspec.json.decode(arguments[0], type=LaunchArgument)
+    for number in _ENDINGS:  # the engine drains on these and needs its worker for it
+        signal.signal(number, signal.SIG_IGN)
+    Path("/proc/self/comm").write_text("tieredkv-store")
+    logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
+    sock = socket.socket(fileno=argument.channel_fd)
+    channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage), MAX_ENGINE_FRAME_BYTES)
+    try:
+        service = _open(argument, channel)
+    except TieredKVError as error:
+        if is_damage(error):
+            logger.error("%s", error)
+            return EXIT_DAMAGED
+        channel.send(messages.refusal(error))
+        return EXIT_REFUSED
+    try:
+        service.run()
+    except StorageError as error:
+        if not is_damage(error):
+            raise
+        logger.error("%s", error)
+        return EXIT_DAMAGED
+    return 0
+
+
+def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> StoreService:
+    options = argument.options
+    arena = HostArena.attach(*argument.arena) if argument.arena is not None else None
+    clock = Clock(options.clock_offset_file)
+    notes = [set_aside_index(options.path)] if argument.set_aside_index else []
+    store = BlockStore.open(
+        options.path,
+        budget_bytes=options.budget_bytes,
+        clock=clock,
+        sync=options.sync,
+        sweep_interval_s=options.sweep_interval_s,
+        create=options.create,
+    )
+    try:
+        return StoreService(store, clock, argument, channel, arena, notes)
+    except BaseException:
+        store.close()
+        raise
+
+
+def set_aside_index(path: str) -> str:
+    """Rename the index for a later look and erase the payloads, which nothing would ever expire.
+
+    Of several indexes set aside the last one stays. Returns what happened, for the operator.
+    """
+    directory = StoreDirectory.claim(path, create=False, socket=None)
+    try:
+        earlier = sorted(Path(path).glob(f"{INDEX}.bad-*"), key=_number_of)
+        target = Path(path) / f"{INDEX}.bad-{_number_of(earlier[-1]) + 1 if earlier else 1}"
+        os.rename(Path(path) / INDEX, target)
+        for old in earlier:
+            shutil.rmtree(old)
+        shutil.rmtree(Path(path) / SEGMENTS)
+    except OSError as error:
+        raise StorageError(f"the damaged index of `{path}` cannot be set aside: {error}") from error
+    finally:
+        directory.release()
+    return (
+        f"the index of `{path}` killed its worker twice; it is now `{target}`, the store is empty"
+    )
+
+
+def _number_of(path: Path) -> int:
+    number = path.name.rpartition("-")[2]
+    return int(number) if number.isdecimal() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

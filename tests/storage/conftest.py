@@ -1,0 +1,212 @@
+"""A store in a temporary folder, served by the real worker process, and blocks to put into it."""
+
+import hashlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, StoreClient
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions
+from tieredkv.types import BlockRecord
+
+PAGE_BYTES = 32 * 1024
+NUM_PAGES = 64
+ROOT = b"R" * 32
+NAMESPACE = b"N" * 32
+DAY_S = 86_400.0
+
+Kind = TypeVar("Kind", bound=Event)
+
+
+def hash_of(chain: str, position: int) -> bytes:
+    """The hash of a made-up block; the parent of the first is the root."""
+    return hashlib.sha256(f"{chain}/{position}".encode()).digest() if position >= 0 else ROOT
+
+
+def payload_of(block_hash: bytes, size_bytes: int = PAGE_BYTES) -> bytes:
+    """The one right payload of a block, from its hash alone."""
+    return hashlib.shake_128(block_hash).digest(size_bytes)
+
+
+def make_record(
+    chain: str, position: int, *, retention: str = "24h", size_bytes: int = PAGE_BYTES
+) -> BlockRecord:
+    """A block computed now."""
+    now = time.time()
+    return BlockRecord(
+        block_hash=hash_of(chain, position),
+        parent_hash=hash_of(chain, position - 1),
+        root=ROOT,
+        namespace=NAMESPACE,
+        position=position,
+        size_bytes=size_bytes,
+        retention=retention,
+        computed_at=now,
+        expires_at=now + DAY_S,
+        last_used=now,
+    )
+
+
+def make_chain(name: str, length: int) -> list[BlockRecord]:
+    """The records of one prefix."""
+    return [make_record(name, position) for position in range(length)]
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+    """Return when something is so; fail if it does not become so."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.005)
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+class Harness:
+    """One folder, one arena, and the clients that a test opens on them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.offset_file = folder.parent / "clock-offset"
+        self.arena = HostArena(NUM_PAGES, PAGE_BYTES)
+        self._clients: list[StoreClient] = []
+
+    def options(self, **changes: object) -> StoreOptions:
+        """Small and quick ones."""
+        defaults: dict[str, object] = {
+            "path": str(self.folder),
+            "budget_bytes": 64 << 20,
+            "sweep_interval_s": 0.2,
+            "clock_offset_file": str(self.offset_file),
+            "num_readers": 2,
+            "num_writers": 2,
+            "max_backoff_s": 0.1,
+        }
+        return StoreOptions(**(defaults | changes))  # type: ignore[arg-type]
+
+    def open(self, **changes: object) -> StoreClient:
+        """Start a worker; whatever a test leaves open is closed after it."""
+        client = StoreClient(self.options(**changes), self.arena)
+        self._clients.append(client)
+        return client
+
+    def close(self) -> None:
+        """Leave no worker behind, stopped ones included."""
+        for client in self._clients:
+            if client.pid is not None:
+                os.kill(client.pid, signal.SIGCONT)
+            client.check()
+            client.close()
+            client.check()
+            assert client.pending_pages == frozenset()
+        self.arena.close()
+
+    def set_clock(self, offset_s: float) -> None:
+        """Turn the store's clock."""
+        self.offset_file.write_text(f"{offset_s}\n")
+
+
+class Mailbox:
+    """The events of one client, kept until somebody asks for them."""
+
+    def __init__(self, client: StoreClient) -> None:
+        self.client = client
+        self.events: list[Event] = []
+
+    def take(self, kind: type[Kind], count: int = 1, timeout_s: float = 30.0) -> list[Kind]:
+        """Wait for the next `count` events of a kind, in order."""
+        found: list[Kind] = []
+
+        def has_come() -> bool:
+            self.events += self.client.poll()
+            while len(found) < count:
+                event = next((event for event in self.events if isinstance(event, kind)), None)
+                if event is None:
+                    return False
+                self.events.remove(event)
+                found.append(event)
+            return True
+
+        wait_until(has_come, timeout_s)
+        return found
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
+        """Look up, and wait."""
+        job = self.client.lookup(hashes)
+        (done,) = self.take(LookupDone)
+        assert done.job == job
+        return done.records
+
+    def store(
+        self, records: Sequence[BlockRecord], payload: Callable[[bytes], bytes] = payload_of
+    ) -> list[PageStored]:
+        """Write blocks from the first pages of the arena, and wait."""
+        self.fill(records, payload)
+        self.client.store(store_items(records))
+        return self.take(PageStored, len(records))
+
+    def fill(
+        self, records: Sequence[BlockRecord], payload: Callable[[bytes], bytes] = payload_of
+    ) -> None:
+        """Put the payloads of blocks into the first pages of the arena."""
+        for page_id, record in enumerate(records):
+            self.page(page_id)[: record.size_bytes] = payload(record.block_hash)[
+                : record.size_bytes
+            ]
+
+    def load(self, records: Sequence[BlockRecord]) -> list[PageLoaded]:
+        """Read blocks into the first pages of the arena, wiped before, and wait."""
+        for page_id in range(len(records)):
+            self.page(page_id)[:] = bytes(PAGE_BYTES)
+        self.client.load(load_items(records))
+        return self.take(PageLoaded, len(records))
+
+    def page(self, page_id: int) -> memoryview:
+        """The bytes of a page."""
+        assert self.client.arena is not None
+        return self.client.arena.page(page_id)
+
+    def assert_right(self, done: PageLoaded, size_bytes: int = PAGE_BYTES) -> None:
+        """The page holds the one right payload of its block."""
+        held = bytes(self.page(done.page_id)[:size_bytes])
+        assert held == payload_of(done.block_hash, size_bytes), "a wrong block was served"
+
+
+def store_items(records: Sequence[BlockRecord]) -> list[StoreItem]:
+    """Block n from page n."""
+    return [StoreItem(record=record, page_id=page) for page, record in enumerate(records)]
+
+
+def load_items(records: Sequence[BlockRecord]) -> list[LoadItem]:
+    """Block n into page n."""
+    return [
+        LoadItem(
+            block_hash=record.block_hash,
+            parent_hash=record.parent_hash,
+            root=record.root,
+            position=record.position,
+            size_bytes=record.size_bytes,
+            page_id=page,
+        )
+        for page, record in enumerate(records)
+    ]
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> Iterator[Harness]:
+    """A folder that is no store yet."""
+    harness = Harness(tmp_path / "store")
+    yield harness
+    harness.close()

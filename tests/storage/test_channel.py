@@ -1,0 +1,74 @@
+import os
+import socket
+import struct
+
+import msgspec
+import pytest
+
+from tieredkv.errors import StorageError
+from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.messages import EngineMessage, FlushCall, LookupCall
+
+_decoder = msgspec.msgpack.Decoder(EngineMessage)
+
+
+def _pair(max_bytes: int = 1 << 24) -> tuple[FrameChannel[EngineMessage], socket.socket]:
+    ours, theirs = socket.socketpair()
+    return FrameChannel(ours, _decoder, max_bytes), theirs
+
+
+def test_messages_larger_than_the_socket_arrive_in_order_and_nobody_waits() -> None:
+    left, sock = _pair()
+    right = FrameChannel(sock, _decoder, 1 << 24)
+    sent = [LookupCall(job, [os.urandom(32) for _ in range(50_000)]) for job in range(3)]
+    assert [left.send(message) for message in sent] == [True, True, True]
+    received: list[EngineMessage] = []
+    while len(received) < 3:
+        left.push_queued()
+        received += right.receive()
+    assert received == sent
+    assert left.num_queued_bytes == 0
+    assert right.receive() == []
+    left.close()
+    right.close()
+
+
+def test_a_frame_split_anywhere_is_the_same_frame() -> None:
+    channel, sock = _pair()
+    body = msgspec.msgpack.encode(FlushCall(7))
+    frame = struct.pack("<I", len(body)) + body
+    for byte in frame + frame:
+        assert len(received := channel.receive()) <= 1
+        sock.send(bytes([byte]))
+    assert (received or channel.receive()) == [FlushCall(7)]
+    channel.close()
+    sock.close()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        struct.pack("<I", (1 << 24) + 1),
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 3) + b"\xc1\xc1\xc1",
+        struct.pack("<I", 1) + b"\x01",
+        struct.pack("<I", 0),
+        struct.pack("<I", 12) + b"\x92\xa6lookup\x01\x01\x01\x01",
+    ],
+)
+def test_nonsense_is_an_error_and_nothing_is_kept_for_it(garbage: bytes) -> None:
+    channel, sock = _pair()
+    sock.send(garbage)
+    with pytest.raises(StorageError):
+        channel.receive()
+    channel.close()
+    sock.close()
+
+
+def test_the_end_of_the_other_side_is_an_eof() -> None:
+    channel, sock = _pair()
+    sock.close()
+    assert channel.send(FlushCall(1)) is False
+    with pytest.raises(EOFError):
+        channel.receive()
+    channel.close()

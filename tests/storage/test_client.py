@@ -1,0 +1,360 @@
+import os
+import signal
+import stat
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.storage.conftest import (
+    DAY_S,
+    NUM_PAGES,
+    PAGE_BYTES,
+    Harness,
+    Mailbox,
+    hash_of,
+    is_alive,
+    load_items,
+    make_chain,
+    make_record,
+    payload_of,
+    store_items,
+    wait_until,
+)
+from tieredkv.errors import IntegrityError, StorageError, StoreBusyError
+from tieredkv.storage.client import (
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreClient,
+    WorkerDown,
+    WorkerUp,
+)
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import TouchItem
+
+
+def raw_bytes(folder: Path) -> bytes:
+    """Everything that the files of a store hold."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return b"".join(path.read_bytes() for path in files)
+
+
+def test_blocks_come_back_bit_for_bit_and_lookups_tell_which(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    chain = make_chain("a", NUM_PAGES)
+    assert all(done.ok for done in mail.store(chain))
+    records = mail.lookup([*(record.block_hash for record in chain), hash_of("b", 0)])
+    assert [record and record.block_hash for record in records] == [
+        *(record.block_hash for record in chain),
+        None,
+    ]
+    loaded = mail.load(chain)
+    assert {done.page_id for done in loaded} == set(range(NUM_PAGES))
+    for done in loaded:
+        assert done.ok, done.reason
+        assert done.record is not None and done.record.block_hash == done.block_hash
+        mail.assert_right(done)
+    assert mail.client.pending_pages == frozenset()
+    assert mail.client.stats().blocks == NUM_PAGES
+
+
+def test_blocks_survive_a_close_and_the_next_start_serves_them(harness: Harness) -> None:
+    chain = make_chain("a", 8)
+    first = harness.open()
+    Mailbox(first).store(chain)
+    pid = first.pid
+    first.close()
+    first.close()
+    assert pid is not None and not is_alive(pid)
+    mail = Mailbox(harness.open())
+    for done in mail.load(chain):
+        assert done.ok, done.reason
+        mail.assert_right(done)
+
+
+def test_a_size_that_is_no_multiple_of_4_kib_round_trips(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    record = make_record("odd", 0, size_bytes=5_000)
+    assert mail.store([record])[0].ok
+    (done,) = mail.load([record])
+    assert done.ok, done.reason
+    mail.assert_right(done, 5_000)
+
+
+def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    record = make_record("a", 3)
+    for change in (
+        {"parent_hash": b"x" * 32},
+        {"root": b"x" * 32},
+        {"position": 4},
+        {"size_bytes": 4096},
+    ):
+        mail.store([record])
+        (item,) = load_items([record])
+        fields = {name: getattr(item, name) for name in item.__struct_fields__} | change
+        mail.client.load([type(item)(**fields)])
+        (done,) = mail.take(PageLoaded)
+        assert (done.ok, done.reason) == (False, "identity")
+        assert mail.lookup([record.block_hash]) == [None]
+
+
+def test_a_block_nobody_stored_is_missing(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    (done,) = mail.load([make_record("a", 0)])
+    assert (done.ok, done.reason, done.record) == (False, "missing", None)
+
+
+def test_a_flipped_byte_is_a_counted_miss_and_the_block_is_gone(harness: Harness) -> None:
+    client = harness.open()
+    chain = make_chain("a", 2)
+    Mailbox(client).store(chain)
+    client.close()
+    wanted = payload_of(chain[0].block_hash)
+    for path in harness.folder.rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(wanted)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 777)
+                file.write(bytes([wanted[777] ^ 1]))
+    mail = Mailbox(harness.open())
+    first, second = sorted(mail.load(chain), key=lambda done: done.page_id)
+    assert not first.ok and first.reason
+    assert second.ok
+    assert [record is None for record in mail.lookup([r.block_hash for r in chain])] == [
+        True,
+        False,
+    ]
+
+
+def test_an_in_memory_block_never_reaches_the_disk(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    record = make_record("secret", 0, retention="in_memory")
+    (done,) = mail.store([record])
+    assert (done.ok, done.reason) == (False, "retention")
+    assert mail.lookup([record.block_hash]) == [None]
+    client.close()
+    held = raw_bytes(harness.folder)
+    assert payload_of(record.block_hash)[:64] not in held
+    assert record.block_hash not in held
+
+
+def test_an_expired_block_is_not_served_and_its_bytes_are_erased(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    record = make_record("a", 0)
+    mail.store([record])
+    start = payload_of(record.block_hash)[:64]
+    assert start in raw_bytes(harness.folder)
+    harness.set_clock(DAY_S + 1)
+    time.sleep(0.05)
+    assert mail.lookup([record.block_hash]) == [None]
+    assert not mail.load([record])[0].ok
+    wait_until(lambda: start not in raw_bytes(harness.folder), timeout_s=10)
+
+
+def test_touches_survive_a_restart(harness: Harness) -> None:
+    client = harness.open()
+    record = make_record("a", 0)
+    Mailbox(client).store([record])
+    later = record.last_used + 100
+    client.touch([TouchItem(block_hash=record.block_hash, last_used=later)])
+    client.close()
+    (found,) = Mailbox(harness.open()).lookup([record.block_hash])
+    assert found is not None and found.last_used == pytest.approx(later, abs=1e-3)
+
+
+def test_a_block_deleted_while_it_is_being_written_stays_deleted(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", NUM_PAGES)
+    mail.fill(chain)
+    client.store(store_items(chain))
+    client.delete([record.block_hash for record in chain], "test")
+    mail.take(PageStored, NUM_PAGES)
+    assert client.flush()
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * NUM_PAGES
+
+
+def test_two_stores_of_one_block_are_both_answered(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    record = make_record("a", 0)
+    payload = payload_of(record.block_hash)
+    harness.arena.page(0)[:] = harness.arena.page(1)[:] = payload
+    items = store_items([record, record])
+    client.store(items)
+    assert [done.ok for done in mail.take(PageStored, 2)] == [True, True]
+    client.store(items[:1])
+    assert mail.take(PageStored)[0].ok
+    assert client.stats().blocks == 1
+
+
+def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", NUM_PAGES)
+    mail.store(chain)
+    assert client.pid is not None
+    for page in range(NUM_PAGES):
+        harness.arena.page(page)[:] = bytes(PAGE_BYTES)
+    client.load(load_items(chain)[:32])
+    mail.take(PageLoaded)  # it is in the middle of it
+    os.kill(client.pid, signal.SIGSTOP)
+    client.load(load_items(chain)[32:])
+    time.sleep(0.3)
+    arrived = {event.page_id for event in (mail.events + client.poll()) if _is_loaded(event)}
+    mail.events.clear()
+    assert client.pending_pages >= frozenset(range(32, NUM_PAGES))
+    assert not client.pending_pages & arrived
+    with pytest.raises(IntegrityError, match="on loan already"):
+        client.load(load_items(chain)[40:41])
+    client.check()
+    still_out = len(client.pending_pages)
+    assert client.poll() == []
+    os.kill(client.pid, signal.SIGCONT)
+    done = mail.take(PageLoaded, still_out)
+    assert client.pending_pages == frozenset()
+    assert all(event.ok for event in done)
+    for page, record in enumerate(chain):
+        assert bytes(harness.arena.page(page)) == payload_of(record.block_hash)
+
+
+def _is_loaded(event: object) -> bool:
+    return isinstance(event, PageLoaded)
+
+
+def test_the_engine_never_waits_for_a_stopped_worker(harness: Harness) -> None:
+    client = harness.open()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    hashes = [hash_of("a", position) for position in range(8192)]
+    jobs = [client.lookup(hashes) for _ in range(20)]  # far more than a socket holds
+    assert client.poll() == []
+    os.kill(client.pid, signal.SIGCONT)
+    done = Mailbox(client).take(LookupDone, 20)
+    assert [event.job for event in done] == jobs
+
+
+def test_killing_a_stopped_worker_ends_its_loans_and_a_new_one_serves(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 8)
+    mail.store(chain)
+    pid = client.pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    lookup = client.lookup([chain[0].block_hash])
+    client.load(load_items(chain))
+    os.kill(pid, signal.SIGKILL)
+    lost = mail.take(PageLoaded, 8)
+    assert {(done.ok, done.reason) for done in lost} == {(False, "worker_died")}
+    assert mail.take(LookupDone) == [LookupDone(lookup, [None])]
+    assert "SIGKILL" in mail.take(WorkerDown)[0].reason
+    assert not is_alive(pid)
+    mail.take(WorkerUp)
+    assert client.pid not in (None, pid)
+    assert all(done.ok for done in mail.load(chain))
+
+
+def test_jobs_given_while_no_worker_is_up_are_answered_at_once(harness: Harness) -> None:
+    client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
+    mail = Mailbox(client)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    mail.take(WorkerDown)
+    assert client.pid is None
+    chain = make_chain("a", 2)
+    client.load(load_items(chain))
+    client.store(store_items(chain))
+    client.lookup([b"x" * 32] * 3)
+    assert client.pending_pages == frozenset()
+    assert {event.reason for event in mail.take(PageLoaded, 2)} == {"worker_down"}
+    assert {event.reason for event in mail.take(PageStored, 2)} == {"worker_down"}
+    assert mail.take(LookupDone)[0].records == [None] * 3
+    assert client.flush() is False
+
+
+def test_the_worker_outlives_ctrl_c_and_sigterm(harness: Harness) -> None:
+    client = harness.open()
+    assert client.pid is not None
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(client.pid, number)
+    assert Mailbox(client).store([make_record("a", 0)])[0].ok
+
+
+def test_a_second_writer_is_refused_and_told_the_pid(harness: Harness) -> None:
+    client = harness.open()
+    with pytest.raises(StoreBusyError, match=str(client.pid)):
+        harness.open()
+    assert Mailbox(client).store([make_record("a", 0)])[0].ok
+
+
+def test_a_folder_that_cannot_be_a_store_is_refused_with_its_path(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "file" / "store")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="file"):
+        harness.open()
+    with pytest.raises(StorageError, match="no store"):
+        StoreClient(harness.options(path=str(tmp_path), create=False), harness.arena)
+    harness.close()
+
+
+def test_closing_finishes_the_stores_in_hand(harness: Harness) -> None:
+    client = harness.open()
+    chain = make_chain("a", NUM_PAGES)
+    mail = Mailbox(client)
+    mail.fill(chain)
+    client.store(store_items(chain))
+    client.close()
+    assert all(done.ok for done in mail.take(PageStored, NUM_PAGES))
+    assert all(done.ok for done in Mailbox(harness.open()).load(chain))
+
+
+def test_wake_is_called_for_news(harness: Harness) -> None:
+    woken = threading.Event()
+    client = StoreClient(harness.options(), harness.arena, wake=woken.set)
+    woken.clear()
+    client.lookup([b"x" * 32])
+    assert woken.wait(10)
+    assert client.poll() == [LookupDone(1, [None])]
+    client.close()
+
+
+def test_only_the_owner_can_reach_the_store(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store([make_record("a", 0)])
+    assert stat.S_IMODE(harness.folder.stat().st_mode) == 0o700
+    for path in harness.folder.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_a_client_without_an_arena_can_look_up_but_not_load(harness: Harness) -> None:
+    Mailbox(harness.open()).store([make_record("a", 0)])
+    harness.close()
+    client = StoreClient(harness.options())
+    (found,) = Mailbox(client).lookup([hash_of("a", 0)])
+    assert found is not None
+    with pytest.raises(IntegrityError, match="no arena"):
+        client.load(load_items([make_record("a", 0)]))
+    client.close()
+
+
+def test_blocks_larger_than_the_socket_and_the_threads_stream_in(tmp_path: Path) -> None:
+    harness = Harness(tmp_path / "store")
+    harness.arena.close()
+    harness.arena = HostArena(32, 1 << 20)
+    mail = Mailbox(harness.open(budget_bytes=256 << 20))
+    chain = [make_record("big", n, size_bytes=1 << 20) for n in range(32)]
+    page = os.urandom(1 << 20)
+    for page_id in range(32):
+        harness.arena.page(page_id)[:] = page
+    mail.client.store(store_items(chain))
+    assert all(done.ok for done in mail.take(PageStored, 32))
+    mail.client.load(load_items(chain))
+    first = mail.take(PageLoaded)
+    assert first[0].ok
+    assert all(done.ok for done in mail.take(PageLoaded, 31))
+    assert all(harness.arena.page(page_id) == page for page_id in range(32))
+    harness.close()

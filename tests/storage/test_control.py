@@ -1,0 +1,243 @@
+import json
+import os
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tieredkv.storage.results import EvictFilter
+
+from tests.storage.conftest import (
+    PAGE_BYTES,
+    Harness,
+    Mailbox,
+    is_alive,
+    make_chain,
+    make_record,
+    payload_of,
+)
+from tieredkv.errors import ConfigError, StorageError
+from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.control import StoreControl
+
+
+@contextmanager
+def engine_that_says(client: StoreClient, body: dict[str, Any]) -> Iterator[list[ControlRequest]]:
+    """Answer every question of the worker meanwhile."""
+    asked: list[ControlRequest] = []
+    done = threading.Event()
+
+    def answer() -> None:
+        while not done.is_set():
+            for event in client.poll():
+                if isinstance(event, ControlRequest):
+                    asked.append(event)
+                    client.reply_control(event.id, body)
+            time.sleep(0.005)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        yield asked
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_df_on_a_live_store_has_every_tier(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 3))
+    said = {"device": {"blocks": 1}, "host": {"blocks": 2}}
+    with engine_that_says(client, said) as asked:
+        df = StoreControl(harness.folder).df()
+    assert [request.verb for request in asked] == ["df"]
+    assert (df["device"], df["host"], df["writer_pid"]) == (
+        {"blocks": 1},
+        {"blocks": 2},
+        client.pid,
+    )
+    assert df["disk"]["blocks"] == 3
+    assert df["disk"]["bytes_live"] >= 3 * PAGE_BYTES
+    assert df["disk"]["bytes_files"] >= df["disk"]["bytes_live"]
+    assert df["disk"]["bytes_budget"] == 64 << 20
+    json.dumps(df)
+
+
+def test_df_on_a_stopped_store_has_the_disk_and_its_last_budget(harness: Harness) -> None:
+    client = harness.open(budget_bytes=48 << 20)
+    Mailbox(client).store(make_chain("a", 3))
+    client.close()
+    df = StoreControl(harness.folder).df()
+    assert (df["device"], df["host"], df["writer_pid"]) == (None, None, None)
+    assert (df["disk"]["blocks"], df["disk"]["bytes_budget"]) == (3, 48 << 20)
+    assert all(done.ok for done in Mailbox(harness.open()).load(make_chain("a", 3)))
+
+
+def test_an_engine_that_does_not_answer_leaves_the_disk_part(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 3))
+    df = StoreControl(harness.folder).df()
+    assert (df["engine"], df["device"], df["disk"]["blocks"]) == ("no answer", None, 3)
+
+
+def test_ls_shows_chains(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 3))
+    live = StoreControl(harness.folder).ls()
+    assert sum(chain["blocks"] for chain in live["chains"]) == 3
+    json.dumps(live)
+    client.close()
+    assert StoreControl(harness.folder).ls() == live
+
+
+def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 5)
+    mail.store(chain)
+    with engine_that_says(client, {"evicted_blocks": 2, "freed_bytes": 100}) as asked:
+        result = StoreControl(harness.folder).evict(EvictFilter(all=True))
+    assert (asked[0].verb, asked[0].args["all"]) == ("evict", True)
+    assert result["evicted_blocks"] == 5 + 2
+    assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * 5
+
+
+def test_evict_on_a_stopped_store_takes_what_it_is_told(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    old, new = make_record("old", 0), make_record("new", 0)
+    mail.store([old, new])
+    client.close()
+    control = StoreControl(harness.folder)
+    assert control.evict(EvictFilter(older_than_s=3600))["evicted_blocks"] == 0
+    assert control.evict(EvictFilter(ids=(old.block_hash.hex(),)))["evicted_blocks"] == 1
+    assert control.evict(EvictFilter(namespace_prefix="ff" * 32))["evicted_blocks"] == 0
+    assert control.df()["disk"]["blocks"] == 1
+    assert control.evict(EvictFilter(namespace_prefix=new.namespace.hex()))["evicted_blocks"] == 1
+    assert control.df()["disk"]["blocks"] == 0
+
+
+def test_evict_without_a_filter_or_with_nonsense_evicts_nothing(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 2))
+    client.close()
+    control = StoreControl(harness.folder)
+    with pytest.raises(ConfigError, match="which blocks"):
+        control.evict(EvictFilter())
+    assert control.evict(EvictFilter(ids=("zz",)))["unknown_ids"] == ["zz"]
+    assert control.df()["disk"]["blocks"] == 2
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_verify_finds_and_repairs_a_flipped_byte(harness: Harness, is_live: bool) -> None:
+    client = harness.open()
+    chain = make_chain("a", 20)
+    Mailbox(client).store(chain)
+    client.close()
+    wanted = payload_of(chain[7].block_hash)
+    for path in harness.folder.rglob("*"):
+        if path.is_file() and (at := path.read_bytes().find(wanted)) >= 0:
+            with path.open("r+b") as file:
+                file.seek(at + 3)
+                file.write(bytes([wanted[3] ^ 1]))
+    if is_live:
+        harness.open()
+    control = StoreControl(harness.folder)
+    steps: list[tuple[int, int]] = []
+    found = control.verify(progress=lambda done, total: steps.append((done, total)))
+    assert (found["checked"], found["bad"], found["repaired"]) == (20, 1, 1)
+    assert sum(found["by_reason"].values()) == 1
+    again = control.verify()
+    assert (again["checked"], again["bad"]) == (19, 0)
+
+
+def test_a_folder_that_is_no_store_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="missing"):
+        StoreControl(tmp_path / "missing").df()
+    with pytest.raises(StorageError, match=str(tmp_path)):
+        StoreControl(tmp_path).df()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_clients_that_hang_or_talk_nonsense_hold_nothing_up(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 3)
+    mail.store(chain)
+    address = str(harness.folder / "sock")
+    hung = []
+    for garbage in (
+        b"",
+        b"\x10",
+        struct.pack("<I", 1000) + b"half a frame",
+        struct.pack("<I", 0xFFFFFFFF),
+        b"GET / HTTP/1.1\r\n\r\n",
+        struct.pack("<I", 4) + b"\xc1\xc1\xc1\xc1",
+        os.urandom(100_000),
+        *[b""] * 60,
+    ):
+        sock = socket.socket(socket.AF_UNIX)
+        sock.connect(address)
+        sock.setblocking(False)
+        hung.append(sock)
+        try:
+            sock.send(garbage)
+        except OSError:
+            pass
+    with engine_that_says(client, {}):
+        assert StoreControl(harness.folder).df()["disk"]["blocks"] == 3
+    assert all(done.ok for done in Mailbox(client).load(chain))
+    assert client.pid is not None and is_alive(client.pid)
+    for sock in hung:
+        sock.close()
+
+
+def test_the_socket_of_a_dead_worker_is_replaced(harness: Harness) -> None:
+    client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    client.close()
+    assert (harness.folder / "sock").is_socket()
+    assert StoreControl(harness.folder).df()["disk"]["blocks"] == 0
+    assert not (harness.folder / "sock").exists()
+
+
+def test_the_socket_works_under_a_path_longer_than_a_socket_address(tmp_path: Path) -> None:
+    folder = tmp_path / ("d" * 100) / ("e" * 100)
+    folder.parent.mkdir()
+    harness = Harness(folder)
+    client = harness.open()
+    with engine_that_says(client, {}):
+        assert StoreControl(folder).df()["writer_pid"] == client.pid
+    harness.close()
+
+
+def test_a_stopped_worker_is_reported_not_waited_for(harness: Harness) -> None:
+    client = harness.open()
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    with pytest.raises(StorageError, match="said nothing for 0.5 s"):
+        StoreControl(harness.folder, answer_timeout_s=0.5).df()
+
+
+def test_loads_go_on_while_verify_runs(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    for name in "abcdefgh":
+        assert all(done.ok for done in mail.store(make_chain(name, 60)))
+    found: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: found.append(StoreControl(harness.folder).verify()))
+    thread.start()
+    num_loads = 0
+    while thread.is_alive():
+        assert all(done.ok for done in mail.load(make_chain("c", 4)))
+        num_loads += 1
+    thread.join()
+    assert (found[0]["checked"], found[0]["bad"]) == (480, 0)
+    assert num_loads > 1

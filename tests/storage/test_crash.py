@@ -1,0 +1,161 @@
+"""Killed at any moment, the store opens again, serves only right blocks and every acknowledged one."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+
+from tests.storage.conftest import (
+    PAGE_BYTES,
+    Harness,
+    Mailbox,
+    hash_of,
+    is_alive,
+    load_items,
+    make_record,
+    payload_of,
+    store_items,
+    wait_until,
+)
+from tieredkv.storage.client import LookupDone, PageLoaded, PageStored, WorkerDown, WorkerUp
+from tieredkv.types import BlockRecord
+
+ROUNDS = 100
+STORED_A_ROUND = 16
+LOADED_A_ROUND = 16
+
+
+def test_a_worker_killed_a_hundred_times_loses_nothing_acknowledged(harness: Harness) -> None:
+    client = harness.open(backoff_s=0.01, max_backoff_s=0.01)
+    mail = Mailbox(client)
+    random_ = random.Random(7)
+    acknowledged: dict[bytes, BlockRecord] = {}
+    tried: dict[bytes, BlockRecord] = {}
+    num_loaded = num_cut = 0
+    for round_ in range(ROUNDS):
+        fresh = [make_record(f"round {round_}", position) for position in range(STORED_A_ROUND)]
+        tried |= {record.block_hash: record for record in fresh}
+        mail.fill(fresh)
+        client.store(store_items(fresh))
+        wanted = random_.sample(sorted(tried), min(len(tried), LOADED_A_ROUND))
+        items = [
+            type(item)(**{**_fields(item), "page_id": item.page_id + STORED_A_ROUND})
+            for item in load_items([tried[block_hash] for block_hash in wanted])
+        ]
+        client.load(items)
+        pid = client.pid
+        assert pid is not None
+        time.sleep(random_.random() * 0.03)
+        os.kill(pid, signal.SIGKILL)
+        mail.take(WorkerDown)
+        assert client.pending_pages == frozenset(), "a dead worker holds pages"
+        client.check()
+        for stored in mail.take(PageStored, len(fresh)):
+            num_cut += not stored.ok
+            if stored.ok:
+                acknowledged[stored.block_hash] = tried[stored.block_hash]
+        for loaded in mail.take(PageLoaded, len(items)):
+            if loaded.ok:
+                mail.assert_right(loaded)
+                num_loaded += 1
+        mail.take(WorkerUp)
+        assert None not in mail.lookup(list(acknowledged)), "an acknowledged block is gone"
+    assert num_loaded and num_cut and len(acknowledged) > ROUNDS, "the kills hit nothing"
+    everything = list(acknowledged.values())
+    for start in range(0, len(everything), 32):
+        for loaded in mail.load(everything[start : start + 32]):
+            assert loaded.ok, loaded.reason
+            mail.assert_right(loaded)
+
+
+def _fields(item: object) -> dict[str, object]:
+    return {name: getattr(item, name) for name in item.__struct_fields__}  # type: ignore[attr-defined]
+
+
+ENGINE = textwrap.dedent(
+    """
+    import sys, time
+    import msgspec
+    from tieredkv.storage.client import PageStored, StoreClient
+    from tieredkv.storage.host import HostArena
+    from tieredkv.storage.messages import StoreItem, StoreOptions
+    from tieredkv.types import BlockRecord
+    import hashlib
+
+    arena = HostArena(16, 32768)
+    client = StoreClient(StoreOptions(path=sys.argv[1], budget_bytes=64 << 20), arena)
+    print("pid", client.pid, flush=True)
+    number = 0
+    while True:
+        items, now = [], time.time()
+        for page in range(16):
+            key = hashlib.sha256(f"engine/{number}".encode()).digest()
+            arena.page(page)[:] = hashlib.shake_128(key).digest(32768)
+            record = BlockRecord(
+                block_hash=key, parent_hash=b"R" * 32, root=b"R" * 32, namespace=b"N" * 32,
+                position=0, size_bytes=32768, retention="24h", computed_at=now,
+                expires_at=now + 86400, last_used=now,
+            )
+            items.append(StoreItem(record=record, page_id=page))
+            number += 1
+        client.store(items)
+        left = 16
+        while left:
+            for event in client.poll():
+                left -= 1
+                print("ok" if event.ok else "lost", event.block_hash.hex(), flush=True)
+            time.sleep(0.001)
+    """
+)
+
+
+def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(harness: Harness) -> None:
+    engine = subprocess.Popen(
+        [sys.executable, "-c", ENGINE, str(harness.folder)], stdout=subprocess.PIPE, text=True
+    )
+    assert engine.stdout is not None
+    worker_pid = int(engine.stdout.readline().split()[1])
+    stored = []
+    while len(stored) < 200:
+        word, key = engine.stdout.readline().split()
+        assert word == "ok"
+        stored.append(bytes.fromhex(key))
+    engine.kill()
+    stored += [
+        bytes.fromhex(line.split()[1])
+        for line in engine.stdout.read().splitlines()
+        if line.startswith("ok") and len(line) == 67
+    ]
+    engine.wait()
+    engine.stdout.close()
+    wait_until(lambda: not is_alive(worker_pid), timeout_s=10)
+    mail = Mailbox(harness.open())
+    records = [record for record in mail.lookup(stored) if record is not None]
+    assert len(records) == len(stored), "an acknowledged block is gone"
+    for start in range(0, len(records), 32):
+        for loaded in mail.load(records[start : start + 32]):
+            assert loaded.ok, loaded.reason
+            mail.assert_right(loaded)
+
+
+def test_an_index_that_kills_its_worker_is_set_aside_and_nothing_wrong_is_served(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    chain = [make_record("a", position) for position in range(16)]
+    Mailbox(client).store(chain)
+    client.close()
+    payload = payload_of(chain[0].block_hash)[:64]
+    index = next(path for path in harness.folder.rglob("data.mdb"))
+    os.truncate(index, 2 * 4096)  # two meta pages that point past the end: SIGBUS
+    mail = Mailbox(harness.open())
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * 16
+    assert list(harness.folder.glob("index.bad-*")), "the damaged index was not kept for a look"
+    held = b"".join(p.read_bytes() for p in harness.folder.rglob("*") if p.is_file())
+    assert payload not in held, "bytes that no index knows would never be erased"
+    assert all(done.ok for done in mail.store(chain))
+    assert all(done.ok for done in mail.load(chain))
+    assert PAGE_BYTES and hash_of and LookupDone
