@@ -4,6 +4,7 @@ TieredKVError
 ├─ ConfigError(ValueError)    names the field, the value, what is allowed, the nearest known name
 ├─ RequestError(ValueError)   the caller's request cannot be served; maps to HTTP 4xx
 ├─ ShapeError(ValueError)     host-side kernel checks
+├─ DeviceError                a CUDA call failed; the message names it
 ├─ ModelError                 unsupported architecture, weights that do not fit the config
 ├─ IntegrityError             a `check()` found a broken invariant: always a bug
 └─ StorageError(OSError)      path and cause kept
@@ -42,6 +43,10 @@ class RequestError(TieredKVError, ValueError):
 
 class ShapeError(TieredKVError, ValueError):
     """Tensors handed to a kernel disagree."""
+
+
+class DeviceError(TieredKVError):
+    """A CUDA call failed."""
 
 
 class ModelError(TieredKVError):

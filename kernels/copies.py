@@ -1,0 +1,219 @@
+"""Copies of blocks between the device pool and the host arena, and pinning of the arena.
+
+It knows addresses and sizes only: which block goes to which page, and when either may be reused,
+is decided above (`tieredkv.transfer`).
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# (how much of torch.cuda is typed differs between torch versions)
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tieredkv.errors import DeviceError, ShapeError
+
+logger = logging.getLogger(__name__)
+
+PIN_CHUNK_BYTES = 1 << 30
+"""Pinned in one call: a few tenths of a second, so that a progress bar moves."""
+
+Pairs = Sequence[tuple[int, int]]
+
+
+class BlockCopier:
+    """Copies scattered blocks between the device pool and the arena, many in one driver call.
+
+    A page holds the bytes of one block from its start; what follows in the page is left alone.
+    On a CPU a copy is done when the call returns. On CUDA it is done when the stream gets there,
+    and until then neither side may be reused or written. One thread at a time calls it.
+    """
+
+    def __init__(self, device_blocks: Tensor, arena: Tensor, *, num_layers: int = 1) -> None:
+        """Bind the two memories, which the caller keeps alive.
+
+        Args:
+            device_blocks: uint8 [num_blocks, block_bytes], a view of the pool, contiguous.
+            arena: uint8 [num_pages, page_bytes] on the CPU, contiguous; pinned (see
+                `register_pinned`) if the pool is on CUDA, or copies are slow and block.
+            num_layers: layers in a block; needed only to copy a range of them.
+
+        Raises:
+            ShapeError: a block does not fit a page, or the tensors are not as described.
+        """
+        for name, tensor in (("device_blocks", device_blocks), ("arena", arena)):
+            if tensor.ndim != 2 or tensor.dtype != torch.uint8 or not tensor.is_contiguous():
+                raise ShapeError(
+                    f"{name} {list(tensor.shape)} {tensor.dtype} is not a contiguous 2-d uint8"
+                )
+        block_bytes, page_bytes = device_blocks.shape[1], arena.shape[1]
+        if arena.is_cuda or page_bytes < block_bytes:
+            raise ShapeError(
+                f"pages of {page_bytes} bytes on {arena.device} do not hold blocks of {block_bytes}"
+            )
+        if num_layers < 1 or block_bytes % num_layers:
+            raise ShapeError(f"{num_layers} layers do not divide a block of {block_bytes} bytes")
+        self._blocks = device_blocks
+        self._arena = arena
+        self._num_layers = num_layers
+
+    def copy_in(
+        self,
+        pairs: Pairs,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        """Copy pages to blocks, host to device.
+
+        Args:
+            pairs: (page_id, block_id) each; block ids must be distinct.
+            stream: orders the copies on CUDA; None is the current stream. A stream of its own
+                lets them go in one call: the driver does not batch on the default stream.
+            layers: [first, end) of the layers to copy, None for all: they lie side by side.
+
+        Raises:
+            ShapeError: an id or a layer is out of range; nothing was copied.
+            DeviceError: the driver refused the copies.
+        """
+        self._copy(self._arena, self._blocks, pairs, stream, layers)
+
+    def copy_out(
+        self,
+        pairs: Pairs,
+        stream: torch.cuda.Stream | None = None,
+        *,
+        layers: tuple[int, int] | None = None,
+    ) -> None:
+        """Copy blocks to pages, device to host: as `copy_in`, pairs are (block_id, page_id)."""
+        self._copy(self._blocks, self._arena, pairs, stream, layers)
+
+    def _copy(
+        self,
+        source: Tensor,
+        target: Tensor,
+        pairs: Pairs,
+        stream: torch.cuda.Stream | None,
+        layers: tuple[int, int] | None,
+    ) -> None:
+        first, end = (0, self._num_layers) if layers is None else layers
+        if not 0 <= first < end <= self._num_layers:
+            raise ShapeError(f"layers {first} to {end} are not within {self._num_layers}")
+        ids = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
+        limits = (source.shape[0], target.shape[0])
+        if ((ids < 0) | (ids >= limits)).any():
+            raise ShapeError(f"a pair of ids is outside of [0, {limits[0]}) and [0, {limits[1]})")
+        if not len(ids):
+            return
+        layer_bytes = self._blocks.shape[1] // self._num_layers
+        span = slice(first * layer_bytes, end * layer_bytes)
+        if not self._blocks.is_cuda:
+            from_rows, to_rows = source.numpy(), target.numpy()
+            for source_id, target_id in ids:
+                to_rows[target_id, span] = from_rows[source_id, span]
+            return
+        with torch.cuda.device(self._blocks.device):
+            stream = stream or torch.cuda.current_stream()
+            runtime = _batch_runtime() if stream.cuda_stream else None
+            if runtime is not None:
+                bases = np.array([source.data_ptr(), target.data_ptr()]) + span.start
+                strides = np.array([source.shape[1], target.shape[1]])
+                sources, targets = (bases + ids * strides).T.tolist()
+                _copy_batch(runtime, sources, targets, span.stop - span.start, stream.cuda_stream)
+                return
+            with torch.cuda.stream(stream):
+                for source_id, target_id in ids.tolist():
+                    target[target_id, span].copy_(source[source_id, span], non_blocking=True)
+
+
+def _copy_batch(
+    runtime: ModuleType, sources: list[int], targets: list[int], nbytes: int, stream: int
+) -> None:
+    """Queue all the pieces with one driver call."""
+    attributes = runtime.cudaMemcpyAttributes()
+    # Sources are read in stream order, so that a page may still be on its way from another copy.
+    attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
+    count = len(sources)
+    error, *_ = runtime.cudaMemcpyBatchAsync(
+        targets, sources, [nbytes] * count, count, [attributes], [0], 1, stream
+    )
+    if error != runtime.cudaError_t.cudaSuccess:
+        raise DeviceError(f"cudaMemcpyBatchAsync of {count} x {nbytes} bytes failed: {error!r}")
+
+
+@functools.cache
+def _batch_runtime() -> ModuleType | None:
+    """Find the batched copy, which needs CUDA 13 and its Python bindings; None if there is none."""
+    try:
+        runtime = importlib.import_module("cuda.bindings.runtime")
+        error, version = runtime.cudaRuntimeGetVersion()
+        if error == runtime.cudaError_t.cudaSuccess and version >= 13000:
+            return runtime
+        reason = f"runtime version {version}"
+    except ImportError as error:
+        reason = str(error)
+    logger.warning("blocks are copied one by one, which is slower below 1 MiB: %s", reason)
+    return None
+
+
+class PinnedRange:
+    """Host memory that CUDA may copy from and to at full speed, until `unregister`."""
+
+    def __init__(self) -> None:
+        self._chunks: list[int] = []
+
+    def unregister(self) -> None:
+        """Unpin all of it; twice is fine. No copy may be under way."""
+        cudart = torch.cuda.cudart()
+        while self._chunks:
+            _check_cuda(cudart.cudaHostUnregister(self._chunks.pop()), "cudaHostUnregister")
+
+
+def register_pinned(
+    address: int,
+    nbytes: int,
+    *,
+    page_bytes: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> PinnedRange:
+    """Pin host memory for CUDA, in chunks of whole pages: a copy must not span two chunks.
+
+    Args:
+        address: of the first byte, 4 KiB aligned; the memory must outlive the range.
+        nbytes: a multiple of page_bytes.
+        page_bytes: of an arena page, a multiple of 4 KiB.
+        progress: called with (bytes done, bytes in all) after each chunk.
+
+    Raises:
+        DeviceError: CUDA refused; nothing stays pinned.
+    """
+    pinned = PinnedRange()
+    step = max(1, PIN_CHUNK_BYTES // page_bytes) * page_bytes
+    cudart = torch.cuda.cudart()
+    try:
+        for offset in range(0, nbytes, step):
+            size = min(step, nbytes - offset)
+            _check_cuda(
+                cudart.cudaHostRegister(address + offset, size, 0),
+                f"pinning {size} bytes of host memory after {offset}",
+                hint="lower `--host-size`, or raise the limit of locked memory (`ulimit -l`)",
+            )
+            pinned._chunks.append(address + offset)
+            if progress is not None:
+                progress(offset + size, nbytes)
+    except BaseException:
+        pinned.unregister()
+        raise
+    return pinned
+
+
+def _check_cuda(error: int, what: str, *, hint: str | None = None) -> None:
+    if int(error) != 0:
+        advice = f"\nhint: {hint}" if hint else ""
+        raise DeviceError(f"{what} failed with CUDA error {int(error)}, {error}{advice}")

@@ -1,0 +1,375 @@
+"""The kernels' front door: checks tensors on the host, then picks Triton or the torch reference.
+
+Layout: the device pool is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; a
+layer's `k_cache = pool[:, layer, 0]` and `v_cache = pool[:, layer, 1]` are strided views
+`[num_blocks, block_size, num_kv_heads, head_dim]`. Nothing here reads a device tensor on the host
+unless its docstring says so, so that calls can be captured in CUDA graphs. It knows no requests,
+tiers or models.
+"""
+
+import functools
+import importlib
+import itertools
+import logging
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tieredkv.errors import ModelError, ShapeError
+from tieredkv.kernels import prefill_dense, reference, splits
+
+logger = logging.getLogger(__name__)
+
+Backend = Literal["auto", "triton", "reference"]
+PrefillBackend = Literal["auto", "triton", "cudnn", "reference"]
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Span(NamedTuple):
+    """One request's lengths, where the host knows them: of its chunk, and with all before it."""
+
+    query_len: int
+    context_len: int
+
+
+def store_kv(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    backend: Backend = "auto",
+) -> None:
+    """Write new keys and values into the paged cache, in place.
+
+    Args:
+        k: [num_tokens, num_kv_heads, head_dim], the cache's dtype, contiguous in head_dim.
+        v: as k.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: as k_cache, with equal strides.
+        slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
+            token. Slots must be distinct; they are not checked.
+        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: PagedAttention, Kwon et al. 2023, section 5.1.
+    """
+    _check_cache(k_cache, v_cache)
+    _require(
+        k.shape == v.shape and k.ndim == 3 and k.shape[1:] == k_cache.shape[2:],
+        f"k {_describe(k)} and v {_describe(v)} do not fit the cache {_describe(k_cache)}",
+    )
+    _require(
+        slot_mapping.shape == k.shape[:1],
+        f"slot_mapping {_describe(slot_mapping)} for k {_describe(k)}",
+    )
+    _check_data(k_cache, k=k, v=v)
+    _check_indices(k_cache, slot_mapping=slot_mapping)
+    if not k.shape[0]:
+        return
+    store = _triton("store_kv").store_kv if _use_triton(backend, k) else reference.store_kv
+    store(k, v, k_cache, v_cache, slot_mapping)
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_context_len: int,
+    *,
+    workspace: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attend one query per request to all of its context, which includes the query's own token.
+
+    Args:
+        q: [num_requests, num_heads, head_dim], the cache's dtype, contiguous in head_dim.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: as k_cache, with equal strides.
+        block_tables: [num_requests, max_blocks] int32; entries past the context are not read.
+        context_lens: [num_requests] int32; 0 marks a padding row, whose output is 0.
+        scale: factor on the scores, 1/sqrt(head_dim) in most models.
+        max_context_len: no context is longer; it sizes the grid, a larger bound is only slower.
+        workspace: float32 scratch of `decode_workspace_numel` elements or more, or None to
+            allocate; ignored by the reference.
+        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
+
+    Returns:
+        [num_requests, num_heads, head_dim] in q's dtype.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: Flash-Decoding, Dao et al. 2023.
+    """
+    _check_attention(q, k_cache, v_cache, block_tables, context_lens, max_context_len)
+    _require(
+        block_tables.shape[0] == q.shape[0],
+        f"block_tables {_describe(block_tables)} for {q.shape[0]} queries",
+    )
+    if not q.shape[0]:
+        return torch.empty_like(q)
+    arguments = (q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len)
+    if not _use_triton(backend, q):
+        return reference.paged_decode_attention(*arguments)
+    out = torch.empty_like(q)
+    _triton("decode_attention").paged_decode_attention(*arguments, out, workspace)
+    return out
+
+
+def decode_workspace_numel(
+    num_requests: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_context_len: int,
+    device: torch.device,
+) -> int:
+    """Count the float32 elements of scratch that `paged_decode_attention` uses for these sizes."""
+    num_splits = splits.num_splits(
+        num_requests * num_kv_heads,
+        max_context_len,
+        splits.num_multiprocessors(device.index),
+        splits.MAX_DECODE_SPLIT_TOKENS,
+    )
+    return splits.workspace_numel(num_requests, num_heads, head_dim, num_splits)
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    max_context_len: int,
+    *,
+    spans: Sequence[Span] | None = None,
+    backend: PrefillBackend = "auto",
+) -> Tensor:
+    """Attend each request's chunk of queries causally to its context, the chunk included.
+
+    Query `i` of request `r` stands at position `context_lens[r] - query_len + i` and sees
+    positions 0 to its own. Chunk and context must already be in the cache.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim], the requests' chunks one after the other, the
+            cache's dtype, contiguous in head_dim.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: as k_cache, with equal strides.
+        block_tables: [num_requests, max_blocks] int32; entries past the context are not read.
+        query_start_lens: [num_requests + 1] int32, from 0; a request without queries is skipped
+            and tokens past the last entry get no defined output (padding of a CUDA graph).
+        context_lens: [num_requests] int32.
+        scale: factor on the scores, 1/sqrt(head_dim) in most models.
+        max_query_len: no chunk is longer; it sizes the grid. For a single request without
+            `spans` it must be the chunk's exact length.
+        max_context_len: no context is longer; exact for a single request without `spans`.
+        spans: the requests' lengths, where the host knows them: the dense path needs them
+            for several requests. They must agree with the tensors.
+        backend: `triton`; `cudnn`, the dense path of `tieredkv.kernels.prefill_dense`; or
+            `reference`. `auto` is the reference off CUDA; on CUDA the dense path for chunks for
+            which it is faster, outside of graph capture, and Triton for the others.
+
+    Returns:
+        [num_tokens, num_heads, head_dim] in q's dtype.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: FlashAttention-2, Dao 2023.
+    """
+    _check_attention(q, k_cache, v_cache, block_tables, context_lens, max_context_len)
+    num_requests = block_tables.shape[0]
+    _require(
+        query_start_lens.shape == (num_requests + 1,),
+        f"query_start_lens {_describe(query_start_lens)} for {num_requests} requests",
+    )
+    _check_indices(k_cache, query_start_lens=query_start_lens)
+    _require(
+        spans is None
+        or (len(spans) == num_requests and sum(s.query_len for s in spans) <= q.shape[0]),
+        f"spans of {spans} for {num_requests} requests and {q.shape[0]} tokens",
+    )
+    _require(max_query_len >= 1 or not q.shape[0], f"max_query_len {max_query_len} is below 1")
+    if not q.shape[0] or not num_requests:
+        return torch.empty_like(q)
+    if spans is None and num_requests == 1:
+        spans = (Span(min(max_query_len, q.shape[0]), max_context_len),)
+    paged = _Paged(q, k_cache, v_cache, block_tables, query_start_lens, context_lens, scale)
+    if backend in ("auto", "cudnn") and spans is not None and _may_go_dense(backend, q):
+        return _prefill_by_span(paged, spans, backend)
+    if backend == "cudnn":
+        raise ShapeError("backend `cudnn` needs `spans` for more than one request")
+    if not _use_triton(backend, q):
+        return reference.paged_prefill_attention(*paged, max_query_len, max_context_len)
+    out = torch.empty_like(q)
+    _triton("prefill_attention").paged_prefill_attention(
+        *paged, max_query_len, max_context_len, out
+    )
+    return out
+
+
+class _Paged(NamedTuple):
+    """What every prefill backend is given, in the order of its signature."""
+
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    block_tables: Tensor
+    query_start_lens: Tensor
+    context_lens: Tensor
+    scale: float
+
+
+def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBackend) -> Tensor:
+    """Send each chunk to the dense path or to Triton, neighbours of one kind in one launch."""
+    out = torch.empty_like(paged.q)
+    is_dense = [backend == "cudnn" or s.query_len >= prefill_dense.MIN_QUERY_TOKENS for s in spans]
+    starts = list(itertools.accumulate((s.query_len for s in spans), initial=0))
+    for row, span in enumerate(spans):
+        if is_dense[row] and span.query_len:
+            chunk = slice(starts[row], starts[row + 1])
+            try:
+                out[chunk] = prefill_dense.attend_request(
+                    paged.q[chunk],
+                    paged.k_cache,
+                    paged.v_cache,
+                    paged.block_tables[row],
+                    span.context_len,
+                    paged.scale,
+                )
+            except prefill_dense.RefusedError as error:
+                if backend == "cudnn":
+                    raise ShapeError(str(error)) from error
+                is_dense[row] = False
+                logger.debug("prefill attention in Triton, not cuDNN: %s", error)
+    for dense, group in itertools.groupby(range(len(spans)), key=is_dense.__getitem__):
+        rows = list(group)
+        first, last = rows[0], rows[-1]
+        tokens = slice(starts[first], starts[last + 1])
+        if dense or tokens.start == tokens.stop:
+            continue
+        _triton("prefill_attention").paged_prefill_attention(
+            paged.q[tokens],
+            paged.k_cache,
+            paged.v_cache,
+            paged.block_tables[first : last + 1],
+            paged.query_start_lens[first : last + 2] - tokens.start,
+            paged.context_lens[first : last + 1],
+            paged.scale,
+            max(spans[row].query_len for row in rows),
+            max(spans[row].context_len for row in rows),
+            out[tokens],
+        )
+    return out
+
+
+def _may_go_dense(backend: PrefillBackend, q: Tensor) -> bool:
+    return backend == "cudnn" or (
+        q.is_cuda
+        and q.dtype in prefill_dense.DTYPES
+        and q.shape[2] in prefill_dense.HEAD_DIMS
+        and not torch.cuda.is_current_stream_capturing()
+    )
+
+
+def _use_triton(backend: str, q: Tensor) -> bool:
+    if backend not in ("auto", "triton", "reference"):
+        raise ShapeError(f"unknown backend `{backend}`")
+    return backend == "triton" or (backend == "auto" and q.is_cuda)
+
+
+@functools.cache
+def _triton(module: str) -> ModuleType:
+    """Import a module of Triton kernels: the one place, as a machine without a GPU may lack it."""
+    try:
+        return importlib.import_module(f"tieredkv.kernels.{module}")
+    except ImportError as error:
+        raise ModelError(
+            f"the `{module}` kernel cannot be loaded: {error}\n"
+            "hint: Triton is needed to run on a GPU; reinstall tieredkv, or pass `--device cpu`"
+        ) from error
+
+
+def _check_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    max_context_len: int,
+) -> None:
+    _check_cache(k_cache, v_cache)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    _require(
+        q.ndim == 3 and q.shape[2] == head_dim and q.shape[1] % num_kv_heads == 0 < q.shape[1],
+        f"q {_describe(q)} does not fit the cache {_describe(k_cache)}",
+    )
+    _require(
+        block_tables.ndim == 2 and context_lens.shape == block_tables.shape[:1],
+        f"block_tables {_describe(block_tables)} and context_lens {_describe(context_lens)}",
+    )
+    capacity = block_tables.shape[1] * k_cache.shape[1]
+    _require(
+        0 <= max_context_len <= capacity,
+        f"max_context_len {max_context_len} is outside of 0 to {capacity}, what block_tables hold",
+    )
+    _check_data(k_cache, q=q)
+    _check_indices(k_cache, block_tables=block_tables, context_lens=context_lens)
+
+
+def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
+    _require(
+        k_cache.ndim == 4 and k_cache.dtype in KERNEL_DTYPES,
+        f"k_cache {_describe(k_cache)} is not a 4-dimensional cache of a supported dtype",
+    )
+    _require(
+        v_cache.shape == k_cache.shape and v_cache.stride() == k_cache.stride(),
+        f"v_cache {_describe(v_cache)} and k_cache {_describe(k_cache)} differ",
+    )
+    _check_data(k_cache, k_cache=k_cache, v_cache=v_cache)
+
+
+def _check_data(cache: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        _require(
+            tensor.dtype == cache.dtype and tensor.device == cache.device,
+            f"{name} {_describe(tensor)} is not of the cache's dtype and device {_describe(cache)}",
+        )
+        _require(
+            tensor.stride(-1) == 1 or tensor.shape[-1] == 1,
+            f"{name} {_describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}",
+        )
+
+
+def _check_indices(cache: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        _require(
+            tensor.dtype in (torch.int32, torch.int64) and tensor.device == cache.device,
+            f"{name} {_describe(tensor)} is not int32 or int64 on {cache.device}",
+        )
+        _require(
+            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
+            f"{name} {_describe(tensor)} is not contiguous in its last dimension",
+        )
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ShapeError(message)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

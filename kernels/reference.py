@@ -1,0 +1,100 @@
+"""The kernels in plain torch: what the Triton code must equal, and what the engine runs on a CPU.
+
+Mathematics is float32 whatever the cache's dtype. Every request is computed alone, so that its
+result does not depend on what else is in the batch. It knows no requests, tiers or backends;
+callers go through `tieredkv.kernels.launch`, which checks shapes.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write new keys and values into the paged cache, in place; see `launch.store_kv`."""
+    kept = slot_mapping >= 0
+    slots = slot_mapping[kept]
+    block_ids, offsets = slots // k_cache.shape[1], slots % k_cache.shape[1]
+    k_cache[block_ids, offsets] = k[kept]
+    v_cache[block_ids, offsets] = v[kept]
+
+
+def paged_decode_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_context_len: int,
+) -> Tensor:
+    """Attend one query per request to its context; see `launch.paged_decode_attention`."""
+    starts = torch.arange(q.shape[0] + 1)
+    return paged_prefill_attention(
+        q, k_cache, v_cache, block_tables, starts, context_lens, scale, 1, max_context_len
+    )
+
+
+def paged_prefill_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start_lens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    max_context_len: int,
+) -> Tensor:
+    """Attend each request's chunk causally to its context; see `launch.paged_prefill_attention`."""
+    out = torch.zeros_like(q)
+    starts, lens = query_start_lens.tolist(), context_lens.tolist()
+    for row, context_len in enumerate(lens):
+        start, end = starts[row], starts[row + 1]
+        if start == end or context_len == 0:
+            continue
+        k = gather_context(k_cache, block_tables[row], context_len)
+        v = gather_context(v_cache, block_tables[row], context_len)
+        out[start:end] = _attend(q[start:end].float(), k.float(), v.float(), scale).to(q.dtype)
+    return out
+
+
+def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tensor:
+    """Copy the first `context_len` tokens of a request out of the paged cache.
+
+    Args:
+        cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        block_table: [max_blocks]; entries past the context are not read.
+        context_len: tokens to copy.
+
+    Returns:
+        [context_len, num_kv_heads, head_dim], a contiguous copy.
+    """
+    num_blocks = -(-context_len // cache.shape[1])
+    return cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:context_len]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """[n, Hq, D] queries, the last n of k's and v's [m, Hkv, D] positions -> [n, Hq, D]."""
+    num_queries, num_heads, head_dim = q.shape
+    context_len, num_kv_heads, _ = k.shape
+    if num_queries == 1:  # a group's heads are the rows of one call: nothing to mask
+        rows = q.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        out = F.scaled_dot_product_attention(
+            rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale
+        )
+        return out.view(1, num_heads, head_dim)
+    mask = None
+    if num_queries < context_len:
+        positions = torch.arange(context_len, device=q.device)
+        mask = positions <= positions[context_len - num_queries :, None]
+    out = F.scaled_dot_product_attention(
+        q.transpose(0, 1)[None],
+        k.transpose(0, 1)[None],
+        v.transpose(0, 1)[None],
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
