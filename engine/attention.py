@@ -1,0 +1,206 @@
+"""Paged attention as transformers' modelling code calls it: one opaque op that is told its layer.
+
+The op finds its metadata in an `AttentionContext` by an integer handle, so that CUDA graphs and
+`torch.compile` see tensors and ints only. A forward pass holds all tokens of a step in one
+sequence: the decode rows (one token each) first, then the chunks of the prefill rows. The module
+knows neither requests nor where blocks come from.
+"""
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from tieredkv.errors import ModelError
+from tieredkv.kernels import launch
+
+ATTENTION_NAME = "tieredkv"
+CONTEXT_ARGUMENT = "paged_context"
+"""The keyword under which a forward pass carries its context's handle to the attention layers."""
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """Where the tokens of one step stand; the tensors live on the device.
+
+    Attributes:
+        slot_mapping: [num_tokens] int64; -1 for a token whose keys and values are not written.
+        num_decodes: the first so many tokens are decode rows.
+        decode_block_tables: [num_decodes, max_blocks] int32.
+        decode_context_lens: [num_decodes] int32, the token itself included.
+        max_decode_context_len: no decode row's context is longer.
+        prefill_block_tables: [num_prefills, max_blocks] int32.
+        prefill_context_lens: [num_prefills] int32, the chunk included.
+        query_start_lens: [num_prefills + 1] int32, from 0 at the first prefill token.
+        spans: chunk and context lengths of the prefill rows, as the host knows them.
+    """
+
+    slot_mapping: Tensor
+    num_decodes: int
+    decode_block_tables: Tensor
+    decode_context_lens: Tensor
+    max_decode_context_len: int
+    prefill_block_tables: Tensor
+    prefill_context_lens: Tensor
+    query_start_lens: Tensor
+    spans: Sequence[launch.Span]
+
+
+class AttentionContext:
+    """The paged cache of one runner, layer by layer, and the step that is being computed.
+
+    One thread runs forward passes over a context. The pool belongs to the caller.
+    """
+
+    def __init__(self, kv_pool: Tensor) -> None:
+        self.k_caches = [kv_pool[:, layer, 0] for layer in range(kv_pool.shape[1])]
+        self.v_caches = [kv_pool[:, layer, 1] for layer in range(kv_pool.shape[1])]
+        self.step: StepMetadata | None = None
+        self.handle = next(_handles)
+        _contexts[self.handle] = self
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) -> Tensor:
+        """Store the step's keys and values of one layer, then attend decode and prefill rows."""
+        step = self.step
+        assert step is not None, "a forward pass ran outside of ModelRunner.execute"
+        k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
+        launch.store_kv(key, value, k_cache, v_cache, step.slot_mapping)
+        outputs = []
+        if step.num_decodes:
+            outputs.append(
+                launch.paged_decode_attention(
+                    query[: step.num_decodes],
+                    k_cache,
+                    v_cache,
+                    step.decode_block_tables,
+                    step.decode_context_lens,
+                    scale,
+                    step.max_decode_context_len,
+                )
+            )
+        if step.spans:
+            outputs.append(
+                launch.paged_prefill_attention(
+                    query[step.num_decodes :],
+                    k_cache,
+                    v_cache,
+                    step.prefill_block_tables,
+                    step.query_start_lens,
+                    step.prefill_context_lens,
+                    scale,
+                    max(span.query_len for span in step.spans),
+                    max(span.context_len for span in step.spans),
+                    spans=step.spans,
+                )
+            )
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+_handles = itertools.count(1)
+_contexts: weakref.WeakValueDictionary[int, AttentionContext] = weakref.WeakValueDictionary()
+
+if hasattr(torch.ops.tieredkv, "paged_attention"):
+    # NOTE: torch would replace the op silently, and the runners of the first import would then
+    # look their contexts up in the second import's registry.
+    raise ImportError("`tieredkv.engine.attention` was imported twice, under two names")
+
+
+@torch.library.custom_op("tieredkv::paged_attention", mutates_args=())
+def paged_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, context: int
+) -> Tensor:
+    """Attend over the paged cache of a context; the pool is written behind torch's back.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim].
+        key: [num_tokens, num_kv_heads, head_dim], rotated.
+        value: as key.
+        scale: factor on the scores.
+        layer: index of the layer in the pool.
+        context: handle of the `AttentionContext`.
+
+    Returns:
+        [num_tokens, num_heads, head_dim].
+    """
+    return _contexts[context].attend(query, key, value, scale, layer)
+
+
+@paged_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, context: int) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer of a model asked of the attention interface."""
+
+    layer: int
+    query_shape: tuple[int, ...]
+    key_shape: tuple[int, ...]
+    value_shape: tuple[int, ...]
+    is_causal: bool
+    options: dict[str, object]
+
+
+@dataclass(slots=True)
+class AttentionProbe:
+    """Stands in for a context's handle in a forward pass without weights, and notes every call."""
+
+    calls: list[AttentionCall] = field(default_factory=list)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """Serve transformers' attention interface; tensors come as [1, heads, num_tokens, head_dim].
+
+    No mask is used: causality follows from the positions in the cache. Options that change the
+    result (windows, sinks, soft caps) were refused when the model was loaded.
+    """
+    context = options.pop(CONTEXT_ARGUMENT, None)
+    layer = module.layer_idx
+    assert isinstance(layer, int), f"layer index is `{layer}`"
+    if isinstance(context, AttentionProbe):
+        context.calls.append(
+            AttentionCall(
+                layer,
+                tuple(query.shape),
+                tuple(key.shape),
+                tuple(value.shape),
+                bool(getattr(module, "is_causal", True)),
+                options | {"attention_mask": attention_mask},
+            )
+        )
+        return query.transpose(1, 2), None
+    if not isinstance(context, int):
+        raise ModelError("its layers do not pass keyword arguments on to the attention interface")
+    out = torch.ops.tieredkv.paged_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        layer,
+        context,
+    )
+    return out[None], None
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="tieredkv"` known to transformers; safe to repeat.
+
+    NOTE: no mask function goes with it. For an implementation without one transformers builds no
+    mask at all; with one it would first search the positions for packed sequences on the device.
+    """
+    AttentionInterface.register(ATTENTION_NAME, attention_forward)

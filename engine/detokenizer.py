@@ -1,0 +1,132 @@
+"""Turns a request's tokens into text as they come, and finds its stop strings.
+
+Bytes of an unfinished character are held back, and so is text that may be the beginning of a stop
+string. Used by whoever makes text: the server, or `LLM` in the user's process. It knows neither
+models nor logits.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+_REPLACEMENT = "\ufffd"
+_MAX_HELD_CHARS = 4
+_MAX_WINDOW_TOKENS = 64
+_NUM_CONTEXT_TOKENS = 4
+
+
+class Detokenizer:
+    """Text of one request; not shared between threads.
+
+    What `feed` and `finish` give, joined, is the text of all tokens, up to a stop string.
+
+    Attributes:
+        text: everything given out so far.
+        stopped_by: the stop string that ended the text, or None.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        self.text = ""
+        self.stopped_by: str | None = None
+        self._decode = _decoder(tokenizer, skip_special_tokens)
+        self._stop = tuple(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
+        self._window: list[int] = []  # the tokens that are decoded again with each new one
+        self._num_given = 0  # characters of the window's text that went on to `_pending`
+        self._pending = ""  # decoded, held back for the stop strings
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """Take the next tokens and give the text that is certain; nothing after a stop string."""
+        given = ""
+        for token_id in token_ids:
+            if self.stopped_by is not None:
+                break
+            self._num_tokens += 1
+            given += self._release(self._decode_next(token_id))
+        self.text += given
+        return given
+
+    def finish(self) -> str:
+        """End the text and give what was held back; an unfinished character becomes U+FFFD."""
+        if self.stopped_by is not None:
+            return ""
+        rest = self._decode(self._window)[self._num_given :]
+        given = self._release(rest)
+        if self.stopped_by is None:
+            given += self._pending
+        self._window, self._num_given, self._pending = [], 0, ""
+        self.text += given
+        return given
+
+    def _decode_next(self, token_id: int) -> str:
+        """Decode one more token over a window of tokens, and move the window when nothing is held.
+
+        A character whose bytes are not all there decodes to U+FFFD at the end of the text, one or
+        one for each byte; it is held until a later token shows what it is.
+        """
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        stable = text.rstrip(_REPLACEMENT)
+        num_stable = max(len(stable), len(text) - _MAX_HELD_CHARS)
+        new = text[self._num_given : num_stable]
+        self._num_given = max(self._num_given, num_stable)
+        if num_stable == len(text) or len(self._window) > _MAX_WINDOW_TOKENS:
+            held = len(text) - num_stable
+            # Some tokens stay as context: the first of a text may decode without its space.
+            self._window = self._window[-max(_NUM_CONTEXT_TOKENS, 2 * held) :]
+            self._num_given = len(self._decode(self._window)) - held
+        return new
+
+    def _release(self, new: str) -> str:
+        """Pass text on, up to a stop string or to what may become one."""
+        self._pending += new
+        if not self._stop or not self._pending:
+            given, self._pending = self._pending, ""
+            return given
+        if self._num_tokens < self._min_tokens:
+            # A stop string may not lie in text from before `min_tokens`.
+            given, self._pending = self._pending, ""
+            return given
+        found = [(at, text) for text in self._stop if (at := self._pending.find(text)) >= 0]
+        if found:
+            # The first to be complete, so that it does not matter how the text is cut into tokens.
+            at, self.stopped_by = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
+            given, self._pending = self._pending[:at], ""
+            return given
+        held = max(_overlap(self._pending, text) for text in self._stop)
+        cut = len(self._pending) - held
+        given, self._pending = self._pending[:cut], self._pending[cut:]
+        return given
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Count the characters at the end of a text with which the stop string begins."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0
+
+
+def _decoder(
+    tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool
+) -> Callable[[list[int]], str]:
+    """Take the Rust decoder itself where there is one; the wrapper is ten times slower."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+    return lambda ids: str(
+        tokenizer.decode(
+            ids,
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+    )

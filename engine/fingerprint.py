@@ -1,0 +1,212 @@
+"""Which model it is: a digest of its config and of all its weights' bytes.
+
+Changed weights under the same name give another fingerprint, so that nothing computed by other
+weights is ever hit. It knows files and parameters, not how a model is built.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tieredkv.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+FingerprintMode = Literal["full", "sample"]
+Progress = Callable[[str, float], None]
+"""Called with what is being done and the fraction that is done; from any thread."""
+
+_FORMAT = b"tieredkv/fingerprint/1"
+_PIECE_BYTES = 64 << 20
+_SAMPLE_BYTES = 64 << 10
+_NUM_SAMPLES = 64
+_CACHE_FILE = "fingerprints.json"
+_NUM_CHECKSUM_WORDS = 1 << 24
+
+_IRRELEVANT_KEYS = frozenset(
+    {
+        *("_name_or_path", "_commit_hash", "_attn_implementation", "transformers_version"),
+        *("architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "problem_type"),
+        *("output_attentions", "output_hidden_states", "id2label", "label2id"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout"),
+        *("chunk_size_feed_forward", "initializer_range", "pretraining_tp"),
+    }
+)
+"""Config keys that say nothing about the keys and values that a model computes."""
+
+
+def config_digest(config: Mapping[str, Any]) -> bytes:
+    """Digest what of a config decides a model's keys and values, rope settings included."""
+    relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT_KEYS}
+    text = json.dumps(relevant, sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).digest()
+
+
+def files_fingerprint(
+    config: Mapping[str, Any],
+    weight_files: Sequence[Path],
+    *,
+    mode: FingerprintMode = "full",
+    cache_dir: Path | None = None,
+    progress: Progress | None = None,
+) -> bytes:
+    """Digest a checkpoint: its config and its weight files, whole or in samples.
+
+    Args:
+        config: the model's config as a dictionary.
+        weight_files: the safetensors files that are loaded.
+        mode: `full` reads every byte; `sample` reads sizes, headers and pieces of each file, and
+            can miss a change between the pieces.
+        cache_dir: folder that remembers a file's full digest by path, size, mtime and inode; None
+            or an unwritable one means that it is computed again.
+        progress: told the fraction of the bytes that are read.
+
+    Raises:
+        ModelError: a weight file cannot be read.
+    """
+    files = sorted(weight_files)
+    try:
+        if mode == "sample":
+            digests = [_sampled_digest(path) for path in files]
+        else:
+            digests = _full_digests(files, cache_dir, progress)
+    except OSError as error:
+        raise ModelError(f"weights cannot be read: {error}") from error
+    parts = [_FORMAT, mode.encode(), config_digest(config)]
+    for path, digest in zip(files, digests, strict=True):
+        parts += [path.name.encode(), digest]
+    return _digest_parts(parts)
+
+
+def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module, *, seed: int) -> bytes:
+    """Digest a model whose weights were drawn from a seed, by checksums made on its device.
+
+    Equal in every process that draws equal weights; torch's version is part of it, since another
+    version may draw others.
+    """
+    names, sums = [], []
+    for name, parameter in model.named_parameters():
+        names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
+        sums.append(_checksum(parameter.detach()))
+    values = torch.stack(sums).cpu().numpy().astype("<i8").tobytes()
+    seeds = f"{seed} {torch.__version__}".encode()
+    return _digest_parts([_FORMAT, b"drawn", config_digest(config), seeds, *names, values])
+
+
+def _digest_parts(parts: Iterable[bytes]) -> bytes:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _full_digests(
+    files: Sequence[Path], cache_dir: Path | None, progress: Progress | None
+) -> list[bytes]:
+    remembered = _read_cache(cache_dir)
+    keys = [_cache_key(path) for path in files]
+    missing = [(path, key) for path, key in zip(files, keys, strict=True) if key not in remembered]
+    if missing:
+        total_bytes = max(1, sum(path.stat().st_size for path, _ in missing))
+        counter = _Counter(total_bytes, progress)
+        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+            for path, key in missing:
+                size = path.stat().st_size
+                offsets = range(0, size, _PIECE_BYTES)
+                pieces = pool.map(lambda o, p=path: _piece_digest(p, o, counter), offsets)
+                digest = _digest_parts([size.to_bytes(8, "little"), *pieces])
+                if _cache_key(path) != key:
+                    raise ModelError(f"`{path}` changed while it was read; load it again")
+                remembered[key] = digest.hex()
+        _write_cache(cache_dir, remembered)
+    return [bytes.fromhex(remembered[key]) for key in keys]
+
+
+class _Counter:
+    """Adds up the bytes read by several threads."""
+
+    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
+        self._total_bytes, self._done_bytes = total_bytes, 0
+        self._progress, self._lock = progress, threading.Lock()
+
+    def add(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done_bytes += num_bytes
+            done = self._done_bytes / self._total_bytes
+        if self._progress is not None:
+            self._progress("fingerprinting weights", done)
+
+
+def _piece_digest(path: Path, offset: int, counter: _Counter) -> bytes:
+    with path.open("rb", buffering=0) as file:
+        piece = os.pread(file.fileno(), _PIECE_BYTES, offset)
+    counter.add(len(piece))
+    return hashlib.sha256(piece).digest()
+
+
+def _sampled_digest(path: Path) -> bytes:
+    """Digest a file's size, its header with all names and shapes, and pieces spread over it."""
+    with path.open("rb", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        header_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
+        digest = hashlib.sha256(size.to_bytes(8, "little"))
+        digest.update(os.pread(file.fileno(), min(header_bytes + 8, size), 0))
+        last = max(0, size - _SAMPLE_BYTES)
+        for i in range(_NUM_SAMPLES + 1):
+            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, last * i // _NUM_SAMPLES))
+    return digest.digest()
+
+
+def _cache_key(path: Path) -> str:
+    status = path.stat()
+    return f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
+
+
+def _read_cache(cache_dir: Path | None) -> dict[str, str]:
+    """Read what is remembered; anything that is not a table of digests is as good as nothing."""
+    if cache_dir is None:
+        return {}
+    try:
+        table = json.loads((cache_dir / _CACHE_FILE).read_bytes())
+        return {str(key): bytes.fromhex(value).hex() for key, value in table.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _write_cache(cache_dir: Path | None, remembered: Mapping[str, str]) -> None:
+    if cache_dir is None:
+        return
+    try:
+        cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        partial = cache_dir / f"{_CACHE_FILE}.{os.getpid()}"
+        partial.write_text(json.dumps(dict(remembered), indent=0))
+        partial.replace(cache_dir / _CACHE_FILE)
+    except OSError as error:
+        logger.info("fingerprints are not remembered, `%s`: %s", cache_dir, error)
+
+
+def _checksum(parameter: Tensor) -> Tensor:
+    """Sum a parameter's 16-bit words, plain and weighted by position, in wrapping 64-bit integers.
+
+    Integer sums do not depend on the order in which a device adds.
+
+    Returns:
+        [2] int64 on the parameter's device.
+    """
+    words = parameter.contiguous().view(-1).view(torch.int16)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    for start in range(0, words.numel(), _NUM_CHECKSUM_WORDS):
+        part = words[start : start + _NUM_CHECKSUM_WORDS].to(torch.int64)
+        position = torch.arange(start, start + part.numel(), device=part.device)
+        weight = (position * 0x2545F4914F6CDD1D) | 1
+        sums += torch.stack([part.sum(), (part * weight).sum()])
+    return sums

@@ -1,0 +1,419 @@
+"""Models by name: a local folder, a hub id, `tiny-random`, or `random:` and a shape.
+
+Everything that can be refused is refused before weights are allocated, with one sentence that
+names the model and the reason. The modelling code is transformers' own; it knows nothing of
+requests, batches or blocks.
+"""
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import torch
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from tieredkv.engine import tiny
+from tieredkv.engine.attention import ATTENTION_NAME, register_attention
+from tieredkv.engine.fingerprint import (
+    FingerprintMode,
+    Progress,
+    files_fingerprint,
+    parameters_fingerprint,
+)
+from tieredkv.engine.shapes import KNOWN_SHAPES
+from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.errors import ModelError
+from tieredkv.types import DTYPE_BYTES, KVSpec
+
+logger = logging.getLogger(__name__)
+
+RANDOM_PREFIX = "random:"
+RANDOM_SEED = 0
+RANDOM_STD = 0.02
+DEFAULT_CACHE_DIR = Path("~/.cache/tieredkv")
+_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+_AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
+_HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model that is ready to run, and what the rest of the engine must know of it.
+
+    Attributes:
+        name: as the user gave it.
+        model: transformers' causal language model, in eval mode on its device, with our attention.
+        hf_config: its config.
+        tokenizer: its tokenizer.
+        fingerprint: digest of config and weights, 32 bytes.
+        num_layers, num_heads, num_kv_heads, head_dim: the attention layers.
+        dtype: of weights and of keys and values: `float32`, `bfloat16` or `float16`.
+        device: where it lies.
+        vocab_size: number of logits.
+        max_model_len: positions that the model was made for.
+        eos_token_ids: tokens that end an answer.
+    """
+
+    name: str
+    model: PreTrainedModel
+    hf_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: bytes
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+    def kv_spec(self, block_size: int) -> KVSpec:
+        """Describe the keys and values of this model in blocks of `block_size` tokens."""
+        return KVSpec(
+            num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            block_size=block_size,
+        )
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
+    fingerprint: FingerprintMode = "full",
+    cache_dir: Path | None = DEFAULT_CACHE_DIR,
+) -> LoadedModel:
+    """Load a model by name.
+
+    Args:
+        name: a folder with config.json and safetensors; a hub id; `tiny-random`; or
+            `random:<shape>` with a known shape or the path of a config.json.
+        dtype: None or `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16
+            where it does not say.
+        device: a torch device, or `auto`: CUDA where there is one.
+        progress: told what is being done and how far it is.
+        fingerprint: `full` digests all weights' bytes, `sample` pieces of them.
+        cache_dir: remembers the digests of weight files.
+
+    Raises:
+        ModelError: the model cannot be found, read, or served; before weights are allocated
+            wherever the config tells.
+    """
+    register_attention()
+    target = _resolve_device(device)
+    if dtype not in (None, "auto", *DTYPE_BYTES):
+        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
+    if name == tiny.TINY_NAME:
+        config: PreTrainedConfig = tiny.tiny_config()
+        return _load_random(name, config, _resolve_dtype(dtype, config, target), target, progress)
+    if name.startswith(RANDOM_PREFIX):
+        config = _random_config(name)
+        return _load_random(name, config, _resolve_dtype(dtype, config, target), target, progress)
+    folder = _find_folder(name)
+    config = _read_config(name, folder)
+    return _load_folder(
+        name,
+        folder,
+        config,
+        _resolve_dtype(dtype, config, target),
+        target,
+        progress,
+        fingerprint,
+        None if cache_dir is None else cache_dir.expanduser(),
+    )
+
+
+def _resolve_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise ModelError(f"device `{device}` is not one; use auto, cpu or cuda") from None
+    if target.type not in ("cpu", "cuda"):
+        raise ModelError(f"device `{device}` is not supported; use auto, cpu or cuda")
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"device `{device}` was asked for, but torch sees no CUDA device")
+    return target
+
+
+def _resolve_dtype(dtype: str | None, config: PreTrainedConfig, device: torch.device) -> str:
+    if dtype not in (None, "auto"):
+        return str(dtype)
+    if device.type == "cpu":
+        return "float32"
+    stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return stored if stored in DTYPE_BYTES else "bfloat16"
+
+
+def _random_config(name: str) -> PreTrainedConfig:
+    """Find the shape that `random:<shape>` names."""
+    shape = name.removeprefix(RANDOM_PREFIX)
+    if shape.lower() in KNOWN_SHAPES:
+        table = dict(KNOWN_SHAPES[shape.lower()])
+        return AutoConfig.for_model(table.pop("model_type"), **table, dtype="bfloat16")
+    path = Path(shape).expanduser()
+    path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        raise ModelError(
+            f"model `{name}`: `{shape}` is neither a config.json nor a known shape; "
+            f"known are {', '.join(KNOWN_SHAPES)}"
+        )
+    return _read_config(name, path)
+
+
+def _read_config(name: str, path: Path) -> PreTrainedConfig:
+    """Read a config.json, or that of a folder, without running code that lies beside it."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model `{name}`: `{path}` has no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model `{name}`: `{file}` cannot be read: {error}") from error
+    if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
+        raise ModelError(f"model `{name}`: `{file}` names no model_type")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
+    except Exception as error:  # transformers raises KeyError, ValueError and its own by the field
+        raise ModelError(
+            f"model `{name}`: transformers cannot read its config: {_first_line(error)}"
+        ) from error
+    return config
+
+
+def _find_folder(name: str) -> Path:
+    """Find a checkpoint: a local folder, or a hub id whose files are fetched."""
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
+        raise ModelError(f"model `{name}`: there is no such folder")
+    try:
+        fetched = Path(huggingface_hub.snapshot_download(name, allow_patterns=_CONFIG_FILES))
+        check_config(name, _read_config(name, fetched))
+        weights = [*_CONFIG_FILES, "*.safetensors"]
+        return Path(
+            huggingface_hub.snapshot_download(
+                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors"]
+            )
+        )
+    except _HUB_ERRORS as error:
+        raise ModelError(
+            f"model `{name}` is not a local folder and cannot be fetched from the hub: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _weight_files(name: str, folder: Path) -> list[Path]:
+    """List the safetensors files of a checkpoint, which must all be there."""
+    index = folder / "model.safetensors.index.json"
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise ModelError(
+            f"model `{name}`: `{folder}` has no model.safetensors; other weight formats are not "
+            "loaded, since they can run code"
+        )
+    try:
+        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ModelError(f"model `{name}`: `{index}` cannot be read: {error!r}") from error
+    missing = [shard for shard in shards if not (folder / shard).is_file()]
+    if missing:
+        raise ModelError(
+            f"model `{name}`: {len(missing)} of {len(shards)} weight files are missing from "
+            f"`{folder}`, the first is `{missing[0]}`"
+        )
+    return [folder / shard for shard in shards]
+
+
+def _load_folder(
+    name: str,
+    folder: Path,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    progress: Progress | None,
+    mode: FingerprintMode,
+    cache_dir: Path | None,
+) -> LoadedModel:
+    check_config(name, config)
+    files = _weight_files(name, folder)
+    shape = probe_attention(name, config)
+    tokenizer = _load_tokenizer(name, folder)
+    digest = files_fingerprint(
+        config.to_dict(), files, mode=mode, cache_dir=cache_dir, progress=progress
+    )
+    if progress is not None:
+        progress("loading weights", 0.0)
+    try:
+        model, info = _AUTO_MODEL.from_pretrained(
+            folder,
+            config=config,
+            dtype=getattr(torch, dtype),
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # safetensors, torch and transformers each raise their own
+        raise ModelError(
+            f"model `{name}`: its weights cannot be loaded: {_first_line(error)}"
+        ) from error
+    # NOTE: transformers draws what a checkpoint lacks at random, and warns.
+    if absent := sorted(info["missing_keys"]):
+        raise ModelError(
+            f"model `{name}`: its weights do not fit its config: {len(absent)} tensors are "
+            f"missing, the first is `{absent[0]}`"
+        )
+    model = model.to(device)
+    if progress is not None:
+        progress("loading weights", 1.0)
+    eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
+    return _finish(name, model, config, tokenizer, digest, shape, dtype, eos_token_ids)
+
+
+def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # a missing or malformed file shows as nearly any type
+        raise ModelError(
+            f"model `{name}`: its tokenizer cannot be loaded: {_first_line(error)}"
+        ) from error
+    return tokenizer
+
+
+def _load_random(
+    name: str,
+    config: PreTrainedConfig,
+    dtype: str,
+    device: torch.device,
+    progress: Progress | None,
+) -> LoadedModel:
+    """Make a model with drawn weights, directly on the device and in its dtype."""
+    check_config(name, config)
+    shape = probe_attention(name, config)
+    if config.vocab_size < tiny.BYTE_VOCAB_SIZE:
+        raise ModelError(
+            f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
+            f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
+        )
+    if progress is not None:
+        progress("drawing weights", 0.0)
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(device):
+        model = _AUTO_MODEL.from_config(
+            config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
+        )
+    if name == tiny.TINY_NAME:
+        seed = tiny.TINY_SEED
+        tiny.init_tiny_weights(model)
+    else:
+        seed = RANDOM_SEED
+        _draw_weights(model, seed)
+    digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
+    tokenizer = tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    if progress is not None:
+        progress("drawing weights", 1.0)
+    return _finish(name, model, config, tokenizer, digest, shape, dtype, tiny.stop_token_ids())
+
+
+@torch.no_grad()
+def _draw_weights(model: nn.Module, seed: int) -> None:
+    """Fill every matrix with small Gaussians and every norm with ones, in place."""
+    generator: torch.Generator | None = None
+    for name, parameter in model.named_parameters():
+        if generator is None:
+            generator = torch.Generator(parameter.device).manual_seed(seed)
+        if parameter.ndim == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+        else:
+            parameter.normal_(0.0, RANDOM_STD, generator=generator)
+
+
+def _finish(
+    name: str,
+    model: Any,
+    config: PreTrainedConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    fingerprint: bytes,
+    shape: AttentionShape,
+    dtype: str,
+    eos_token_ids: frozenset[int],
+) -> LoadedModel:
+    model.eval().requires_grad_(False)
+    device = next(model.parameters()).device
+    logger.info(
+        "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s",
+        name,
+        config.model_type,
+        shape.num_layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        dtype,
+        device,
+        fingerprint.hex()[:12],
+    )
+    return LoadedModel(
+        name=name,
+        model=model,
+        hf_config=config,
+        tokenizer=tokenizer,
+        fingerprint=fingerprint,
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        dtype=dtype,
+        device=device,
+        vocab_size=config.vocab_size,
+        max_model_len=_max_model_len(config),
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def _max_model_len(config: PreTrainedConfig) -> int:
+    return int(getattr(config, "max_position_embeddings", None) or 2048)
+
+
+def _eos_token_ids(
+    config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: Any
+) -> frozenset[int]:
+    """Gather the end tokens from the generation config, the config and the tokenizer."""
+    found: set[int] = set()
+    for source in (generation, config, tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found.update([value] if isinstance(value, int) else value or ())
+    return frozenset(found)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -1,0 +1,243 @@
+"""Chooses tokens from logits, for each request by its own parameters and its own random numbers.
+
+The random number of an output token is a function of the request's seed and the token's position
+in the output, so that neither the batch around it nor a preemption changes a seeded answer. It
+knows nothing of text.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tieredkv.engine.sampling_params import SamplingParams
+
+
+class SampledToken(NamedTuple):
+    """A chosen token; log probabilities are those of the model, before any sampling parameter.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log probability, None if not asked for.
+        top_logprobs: the most likely tokens and theirs, most likely first.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class SamplerState:
+    """What sampling one request remembers between its tokens; survives its preemption.
+
+    Attributes:
+        params: as the user asked.
+        seed: the user's, or one drawn for the request.
+        end_token_ids: tokens that end the output, not to be chosen before `min_tokens`.
+        seen_token_ids: tokens of prompt and output, kept if `repetition_penalty` is set.
+        output_counts: how often each token is in the output.
+        num_output_tokens: tokens chosen so far.
+    """
+
+    params: SamplingParams
+    seed: int
+    end_token_ids: frozenset[int] = frozenset()
+    seen_token_ids: set[int] = field(default_factory=set)
+    output_counts: Counter[int] = field(default_factory=Counter)
+    num_output_tokens: int = 0
+
+    @classmethod
+    def from_params(
+        cls,
+        params: SamplingParams,
+        request_seed: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        prompt_token_ids: Iterable[int] = (),
+    ) -> "SamplerState":
+        """Begin a request; `request_seed` counts if the parameters have no seed."""
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(eos_token_ids)
+        seen = set(prompt_token_ids) if params.repetition_penalty != 1.0 else set()
+        seed = request_seed if params.seed is None else params.seed
+        return cls(params=params, seed=seed, end_token_ids=ends, seen_token_ids=seen)
+
+    def append(self, token_id: int) -> None:
+        """Note that a token was chosen; `Sampler.sample` does it."""
+        self.num_output_tokens += 1
+        self.output_counts[token_id] += 1
+        if self.params.repetition_penalty != 1.0:
+            self.seen_token_ids.add(token_id)
+
+    def uniform(self) -> float:
+        """Give the random number in [0, 1) of the next output token."""
+        seed = (self.seed % 2**64).to_bytes(8, "little")
+        position = self.num_output_tokens.to_bytes(8, "little")
+        digest = hashlib.blake2b(seed + position, digest_size=8).digest()
+        return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+class Sampler:
+    """Chooses one token a row; keeps nothing between calls."""
+
+    @torch.inference_mode()
+    def sample(self, logits: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
+        """Choose the next token of each request and note it in its state.
+
+        Args:
+            logits: [num_rows, vocab_size] float32 on any device; left as they are.
+            states: one per row.
+        """
+        assert logits.shape[0] == len(states), f"{logits.shape[0]} rows, {len(states)} states"
+        if not states:
+            return []
+        chosen = self._choose(_adjust(logits, states), states).tolist()
+        tokens = [SampledToken(token_id) for token_id in chosen]
+        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+        if wanted:
+            counts = [states[i].params.logprobs or 0 for i in wanted]
+            scored = score(_rows(logits, wanted), [chosen[i] for i in wanted], counts)
+            for i, token in zip(wanted, scored, strict=True):
+                tokens[i] = token
+        for state, token in zip(states, tokens, strict=True):
+            state.append(token.token_id)
+        return tokens
+
+    def _choose(self, logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+        """Take the most likely token where the request is greedy and draw one where it is not.
+
+        A row is drawn the same way whatever the other rows need.
+        """
+        chosen = logits.argmax(dim=-1)
+        plain: list[int] = []
+        filtered: list[int] = []
+        for i, state in enumerate(states):
+            if not state.params.is_greedy:
+                is_plain = state.params.top_p == 1.0 and state.params.top_k <= 0
+                (plain if is_plain else filtered).append(i)
+        for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
+            if rows:
+                drawn = draw(_rows(logits, rows), [states[i] for i in rows])
+                chosen[torch.tensor(rows, device=logits.device)] = drawn
+        return chosen
+
+
+@torch.inference_mode()
+def score(
+    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int] | int
+) -> list[SampledToken]:
+    """Give the log probabilities of given tokens, one a row, and the most likely ones.
+
+    Serves the chosen tokens of a step and the tokens of a prompt alike.
+
+    Args:
+        logits: [num_rows, vocab_size] float32.
+        token_ids: the token of each row.
+        num_top: how many alternatives, for all rows or for each.
+    """
+    counts = [num_top] * len(token_ids) if isinstance(num_top, int) else num_top
+    if not token_ids:
+        return []
+    logprobs = logits.log_softmax(dim=-1)
+    index = torch.tensor(token_ids, device=logits.device)[:, None]
+    own = logprobs.gather(1, index)[:, 0].tolist()
+    most = min(max(counts), logits.shape[-1])
+    values, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], index[:, :0])
+    rows = zip(token_ids, own, counts, ids.tolist(), values.tolist(), strict=True)
+    return [
+        SampledToken(token_id, logprob, tuple(zip(top_ids[:n], top_values[:n], strict=True)))
+        for token_id, logprob, n, top_ids, top_values in rows
+    ]
+
+
+def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
+    """Take some rows; all of them without a copy."""
+    if len(rows) == tensor.shape[0]:
+        return tensor
+    return tensor[torch.tensor(rows, device=tensor.device)]
+
+
+def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Apply penalties, biases and bans; copies only if a row has any."""
+    adjusted = logits
+    for row, state in enumerate(states):
+        params = state.params
+        has_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        is_banned = state.num_output_tokens < params.min_tokens and state.end_token_ids
+        has_repetition = params.repetition_penalty != 1.0 and state.seen_token_ids
+        if not (has_penalty or has_repetition or params.logit_bias or is_banned):
+            continue
+        adjusted = logits.clone() if adjusted is logits else adjusted
+        line = adjusted[row]
+        if has_repetition:
+            ids = torch.tensor(sorted(state.seen_token_ids), device=line.device)
+            seen, factor = line[ids], params.repetition_penalty
+            line[ids] = torch.where(seen > 0, seen / factor, seen * factor)
+        if has_penalty and state.output_counts:
+            ids = torch.tensor(list(state.output_counts), device=line.device)
+            counts = torch.tensor(list(state.output_counts.values()), device=line.device)
+            line[ids] -= params.frequency_penalty * counts + params.presence_penalty
+        if params.logit_bias:
+            ids = torch.tensor(list(params.logit_bias), device=line.device)
+            line[ids] += torch.tensor(list(params.logit_bias.values()), device=line.device)
+        if is_banned:
+            line[torch.tensor(sorted(state.end_token_ids), device=line.device)] = -math.inf
+    return adjusted
+
+
+def _column(values: Sequence[float], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+
+
+def _probabilities(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Softmax at each row's temperature, in float64, without tokens below `min_p`.
+
+    Logits are taken relative to the largest first, so that a tiny temperature cannot overflow.
+    """
+    temperature = _column([state.params.temperature for state in states], logits.device)
+    relative = logits.double() - logits.max(dim=-1, keepdim=True).values
+    probabilities = (relative / temperature).softmax(dim=-1)
+    min_p = _column([state.params.min_p for state in states], logits.device)
+    floor = probabilities.max(dim=-1, keepdim=True).values * min_p
+    return probabilities.masked_fill(probabilities < floor, 0.0)
+
+
+def _draw_plain(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    return _invert(_probabilities(logits, states), states)
+
+
+def _draw_filtered(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Draw among the `top_k` most likely tokens, of these among those that reach `top_p`."""
+    probabilities, order = _probabilities(logits, states).sort(dim=-1, descending=True, stable=True)
+    vocab_size = logits.shape[-1]
+    top_k = _column(
+        [s.params.top_k if s.params.top_k > 0 else vocab_size for s in states], logits.device
+    )
+    rank = torch.arange(vocab_size, device=logits.device)
+    probabilities = probabilities.masked_fill(rank >= top_k, 0.0)
+    top_p = _column([state.params.top_p for state in states], logits.device)
+    reached = probabilities.cumsum(dim=-1) - probabilities
+    limit = top_p * probabilities.sum(dim=-1, keepdim=True)
+    # The most likely token stays, and top_p = 1 takes all whatever the sums round to.
+    outside = (reached >= limit) & (rank > 0) & (top_p < 1.0)
+    drawn = _invert(probabilities.masked_fill(outside, 0.0), states)
+    return order.gather(1, drawn[:, None])[:, 0]
+
+
+def _invert(probabilities: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Draw by inverting the cumulated probabilities, which need not add up to 1.
+
+    Source: inverse transform sampling; one uniform number a token, whatever the vocabulary.
+    """
+    cumulated = probabilities.cumsum(dim=-1)
+    uniform = _column([state.uniform() for state in states], probabilities.device)
+    drawn = torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True)[:, 0]
+    last = probabilities.shape[-1] - 1 - (probabilities.flip(-1) > 0).int().argmax(dim=-1)
+    return torch.minimum(drawn, last)

@@ -1,0 +1,169 @@
+"""Which models can be served: what a config must not say, and what a forward pass must ask for.
+
+Refusals come before weights are allocated. The config is checked for what is known to change the
+result of attention; then the model is built without memory (on the meta device) and run once, to
+see that every layer asks the attention interface for plain causal attention of one shape.
+"""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from tieredkv.engine.attention import (
+    ATTENTION_NAME,
+    CONTEXT_ARGUMENT,
+    AttentionCall,
+    AttentionProbe,
+)
+from tieredkv.errors import ModelError
+
+logger = logging.getLogger(__name__)
+
+TESTED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+_HARMLESS_OPTIONS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
+)
+
+
+class AttentionShape(NamedTuple):
+    """The attention layers of a model."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def check_config(name: str, config: PreTrainedConfig) -> None:
+    """Refuse a model whose config tells that its attention cannot be paged.
+
+    Raises:
+        ModelError: names the model and the reason.
+    """
+    if reason := _refusal(config):
+        raise ModelError(f"model `{name}` cannot be served: {reason}")
+
+
+def _refusal(config: PreTrainedConfig) -> str | None:
+    def told(field: str) -> Any:
+        return getattr(config, field, None)
+
+    if told("is_encoder_decoder"):
+        return f"`{config.model_type}` is an encoder-decoder model"
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return f"transformers has no causal language model of type `{config.model_type}`"
+    if config.get_text_config() is not config:
+        return f"`{config.model_type}` is a multimodal model"
+    if told("quantization_config"):
+        return "its weights are quantized, which is not supported yet"
+    if told("kv_lora_rank"):
+        return "it uses latent attention (MLA), which is not paged yet"
+    kinds = sorted(set(told("layer_types") or ()) - {"full_attention"})
+    if kinds:
+        return f"it has `{kinds[0]}` layers, and only full attention is paged"
+    # Where the config lists its layers they are full ones by now; the probe sees what they ask for.
+    window = told("sliding_window") if not told("layer_types") else None
+    if window and told("use_sliding_window") is not False:
+        return f"it uses sliding window attention (`sliding_window` = {window})"
+    for field in ("attn_logit_softcapping", "attention_chunk_size"):
+        if told(field):
+            return f"its attention is changed by `{field}` = {told(field)}"
+    if told("is_causal") is False or told("use_bidirectional_attention"):
+        return "its attention is not causal"
+    return _rope_refusal(told("rope_parameters"))
+
+
+def _rope_refusal(rope: object) -> str | None:
+    """Refuse rotary embeddings that depend on the length of the sequence, per layer type or not."""
+    if not isinstance(rope, Mapping):
+        return None
+    kind = rope.get("rope_type", "default")
+    if isinstance(kind, str) and kind not in _STATIC_ROPES:
+        return f"its rope of type `{kind}` depends on the sequence's length or is not known"
+    nested = (_rope_refusal(value) for value in rope.values() if isinstance(value, Mapping))
+    return next(filter(None, nested), None)
+
+
+def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
+    """Run the model once without weights and find the shape of its attention layers.
+
+    Raises:
+        ModelError: it does not go through the attention interface in every layer, or asks for
+            something other than plain causal attention of one shape.
+    """
+    probe = AttentionProbe()
+    num_tokens = 3
+    auto: Any = AutoModelForCausalLM  # untyped in transformers
+    try:
+        with torch.device("meta"), torch.inference_mode():
+            model = auto.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+            )
+            tokens = torch.zeros(1, num_tokens, dtype=torch.int32)
+            last = torch.zeros(1, dtype=torch.int64)
+            out = model.eval()(
+                input_ids=tokens,
+                position_ids=tokens,
+                use_cache=False,
+                logits_to_keep=last,
+                **{CONTEXT_ARGUMENT: probe},
+            )
+    except ModelError as error:
+        raise ModelError(f"model `{name}` cannot be served: {error}") from error
+    except Exception as error:  # modelling code may raise anything when it meets what it cannot do
+        raise ModelError(
+            f"model `{name}` cannot be served: a run of `{config.model_type}` without weights "
+            f"failed: {error!r}"
+        ) from error
+    if reason := _probe_refusal(probe.calls, num_tokens, config):
+        raise ModelError(f"model `{name}` cannot be served: {reason}")
+    if tuple(out.logits.shape) != (1, 1, config.vocab_size):
+        raise ModelError(
+            f"model `{name}` cannot be served: `{config.model_type}` does not give logits of "
+            "chosen tokens only"
+        )
+    if config.model_type not in TESTED_MODEL_TYPES:
+        logger.warning(
+            "model `%s`: `%s` fits, but only %s are tested",
+            name,
+            config.model_type,
+            ", ".join(sorted(TESTED_MODEL_TYPES)),
+        )
+    first = probe.calls[0]
+    return AttentionShape(
+        len(probe.calls), first.query_shape[1], first.key_shape[1], first.key_shape[3]
+    )
+
+
+def _probe_refusal(
+    calls: list[AttentionCall], num_tokens: int, config: PreTrainedConfig
+) -> str | None:
+    if not calls:
+        return f"`{config.model_type}` does not use transformers' attention interface"
+    if [call.layer for call in calls] != list(range(len(calls))):
+        return "its layers do not attend one by one"
+    if len(calls) != config.num_hidden_layers:
+        return f"{len(calls)} of its {config.num_hidden_layers} layers attend"
+    for call in calls:
+        _, num_heads, _, head_dim = call.query_shape
+        num_kv_heads = call.key_shape[1]
+        shapes = [(1, n, num_tokens, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)]
+        if [call.query_shape, call.key_shape, call.value_shape] != shapes or (
+            num_heads % num_kv_heads
+        ):
+            return (
+                f"layer {call.layer} attends with queries {call.query_shape}, keys "
+                f"{call.key_shape} and values {call.value_shape}"
+            )
+        if (call.query_shape, call.key_shape) != (calls[0].query_shape, calls[0].key_shape):
+            return f"layers 0 and {call.layer} differ in their attention heads"
+        if not call.is_causal:
+            return f"the attention of layer {call.layer} is not causal"
+        for option, value in call.options.items():
+            if option not in _HARMLESS_OPTIONS and value is not None and value is not False:
+                return f"layer {call.layer} asks for `{option}`, which is not paged"
+    return None

@@ -1,0 +1,115 @@
+"""The model that is made on the spot, and byte-level tokenizers that fit any vocabulary.
+
+`tiny-random` has no training behind it, so its weights are drawn such that its answers depend on
+the whole context: a wrong block shows as wrong tokens. It knows no paths and no requests.
+"""
+
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+TINY_NAME = "tiny-random"
+TINY_SEED = 20
+
+BOS, EOS, TURN_START, TURN_END = "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>"
+_SPECIALS = (BOS, EOS, TURN_START, TURN_END, *(f"<|reserved_{i}|>" for i in range(4)))
+BYTE_VOCAB_SIZE = 256 + len(_SPECIALS)
+
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}"
+    "{% else %}{% for part in message['content'] or [] %}{{ part['text'] or '' }}{% endfor %}"
+    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def tiny_config() -> LlamaConfig:
+    """Describe `tiny-random`: 2 KiB of keys and values a token in float32."""
+    return LlamaConfig(
+        vocab_size=BYTE_VOCAB_SIZE,
+        hidden_size=256,
+        intermediate_size=688,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=32768,
+        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+        tie_word_embeddings=False,
+        bos_token_id=256,
+        eos_token_id=257,
+        pad_token_id=None,
+        dtype="float32",
+    )
+
+
+@torch.no_grad()
+def init_tiny_weights(model: LlamaForCausalLM) -> None:
+    """Draw the weights of `tiny-random` on the CPU, the same on every machine.
+
+    Linear layers keep the variance of their input; queries are scaled up, so that a head looks at
+    few of many tokens and each of them counts. Only printable ASCII has output weights: greedy
+    text is valid UTF-8, encodes back to the same tokens, and never ends by accident.
+    """
+    generator = torch.Generator().manual_seed(TINY_SEED)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            nn.init.ones_(parameter)
+            continue
+        std = 1.0 if "embed_tokens" in name else parameter.shape[1] ** -0.5
+        if "q_proj" in name:
+            std *= 3.0
+        drawn = torch.empty(parameter.shape).normal_(0.0, std, generator=generator)
+        parameter.copy_(drawn)
+    printable = torch.zeros(model.config.vocab_size, dtype=torch.bool)
+    printable[0x20:0x7F] = True
+    model.lm_head.weight[~printable.to(model.lm_head.weight.device)] = 0.0
+
+
+def byte_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFast:
+    """Make a tokenizer of one token a byte, with chat tokens, for a vocabulary of `vocab_size`.
+
+    Id `b` below 256 is byte `b`; the special tokens follow. Ids beyond them, which no text
+    encodes to, decode to ` t<id>`, so that a random model's output is text too. Text never
+    encodes to special tokens unless it spells them, as with any chat tokenizer.
+    """
+    letters = _byte_letters()
+    vocab = {letters[byte]: byte for byte in range(256)}
+    vocab |= {token: 256 + i for i, token in enumerate(_SPECIALS)}
+    vocab |= {f"{letters[0x20]}t{i}": i for i in range(BYTE_VOCAB_SIZE, vocab_size)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in _SPECIALS])
+    make: Any = PreTrainedTokenizerFast  # untyped in transformers
+    tokenizer: PreTrainedTokenizerFast = make(
+        tokenizer_object=backend,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=max_model_len,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+def stop_token_ids() -> frozenset[int]:
+    """Give the ids that end an answer in `byte_tokenizer`'s chat format."""
+    return frozenset(256 + _SPECIALS.index(token) for token in (EOS, TURN_END))
+
+
+def _byte_letters() -> list[str]:
+    """Map each byte to the printable letter that stands for it in a byte-level vocabulary.
+
+    Source: GPT-2's `bytes_to_unicode`, Radford et al. 2019.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    shifted = (byte for byte in range(256) if byte not in printable)
+    moved = {byte: 256 + i for i, byte in enumerate(shifted)}
+    return [chr(moved.get(byte, byte)) for byte in range(256)]

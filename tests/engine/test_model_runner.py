@@ -1,0 +1,261 @@
+"""The paged engine against transformers' own generation, token for token and logit for logit."""
+
+import random
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.model_runner import (
+    BatchRow,
+    ModelRunner,
+    make_kv_pool,
+    num_device_blocks,
+    profile_peak_bytes,
+)
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+
+
+class Harness:
+    """A runner over a pool of shuffled blocks, a few requests, and no scheduler."""
+
+    def __init__(self, loaded: LoadedModel, *, poison: bool = True) -> None:
+        self.loaded = loaded
+        spec = loaded.kv_spec(BLOCK_SIZE)
+        self.pool = make_kv_pool(spec, NUM_BLOCKS, loaded.device)
+        if poison:  # what was never written must never be read
+            self.pool.fill_(float("nan"))
+        self.runner = ModelRunner(loaded, self.pool, spec)
+        self._free = list(range(NUM_BLOCKS))
+        random.Random(5).shuffle(self._free)
+
+    def table(self, num_tokens: int) -> "array[int]":
+        return array("i", [self._free.pop() for _ in range(-(-num_tokens // BLOCK_SIZE))])
+
+    def prefill(self, ids: list[int], table: "array[int]", chunks: list[int]) -> Tensor:
+        start = 0
+        for chunk in chunks:
+            row = BatchRow(ids[start : start + chunk], start, table)
+            logits = self.runner.execute([row])
+            start += chunk
+        assert start == len(ids)
+        return logits
+
+    def generate(self, ids: list[int], num_tokens: int, chunks: list[int]) -> list[int]:
+        table = self.table(len(ids) + num_tokens)
+        logits = self.prefill(ids, table, chunks)
+        out = [int(logits.argmax())]
+        while len(out) < num_tokens:
+            row = BatchRow(out[-1:], len(ids) + len(out) - 1, table)
+            out.append(int(self.runner.execute([row]).argmax()))
+        return out
+
+
+def prompt(num_tokens: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(10, 256), k=num_tokens)
+
+
+def reference_model(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Any:
+    auto: Any = AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval().to(device)
+
+
+def reference_tokens(folder: Path, ids: list[int], num_tokens: int) -> list[int]:
+    out = reference_model(folder).generate(
+        torch.tensor([ids]),
+        attention_mask=torch.ones(1, len(ids), dtype=torch.long),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return [int(token) for token in out[0, len(ids) :]]
+
+
+@pytest.mark.parametrize("chunks", [[77], [16, 32, 29], [1, 7, 33, 1, 35]])
+def test_greedy_tokens_equal_those_of_transformers(
+    family: str, checkpoints: Any, chunks: list[int]
+) -> None:
+    folder = checkpoints(family)
+    harness = Harness(load_model(str(folder), device="cpu", cache_dir=None))
+    ids = prompt(77, seed=1)
+    tokens = harness.generate(ids, 40, chunks)
+    assert tokens == reference_tokens(folder, ids, 40)
+    assert len(set(tokens)) > 5
+
+
+def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> None:
+    folder = checkpoints(family)
+    harness = Harness(load_model(str(folder), device="cpu", cache_dir=None))
+    ids = prompt(130, seed=2)
+    with torch.inference_mode():
+        expected = reference_model(folder)(torch.tensor([ids])).logits[0]
+    table = harness.table(len(ids))
+    parts, start = [], 0
+    for chunk in (50, 1, 79):
+        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
+        parts.append(harness.runner.execute([row]))
+        start += chunk
+    logits = torch.cat(parts)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (130, 300)
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints: Any) -> None:
+    folder = checkpoints(family)
+    loaded = load_model(str(folder), device="cpu", cache_dir=None)
+    harness = Harness(loaded)
+    prompts = [prompt(n, seed=n) for n in (21, 40, 17, 64)]
+    tables = [harness.table(len(ids) + 1) for ids in prompts]
+    for ids, table in zip(prompts, tables, strict=True):
+        harness.prefill(ids[:16], table, [16])
+    rows = [
+        BatchRow(prompts[0][16:], 16, tables[0]),
+        BatchRow(prompts[1][16:17], 16, tables[1]),
+        BatchRow(prompts[2][16:], 16, tables[2], all_logits=True),
+        BatchRow(prompts[3][16:30], 16, tables[3], needs_logits=False),
+    ]
+    logits = harness.runner.execute(rows)
+    assert logits.shape == (3, 300)
+    for row, got in zip((0, 1, 2), logits, strict=True):
+        alone = Harness(loaded)
+        ids = prompts[row][: rows[row].context_len]
+        expected = alone.prefill(ids, alone.table(len(ids)), [len(ids)])
+        torch.testing.assert_close(got, expected[0], atol=1e-4, rtol=1e-4)
+
+
+def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> None:
+    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    row = BatchRow(prompt(20, seed=1), 0, harness.table(20), needs_logits=False)
+    assert harness.runner.execute([row]).shape == (0, 300)
+
+
+def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
+    checkpoints: Any,
+) -> None:
+    harness = Harness(load_model(str(checkpoints("qwen3")), device="cpu", cache_dir=None))
+    ids = prompt(48, seed=4)
+    table = harness.table(48)
+    cold = harness.prefill(ids, table, [48])
+    before = harness.pool.clone()
+    warm = harness.runner.execute([BatchRow(ids[47:], 47, table, write_from=48)])
+    torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
+    assert torch.equal(harness.pool.nan_to_num(), before.nan_to_num())
+
+
+def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
+    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    ids = prompt(40, seed=6)
+    table = harness.table(40)
+    cold = harness.prefill(ids, table, [40])
+    harness.pool[table[1]] = harness.pool[table[1]] + 0.0  # same bytes, owned by the cache
+    kept = harness.pool[table[1]].clone()
+    harness.pool[table[2]] = float("nan")
+    warm = harness.runner.execute([BatchRow(ids[20:], 20, table, write_from=32)])
+    torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
+    assert torch.equal(harness.pool[table[1]], kept)
+    assert not harness.pool[table[2]][:, :, :8].isnan().any()
+    assert harness.pool[table[2]][:, :, 8:].isnan().all()
+
+
+def test_two_runners_in_one_process_keep_their_pools_apart(checkpoints: Any) -> None:
+    folders = [checkpoints("llama"), checkpoints("qwen2")]
+    harnesses = [Harness(load_model(str(f), device="cpu", cache_dir=None)) for f in folders]
+    ids = prompt(30, seed=8)
+    tables = [harness.table(64) for harness in harnesses]
+    last = [h.prefill(ids, t, [30]) for h, t in zip(harnesses, tables, strict=True)]
+    outs: list[list[int]] = [[int(logits.argmax())] for logits in last]
+    for step in range(10):
+        for harness, table, out in zip(harnesses, tables, outs, strict=True):
+            logits = harness.runner.execute([BatchRow(out[-1:], 30 + step, table)])
+            out.append(int(logits.argmax()))
+    for folder, out in zip(folders, outs, strict=True):
+        assert out == reference_tokens(folder, ids, 11)
+
+
+def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
+    folder = checkpoints("mistral")
+    loaded = load_model(str(folder), device="cpu", cache_dir=None)
+    spec = loaded.kv_spec(64)
+    runner = ModelRunner(loaded, make_kv_pool(spec, 4, loaded.device), spec)
+    ids = prompt(100, seed=9)
+    logits = runner.execute([BatchRow(ids, 0, [3, 1])])
+    assert int(logits.argmax()) == reference_tokens(folder, ids, 1)[0]
+
+
+def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> None:
+    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    seen: list[float] = []
+    harness.runner.warm_up(
+        max_num_batched_tokens=64, max_context_len=512, progress=lambda _, done: seen.append(done)
+    )
+    assert seen == sorted(seen)
+    assert seen[-1] == 1.0
+    assert harness.pool.isnan().all()
+
+
+def test_a_row_that_its_blocks_cannot_hold_is_our_bug(checkpoints: Any) -> None:
+    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    with pytest.raises(AssertionError, match="1 blocks for 17 tokens"):
+        harness.runner.execute([BatchRow([1] * 17, 0, [0])])
+
+
+@pytest.mark.gpu
+def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers(
+    family: str, checkpoints: Any
+) -> None:
+    folder = checkpoints(family)
+    ids = prompt(200, seed=11)
+    batch = torch.tensor([ids], device="cuda")
+    with torch.inference_mode():
+        exact = reference_model(folder, device="cuda")(batch).logits[0]
+        theirs = reference_model(folder, torch.bfloat16, "cuda")(batch).logits[0].float()
+    loaded = load_model(str(folder), dtype="bfloat16", device="cuda", cache_dir=None)
+    harness = Harness(loaded)
+    table = harness.table(len(ids))
+    rows = [BatchRow(ids[:90], 0, table, all_logits=True), BatchRow(ids[90:], 90, table)]
+    first = harness.runner.execute(rows[:1])
+    last = harness.runner.execute(rows[1:])
+    decoded = harness.runner.execute([BatchRow(ids[-1:], len(ids) - 1, table)])
+    ours = torch.cat([first, last])
+    expected = torch.cat([exact[:90], exact[-1:]])
+    bound = 2 * (theirs - exact).abs().mean()
+    assert (ours - expected).abs().mean() <= bound
+    assert (decoded - exact[-1:]).abs().mean() <= bound
+
+
+@pytest.mark.gpu
+def test_greedy_tokens_on_the_device_equal_those_of_transformers(
+    family: str, checkpoints: Any
+) -> None:
+    folder = checkpoints(family)
+    harness = Harness(load_model(str(folder), dtype="float32", device="cuda", cache_dir=None))
+    harness.runner.warm_up(max_num_batched_tokens=128, max_context_len=512)
+    ids = prompt(77, seed=1)
+    expected = reference_tokens(folder, ids, 20)
+    assert harness.generate(ids, 20, [40, 1, 36])[:8] == expected[:8]
+
+
+@pytest.mark.gpu
+def test_the_pool_is_sized_from_what_steps_take() -> None:
+    loaded = load_model("random:qwen3-0.6b", device="cuda", cache_dir=None)
+    spec = loaded.kv_spec(16)
+    peak_bytes = profile_peak_bytes(loaded, spec, max_num_batched_tokens=2048, max_num_seqs=64)
+    assert peak_bytes > 64 * loaded.vocab_size * 4
+    num_blocks = num_device_blocks(
+        loaded,
+        spec,
+        gpu_memory_utilization=0.5,
+        max_num_batched_tokens=2048,
+        max_num_seqs=64,
+    )
+    total = torch.cuda.mem_get_info()[1]
+    assert 0.3 * total < num_blocks * spec.block_bytes < 0.5 * total
