@@ -6,22 +6,22 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 """
 
 import contextlib
+import dataclasses
 import logging
 import os
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
-import msgspec
 import torch
 import xxhash
-from tieredkv.engine.loader import LoadedModel, load_model
-from tieredkv.engine.model_runner import ModelRunner
-from tieredkv.engine.sampler import Sampler, SamplerState
-from tieredkv.kernels.copies import BlockCopier
-from tieredkv.storage.client import ControlRequest, StoreClient, StoreOptions
+from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import StoreStats, minimum_budget_bytes
+from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.messages import StoreOptions
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -29,18 +29,21 @@ from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine.loader import LoadedModel, load_model
 from tieredkv.engine.messages import (
     EngineInfo,
     EngineRequest,
     TokenLogprob,
     TokenOutput,
 )
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request
+from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockHash, KVSpec, Progress, Tier
+from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -49,10 +52,6 @@ LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
 CPU_DEVICE_BYTES = 256 << 20
-
-
-def _no_progress(_stage: str, _done: int, _total: int) -> None:
-    pass
 
 
 class EngineCore:
@@ -68,7 +67,7 @@ class EngineCore:
         StorageError: the disk tier's directory is not usable; nothing in it was changed.
     """
 
-    def __init__(self, settings: Settings, *, progress: Progress = _no_progress) -> None:
+    def __init__(self, settings: Settings, *, progress: Progress = ignore_progress) -> None:
         self._settings = settings
         self._policies = settings.retention_policies()
         self._policies.get(settings.default_retention)
@@ -77,6 +76,7 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._outputs: list[TokenOutput] = []
         self._described: set[BlockHash] = set()
+        self._seeds = random.Random(settings.seed)
         self._is_closed = False
         self._is_stalled = False
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
@@ -88,29 +88,39 @@ class EngineCore:
         device = torch.device(settings.resolve_device(torch.cuda.is_available()))
         self.model: LoadedModel = load_model(
             settings.model,
-            dtype=None if settings.dtype == "auto" else settings.dtype,
+            dtype=settings.dtype,
             device=str(device),
-            progress=progress,
+            progress=lambda stage, share: progress(stage, round(100 * share), 100),
             fingerprint=settings.fingerprint,
         )
         spec = self.kv_spec = self.model.kv_spec(settings.block_size)
+        num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
-        self._arena = stack.enter_context(
-            contextlib.closing(HostArena(num_pages, spec.page_bytes, progress=progress))
+        self._arena = HostArena(
+            num_pages,
+            spec.page_bytes,
+            progress=lambda done, total: progress("taking host memory", done, total),
         )
+        stack.callback(self._arena.close)
         self._store = self._open_store(stack)
-        self._runner = ModelRunner(self.model, spec, device=device)
-        num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
-        self._pool = self._runner.make_kv_pool(num_blocks)
+        self._pool = make_kv_pool(spec, num_blocks, device)
+        self._runner = ModelRunner(self.model, self._pool, spec)
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
-        self._copier = BlockCopier(
-            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), progress=progress
+        if device.type == "cuda":
+            pinned = register_pinned(
+                arena_bytes.data_ptr(),
+                self._arena.size_bytes,
+                page_bytes=spec.page_bytes,
+                progress=lambda done, total: progress("pinning host memory", done, total),
+            )
+            stack.callback(pinned.unregister)
+        copier = BlockCopier(
+            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), spec.num_layers
         )
-        stack.callback(self._copier.close)
-        transfer = BlockTransfer[object](self._copier, device=device, block_bytes=spec.block_bytes)
+        transfer = BlockTransfer[Any](self._copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -135,14 +145,19 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._sampler = Sampler()
-        self._runner.warm_up(progress)
+        max_model_len = min(
+            settings.max_model_len or self.model.max_model_len,
+            self.model.max_model_len,
+            num_blocks * spec.block_size,
+        )
+        self._runner.warm_up(
+            max_num_batched_tokens=num_batched_tokens,
+            max_context_len=max_model_len,
+            progress=lambda stage, share: progress(stage, round(100 * share), 100),
+        )
         self.info = EngineInfo(
             model=settings.served_model_name or self.model.name,
-            max_model_len=min(
-                settings.max_model_len or self.model.max_model_len,
-                self.model.max_model_len,
-                num_blocks * spec.block_size,
-            ),
+            max_model_len=max_model_len,
             vocab_size=self.model.vocab_size,
             block_size=spec.block_size,
             num_device_blocks=num_blocks,
@@ -189,6 +204,7 @@ class EngineCore:
                 code="queue_full",
                 status=429,
             )
+        request.params.check_vocabulary(info.vocab_size)
         policy = self._policies.get(request.retention or settings.default_retention)
         root, namespace, hashes = self._chain(request)
         self._describe(root, namespace)
@@ -200,7 +216,12 @@ class EngineCore:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
-            sampler=SamplerState.from_params(request.params, token_ids, settings.seed),
+            sampler=SamplerState.from_params(
+                request.params,
+                self._seeds.getrandbits(63),
+                eos_token_ids=self.model.eos_token_ids,
+                prompt_token_ids=token_ids,
+            ),
         )
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
@@ -266,16 +287,13 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters = msgspec.to_builtins(self.tiers.counters)
+        counters: dict[str, object] = dataclasses.asdict(self.tiers.counters)
         counters["preemptions"] = self.scheduler.num_preemptions
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
         stats["counters"] = counters
+        stats["disk"] = self._store.stats() if self._store is not None else None
         return stats
-
-    def store_stats(self) -> StoreStats | None:
-        """Ask the store for its counters; None without a disk tier or while it is down."""
-        return self._store.request_stats(timeout_s=5.0) if self._store else None
 
     def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:
         """Empty the tiers above `to` of what no request uses; return whether all of it has gone."""
@@ -321,7 +339,7 @@ class EngineCore:
             block = self.tiers.device.lookup(block_hash)
             if block is None or not block.is_ready:
                 return None
-            digest.update(self._block_bytes[block.block_id].cpu().numpy())
+            digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
         return digest.hexdigest()
 
     def close(
@@ -334,7 +352,7 @@ class EngineCore:
         for request in list(self._requests.values()):
             self._finish(request)
         timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
-        report = progress or _no_progress
+        report = progress or ignore_progress
         left = self.cache.demoter.drain(
             deadline=time.monotonic() + timeout_s,
             on_progress=lambda done, total: report("writing to disk", done, total),
@@ -408,12 +426,9 @@ class EngineCore:
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
             logprobs = None
-            if request.params.logprobs is not None:
-                logprobs = [
-                    TokenLogprob(
-                        token_id=token.token_id, logprob=token.logprob, top=token.top_logprobs
-                    )
-                ]
+            if token.logprob is not None:
+                top = list(token.top_logprobs)
+                logprobs = [TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=top)]
             self._outputs.append(
                 TokenOutput(
                     request_id=request.request_id,
@@ -428,11 +443,11 @@ class EngineCore:
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         params = request.params
-        if len(request.output_ids) >= params.min_tokens:
-            if token_id in params.stop_token_ids:
-                return "stop"
-            if not params.ignore_eos and token_id in self.model.eos_token_ids:
-                return "stop"
+        if (
+            len(request.output_ids) >= params.min_tokens
+            and token_id in request.sampler.end_token_ids
+        ):
+            return "stop"
         is_long = len(request.output_ids) >= params.max_tokens
         if is_long or request.num_tokens >= self.info.max_model_len:
             return "length"
@@ -466,8 +481,10 @@ class EngineCore:
         settings = self._settings
         if settings.disk_dir is None:
             return None
+        disk_retentions = tuple(policy.name for policy in settings.policies if policy.may_use_disk)
         options = StoreOptions(
             path=settings.disk_dir,
+            disk_retentions=disk_retentions,
             budget_bytes=settings.disk_size,
             sync=settings.disk_sync,
             sweep_interval_s=settings.sweep_interval,
@@ -487,15 +504,14 @@ class EngineCore:
         if device.type != "cuda":
             return _num_slots("device_size", CPU_DEVICE_BYTES, spec.block_bytes, least=2)
         progress("profiling", 0, 1)
-        num_blocks = self._runner.num_blocks_for(
-            settings.gpu_memory_utilization, max_num_batched_tokens=num_batched_tokens
+        num_blocks = num_device_blocks(
+            self.model,
+            spec,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+            max_num_batched_tokens=num_batched_tokens,
+            max_num_seqs=settings.max_num_seqs,
         )
         progress("profiling", 1, 1)
-        if num_blocks < 2:
-            raise ConfigError(
-                f"`gpu_memory_utilization` = {settings.gpu_memory_utilization} leaves no room for "
-                f"blocks of {format_bytes(spec.block_bytes)}; raise it or use a smaller model"
-            )
         return num_blocks
 
 

@@ -7,14 +7,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.sampling_params import SamplingParams
-
 from tieredkv.config import load_settings
 from tieredkv.engine.core import EngineCore
+from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.types import Progress, Tier
+from tieredkv.types import Progress, Tier, ignore_progress
 
 Prompt = str | Sequence[int]
 
@@ -60,7 +59,6 @@ class _Generation:
         self.first_token_at: float | None = None
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.text = ""
         self.usage: RequestUsage | None = None
         self.finish_reason: str | None = None
 
@@ -72,11 +70,11 @@ class _Generation:
         if self.finish_reason is None:
             self.token_ids.extend(output.token_ids)
             self.logprobs.extend(output.logprobs or ())
-            self.text += self.detokenizer.add(output.token_ids)
-            if self.detokenizer.is_stopped:
+            self.detokenizer.feed(output.token_ids)
+            if self.detokenizer.stopped_by is not None:
                 self.finish_reason = "stop"
             elif output.finish_reason is not None:
-                self.text += self.detokenizer.finish()
+                self.detokenizer.finish()
                 self.finish_reason = output.finish_reason
 
     def result(self) -> RequestOutput:
@@ -87,7 +85,7 @@ class _Generation:
             request_id=self.request.request_id,
             prompt_token_ids=self.request.prompt_token_ids,
             token_ids=self.token_ids,
-            text=self.text,
+            text=self.detokenizer.text,
             finish_reason=self.finish_reason or "stop",
             usage=Usage(
                 prompt_tokens=usage.prompt_tokens,
@@ -141,8 +139,7 @@ class LLM:
         loaded = load_settings(
             arguments=arguments, config_path=os.fspath(config) if config is not None else None
         )
-        extra = {"progress": progress} if progress is not None else {}
-        self.core = EngineCore(loaded.settings, **extra)
+        self.core = EngineCore(loaded.settings, progress=progress or ignore_progress)
         self.tokenizer = self.core.model.tokenizer
         self._ids = itertools.count()
 
@@ -167,7 +164,9 @@ class LLM:
         """
         params = sampling_params or SamplingParams()
         generations = [
-            _Generation(request, Detokenizer(self.tokenizer, stop=params.stop))
+            _Generation(
+                request, Detokenizer(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+            )
             for request in (
                 self.make_request(prompt, params, retention=retention, cache_salt=cache_salt)
                 for prompt in _as_list(prompts)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-from tieredkv.storage.results import StoreStats
 
 from tieredkv.errors import IntegrityError, StorageError, TieredKVError
 from tieredkv.storage import messages
@@ -31,6 +30,7 @@ from tieredkv.storage.messages import (
     WorkerMessage,
 )
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
+from tieredkv.storage.results import StoreStats
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ class StoreClient:
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
         self._is_closing = False
-        self._stats: StoreStats = {}
+        self._stats: StoreStats | None = None
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tieredkv.storage.results import EvictFilter
 
 from tieredkv.errors import StorageError, StoreBusyError
 from tieredkv.storage import messages
@@ -22,6 +21,7 @@ from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel, Incom
 from tieredkv.storage.control_server import SOCKET_NAME, socket_address
 from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions, WorkerMessage
 from tieredkv.storage.process import WorkerProcess, describe_exit
+from tieredkv.storage.results import EvictFilter
 
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""

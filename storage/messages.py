@@ -4,10 +4,9 @@ Each message is one tagged struct, framed by `tieredkv.storage.channel`. This mo
 only; who answers what, and when, is the business of worker, client and control.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
-from tieredkv.storage.results import StoreStats
 
 from tieredkv.errors import (
     ConfigError,
@@ -17,6 +16,7 @@ from tieredkv.errors import (
     StoreFullError,
     TieredKVError,
 )
+from tieredkv.storage.results import StoreStats
 from tieredkv.types import BlockRecord
 
 # --- Nouns -----------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     path: str
     budget_bytes: int | None = None
-    sync: str = "commit"
+    sync: Literal["commit", "none"] = "commit"
     sweep_interval_s: float = 10.0
     create: bool = True
     disk_retentions: tuple[str, ...] = ("24h",)

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 
+from tieredkv.errors import StorageError
 from tieredkv.storage.codec import Located
-from tieredkv.storage.lmdb_store import BlockStore, Slot
-
+from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LoadItem
+from tieredkv.storage.results import Slot
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ class ReadTask:
     item: LoadItem
     located: Located
     page: memoryview
-    error: Exception | None = None
+    error: StorageError | None = None
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class WriteTask:
     record: BlockRecord
     page: memoryview
     checksum: bytes | None = None
-    error: Exception | None = None
+    error: StorageError | None = None
 
 
 class PayloadThreads:
@@ -84,16 +85,22 @@ class PayloadThreads:
         while (task := self._reads.get()) is not None:
             try:
                 self._store.read_payload(task.located, task.page)
-            except Exception as error:
+            except StorageError as error:
                 task.error = error
+            except Exception as error:
+                logger.exception("a read broke")
+                task.error = StorageError(f"a read broke: {error!r}")
             self._end(task)
 
     def _keep_writing(self) -> None:
         while (task := self._writes.get()) is not None:
             try:
                 task.checksum = self._store.write_payload(task.slot, task.record, task.page)
-            except Exception as error:
+            except StorageError as error:
                 task.error = error
+            except Exception as error:
+                logger.exception("a write broke")
+                task.error = StorageError(f"a write broke: {error!r}")
             self._end(task)
 
     def _end(self, task: ReadTask | WriteTask) -> None:

@@ -10,19 +10,19 @@ import selectors
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import lmdb
-from tieredkv.clock import Clock
-from tieredkv.storage.codec import Located
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import StoreStats
 
-from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.clock import Clock
+from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import (
     EngineMessage,
     LaunchArgument,
@@ -32,6 +32,7 @@ from tieredkv.storage.messages import (
     TouchItem,
 )
 from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
+from tieredkv.storage.results import Slot, StoreStats
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -41,7 +42,7 @@ _MAX_LOCATES_A_TURN = 64
 _MAX_GROUP_BLOCKS = 64  # written blocks that wait for one index transaction
 _MAX_GROUP_AGE_S = 0.005
 _TOUCH_INTERVAL_S = 1.0
-_MAX_TOUCHES = 16_384
+_TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 
@@ -77,14 +78,15 @@ class StoreService:
 
         self._loads: deque[tuple[int, LoadItem]] = deque()
         self._num_reading = 0
-        self._writes: deque[tuple[StoreItem, int] | Callable[[], None]] = deque()
+        self._writes: deque[StoreItem | Callable[[], None]] = deque()
+        self._reserved: deque[tuple[BlockRecord, int, Slot]] = deque()  # with pages
         self._num_writing = 0
-        self._written: list[WriteTask] = []
+        self._written: list[tuple[Slot, BlockRecord, bytes]] = []  # with checksums
         self._written_since = 0.0
         self._storing: dict[bytes, list[tuple[int, int]]] = {}  # hash -> jobs and pages that wait
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
-        self._next_sweep = time.monotonic() + self._options.sweep_interval_s
+        self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._done_loads: list[PageDone] = []
         self._done_stores: list[PageDone] = []
         self._reported: set[str] = set()
@@ -116,7 +118,7 @@ class StoreService:
         self._threads.close()
         self._collect()
         self._commit()
-        self._flush_touches()
+        self._flush_all_touches()
         self._send_done()
         self._store.close()
         while self._channel.push_queued() and not self._is_orphan:
@@ -227,10 +229,13 @@ class StoreService:
             self._selector.unregister(self._channel)
             self._loads.clear()
             self._writes.clear()
+            while self._reserved:
+                self._store.abandon(self._reserved.popleft()[-1])
 
     def _is_drained(self) -> bool:
         has_reads = self._loads or self._num_reading
-        return not (has_reads or self._writes or self._num_writing or self._written)
+        has_writes = self._writes or self._reserved or self._num_writing or self._written
+        return not (has_reads or has_writes)
 
     def _stats(self) -> StoreStats:
         return self._store.stats()
@@ -266,6 +271,7 @@ class StoreService:
         record = located.record
         wanted = (item.parent_hash, item.root, item.position, item.size_bytes)
         if (record.parent_hash, record.root, record.position, record.size_bytes) != wanted:
+            # Dropped, or the right block could never take its place.
             self._delete([item.block_hash], "identity")
             self._end_load(job, item, "identity")
             return
@@ -274,22 +280,18 @@ class StoreService:
 
     def _end_read(self, task: ReadTask) -> None:
         self._num_reading -= 1
-        job, item, error = task.job, task.item, task.error
-        if error is None:
-            self._end_load(job, item, "", task.located.record)
+        if task.error is None:
+            self._end_load(task.job, task.item, "", task.located.record)
             return
-        # The block may have been evicted, and its slot reused, after it was located: then what was
-        # read says nothing about the disk.
-        located = self._locate(item.block_hash)
-        if located is None:
-            self._end_load(job, item, "missing")
-        elif located.extent != task.located.extent:
-            self._loads.append((job, item))
+        try:
+            reason = self._store.read_failed(task.located, task.error)
+        except StorageError as error:
+            self._report("load", error)
+            reason = "io_error"
+        if reason == "evicted":  # or stored anew elsewhere since it was located: look again
+            self._loads.append((task.job, task.item))
         else:
-            reason = error.reason if isinstance(error, CorruptBlockError) else "io_error"
-            self._report(f"load: {reason}", error)
-            self._delete([item.block_hash], reason)
-            self._end_load(job, item, reason)
+            self._end_load(task.job, task.item, reason)
 
     def _end_load(
         self, job: int, item: LoadItem, reason: str, record: BlockRecord | None = None
@@ -322,7 +324,7 @@ class StoreService:
             self._storing[block_hash].append((job, item.page_id))
         else:
             self._storing[block_hash] = [(job, item.page_id)]
-            self._writes.append((item, job))
+            self._writes.append(item)
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
@@ -331,48 +333,65 @@ class StoreService:
         nothing after it has begun.
         """
         max_writing = 1 if self._num_reading else self._options.num_writers
-        while self._writes:
-            head = self._writes[0]
-            if callable(head):
-                if self._num_writing:
+        while self._num_writing < max_writing:
+            if self._reserved:
+                record, page_id, slot = self._reserved.popleft()
+                self._num_writing += 1
+                self._threads.write(WriteTask(slot, record, self._page(page_id)))
+            elif self._writes and not callable(self._writes[0]):
+                if not self._reserve():
                     return
+            elif self._writes and not self._num_writing:
                 self._commit()
-                self._writes.popleft()
-                head()
-            elif self._num_writing >= max_writing:
-                return
+                barrier = self._writes.popleft()
+                assert callable(barrier)
+                barrier()
             else:
-                self._writes.popleft()
-                self._start_write(head[0])
+                return
 
-    def _start_write(self, item: StoreItem) -> None:
-        record = item.record
+    def _reserve(self) -> bool:
+        """Get slots for the next writes, in one transaction; False to try again later."""
+        batch: list[StoreItem] = []
+        while self._writes and len(batch) < _MAX_GROUP_BLOCKS:
+            item = self._writes[0]
+            if callable(item):
+                break
+            batch.append(item)
+            self._writes.popleft()
         try:
-            slot = self._store.reserve(record)
+            slots = self._store.reserve_many([item.record for item in batch])
         except StorageError as error:
             self._report("store", error)
-            self._end_stores(record.block_hash, "io_error")
-            return
-        if slot is None:
-            self._end_stores(record.block_hash, "full")
-            return
-        self._num_writing += 1
-        self._threads.write(WriteTask(slot, record, self._page(item.page_id)))
+            reason = "full" if isinstance(error, StoreFullError) else "io_error"
+            for item in batch:
+                self._end_stores(item.record.block_hash, reason)
+            return True
+        waiting = []
+        for item, slot in zip(batch, slots, strict=True):
+            if slot is not None:
+                self._reserved.append((item.record, item.page_id, slot))
+            elif self._reserved or self._num_writing or self._written:
+                waiting.append(item)  # room comes when these are committed
+            else:
+                self._end_stores(item.record.block_hash, "full")
+        self._writes.extendleft(reversed(waiting))
+        return not waiting or bool(self._reserved)
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
-        if task.error is None:
+        if task.checksum is not None:
             if not self._written:
                 self._written_since = time.monotonic()
-            self._written.append(task)
+            self._written.append((task.slot, task.record, task.checksum))
         else:
-            self._report("store", task.error)
             self._store.abandon(task.slot)
             self._end_stores(task.record.block_hash, "io_error")
+            if task.error is not None:
+                self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
-            self._num_writing == 0
+            (self._num_writing == 0 and not self._reserved)
             or len(self._written) >= _MAX_GROUP_BLOCKS
             or now - self._written_since >= _MAX_GROUP_AGE_S
         )
@@ -382,16 +401,13 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
-        reason = ""
         try:
-            self._store.commit([(task.slot, task.record, task.checksum) for task in group])
+            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(group)]
         except StorageError as error:
             self._report("commit", error)
-            reason = "io_error"
-            for task in group:
-                self._store.abandon(task.slot)
-        for task in group:
-            self._end_stores(task.record.block_hash, reason)
+            reasons = ["io_error"] * len(group)
+        for (_, record, _), reason in zip(group, reasons, strict=True):
+            self._end_stores(record.block_hash, reason)
 
     def _end_stores(self, block_hash: bytes, reason: str) -> None:
         for job, page_id in self._storing.pop(block_hash):
@@ -403,7 +419,7 @@ class StoreService:
         )
 
     def _end_flush(self, job: int) -> None:
-        self._flush_touches()
+        self._flush_all_touches()
         self._send_done()
         self._send(messages.FlushReply(job))
 
@@ -422,14 +438,16 @@ class StoreService:
         for touch in touches:
             known = self._touches.get(touch.block_hash)
             self._touches[touch.block_hash] = touch if known is None else _merge(known, touch)
-        if len(self._touches) >= _MAX_TOUCHES:
-            self._flush_touches()
 
     def _flush_touches(self) -> None:
-        touches, self._touches = self._touches, {}
-        if touches:
-            items = list(touches.values())
-            self._attempt("touch", lambda: self._store.claim_or_touch(items))
+        """Write some of the gathered touches; a long list takes several turns."""
+        items = [self._touches.pop(key) for key in islice(list(self._touches), _TOUCHES_A_TURN)]
+        rows = [(i.block_hash, i.last_used, i.expires_at, i.retention) for i in items]
+        self._attempt("touch", lambda: self._store.claim_or_touch(rows))
+
+    def _flush_all_touches(self) -> None:
+        while self._touches:
+            self._flush_touches()
 
     def _lookup(self, hashes: list[bytes]) -> list[BlockRecord | None]:
         try:

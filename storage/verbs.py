@@ -7,21 +7,22 @@ time, so that loads and lookups go on under a long `verify`.
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from tieredkv.clock import Clock
-from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import EvictFilter
 
+from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.control_server import ControlClient
+from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import ControlCall
+from tieredkv.storage.results import EvictFilter
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
+_REPORT_INTERVAL_S = 0.1
 
 AskEngine = Callable[[int, str, dict[str, Any]], None]
 
@@ -58,7 +59,7 @@ class Verbs:
         self._after_writes = after_writes
         self._ids = itertools.count(1)
         self._questions: dict[int, _Question] = {}
-        self._slices: list[tuple[ControlClient, Iterator[None]]] = []
+        self._slices: list[tuple[ControlClient, Generator[None, None, None]]] = []
 
     @property
     def has_work(self) -> bool:
@@ -113,6 +114,16 @@ class Verbs:
                 if client.is_gone:
                     self._slices.remove(running)
                     work.close()
+
+    def _verify(self, client: ControlClient, repair: bool) -> Generator[None, None, None]:
+        verification = self._store.verification(repair=repair)
+        next_report = 0.0
+        while verification.step(1):
+            if time.monotonic() >= next_report:
+                next_report = time.monotonic() + _REPORT_INTERVAL_S
+                client.progress(verification.result.checked, verification.total)
+            yield
+        client.answer(msgspec.to_builtins(verification.result))
 
     def _ask(
         self,

@@ -14,14 +14,15 @@ import sys
 from pathlib import Path
 
 import msgspec
-from tieredkv.clock import Clock
-from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
-from tieredkv.storage.lmdb_store import BlockStore
 
+from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.control_server import SOCKET_NAME
+from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import EngineMessage, LaunchArgument
 from tieredkv.storage.process import EXIT_DAMAGED, EXIT_REFUSED
 from tieredkv.storage.service import StoreService, is_damage
@@ -68,8 +69,8 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         budget_bytes=options.budget_bytes,
         clock=clock,
         sync=options.sync,
-        sweep_interval_s=options.sweep_interval_s,
         create=options.create,
+        socket_path=SOCKET_NAME,
     )
     try:
         return StoreService(store, clock, argument, channel, arena, notes)

@@ -325,8 +325,8 @@ def _parse(setting: Any, value: object, *, where: str = "") -> object:
         if kind is float:
             return float(value)  # type: ignore[arg-type]
         if kind == tuple[str, ...]:
-            parts = value.split(",") if isinstance(value, str) else value
-            return tuple(str(part).strip() for part in parts)  # type: ignore[union-attr]
+            parts: Any = value.split(",") if isinstance(value, str) else value
+            return tuple(str(part).strip() for part in parts)
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if not isinstance(value, str):

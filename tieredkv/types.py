@@ -97,3 +97,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 Progress = Callable[[str, int, int], None]
 """Told (stage, done, total) now and then during long work; total 0 where it is not known."""
+
+
+def ignore_progress(_stage: str, _done: int, _total: int) -> None:
+    """Report progress to nobody."""

@@ -189,8 +189,8 @@ def store_items(records: Sequence[BlockRecord]) -> list[StoreItem]:
     return [StoreItem(record=record, page_id=page) for page, record in enumerate(records)]
 
 
-def load_items(records: Sequence[BlockRecord]) -> list[LoadItem]:
-    """Block n into page n."""
+def load_items(records: Sequence[BlockRecord], first_page: int = 0) -> list[LoadItem]:
+    """Block n into page n, counted from the first."""
     return [
         LoadItem(
             block_hash=record.block_hash,
@@ -200,7 +200,7 @@ def load_items(records: Sequence[BlockRecord]) -> list[LoadItem]:
             size_bytes=record.size_bytes,
             page_id=page,
         )
-        for page, record in enumerate(records)
+        for page, record in enumerate(records, first_page)
     ]
 
 

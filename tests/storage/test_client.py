@@ -204,7 +204,8 @@ def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harnes
     os.kill(client.pid, signal.SIGSTOP)
     client.load(load_items(chain)[32:])
     time.sleep(0.3)
-    arrived = {event.page_id for event in (mail.events + client.poll()) if _is_loaded(event)}
+    news = mail.events + client.poll()
+    arrived = {event.page_id for event in news if isinstance(event, PageLoaded)}
     mail.events.clear()
     assert client.pending_pages >= frozenset(range(32, NUM_PAGES))
     assert not client.pending_pages & arrived
@@ -219,10 +220,6 @@ def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harnes
     assert all(event.ok for event in done)
     for page, record in enumerate(chain):
         assert bytes(harness.arena.page(page)) == payload_of(record.block_hash)
-
-
-def _is_loaded(event: object) -> bool:
-    return isinstance(event, PageLoaded)
 
 
 def test_the_engine_never_waits_for_a_stopped_worker(harness: Harness) -> None:
@@ -297,7 +294,7 @@ def test_a_folder_that_cannot_be_a_store_is_refused_with_its_path(tmp_path: Path
     with pytest.raises(StorageError, match="file"):
         harness.open()
     with pytest.raises(StorageError, match="no store"):
-        StoreClient(harness.options(path=str(tmp_path), create=False), harness.arena)
+        StoreClient(harness.options(path=str(tmp_path / "none"), create=False), harness.arena)
     harness.close()
 
 

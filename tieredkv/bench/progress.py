@@ -3,16 +3,16 @@
 import sys
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from tieredkv.types import Progress
+from tieredkv.types import Progress, ignore_progress
 
 
 def terminal_progress() -> Progress:
     """Return a function that draws one bar a stage on stderr, where that is a terminal."""
     if not sys.stderr.isatty():
-        return _quiet
+        return ignore_progress
     bars = RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -21,7 +21,7 @@ def terminal_progress() -> Progress:
         console=Console(stderr=True),
         transient=True,
     )
-    tasks = {}
+    tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
@@ -35,7 +35,3 @@ def terminal_progress() -> Progress:
                 bars.stop()
 
     return report
-
-
-def _quiet(_stage: str, _done: int, _total: int) -> None:
-    pass

@@ -27,6 +27,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,7 +56,7 @@ class TTFTSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefix_tokens: list[int]
     arms: list[str]
     repeats: int
-    settings: dict[str, str | int | float | None]
+    settings: dict[str, Any]
     seed: int = 0
 
     def check(self) -> None:

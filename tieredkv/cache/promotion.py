@@ -74,6 +74,11 @@ class Promoter:
         return max(1, self._tiers.host.num_blocks // 2)
 
     @property
+    def num_reads(self) -> int:
+        """Pages being filled from disk."""
+        return len(self._reads)
+
+    @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way up."""
         return not self._promotions and not self._reads

@@ -293,9 +293,9 @@ class TieredCache:
         """Take in what streams and store have completed since the last call."""
         promoted, demoted = self.tiers.transfer.poll()
         for promotions in promoted:
-            self.promoter.on_copied(promotions)  # type: ignore[arg-type]
+            self.promoter.on_copied(promotions)
         for pairs in demoted:
-            self.demoter.on_copied(pairs)  # type: ignore[arg-type]
+            self.demoter.on_copied(pairs)
         if self.tiers.store is None:
             return
         for event in self.tiers.store.poll():
@@ -350,7 +350,7 @@ class TieredCache:
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is in no RAM tier")
         for pool in (tiers.device, tiers.host):
             for block in pool.evictable():
-                if block.block_hash not in tiers.directory:
+                if tiers.directory.get(block.block_hash) is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
         if self._num_held_blocks > tiers.device.num_blocks // 2:
             raise IntegrityError(f"{self._num_held_blocks} device blocks held for the queue")

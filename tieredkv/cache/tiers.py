@@ -1,8 +1,8 @@
 """The parts that promotion and demotion share, and the counters that they keep."""
 
 from collections import Counter
-from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -47,7 +47,7 @@ class Tiers:
     device: BlockPool
     host: BlockPool
     directory: Directory
-    transfer: BlockTransfer[Hashable]
+    transfer: BlockTransfer[Any]
     store: StoreClient | None
     clock: Clock
     block_bytes: int

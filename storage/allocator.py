@@ -1,0 +1,313 @@
+"""Slots under a byte budget: which is lent, which waits to be erased, how much room is left.
+
+It knows segments, slot sizes and the budget; it does not know which block deserves to stay.
+"""
+
+import errno
+import logging
+from collections.abc import Callable, Iterable
+from itertools import islice
+
+from tieredkv.errors import StorageError, StoreFullError
+from tieredkv.storage.codec import Extent
+from tieredkv.storage.directory import StoreDirectory
+from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.index import Index, IndexTxn, SegmentState
+from tieredkv.storage.results import Slot
+
+logger = logging.getLogger(__name__)
+
+TXN_BLOCKS = 64
+_STEP_BYTES = 64 << 20
+_SEGMENT_BYTES = 1 << 30
+_INDEX_PAGE_BYTES = 4096
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def headroom_bytes(num_blocks: int) -> int:
+    """Bytes kept free for the index to grow in one transaction of `TXN_BLOCKS` changes.
+
+    LMDB copies each page that it changes: a few per database, then at most four a block, and never
+    more than the index has.
+    """
+    return _INDEX_PAGE_BYTES * (48 + min(4 * TXN_BLOCKS, num_blocks))
+
+
+class SlotAllocator:
+    """Hands out slots, takes them back, and keeps what files occupy within the budget.
+
+    Every slot below `num_used` of its segment is exactly one of: a stored block's, free (erased),
+    or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
+    In memory this mirrors the last committed transaction; `reload` restores that after a failed
+    one. Used by the store's thread.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        files: SegmentFiles,
+        index: Index,
+        budget_bytes: int,
+        failpoint: Callable[[str], None],
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.lent: dict[Extent, int] = {}
+        self.dirty: dict[int, dict[Extent, None]] = {}
+        self.segments: dict[int, SegmentState] = {}
+        self.is_disk_full = False
+        self._directory = directory
+        self._files = files
+        self._index = index
+        self._failpoint = failpoint
+        self._overhead_bytes = 0
+        self._num_blocks = 0
+
+    # --- state ------------------------------------------------------------------------------
+
+    def reload(self) -> None:
+        """Take over what the index says; files that it does not know are removed."""
+        with self._index.reading() as txn:
+            self.segments = txn.segments()
+            pending = txn.pending()
+        self.dirty = {}
+        for extent in pending:
+            if extent not in self.lent:
+                self.add_dirty(extent)
+        self._files.remove_unknown(set(self.segments))
+        self.measure()
+
+    def measure(self) -> None:
+        """Read again what the files beside the segments occupy."""
+        self._overhead_bytes = self._directory.occupied_bytes()
+        with self._index.reading() as txn:
+            self._num_blocks = txn.totals().num_blocks
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What all files of the store occupy."""
+        return self._overhead_bytes + self._files.occupied_bytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """What everything but the segment files occupies."""
+        return self._overhead_bytes
+
+    @property
+    def room_bytes(self) -> int:
+        """What segment files may still grow by; negative when something must go."""
+        return self.budget_bytes - self.occupied_bytes - headroom_bytes(self._num_blocks)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of the slots that are lent or dirty."""
+        return sum(self.lent.values()) + sum(size * len(few) for size, few in self.dirty.items())
+
+    def idle_bytes(self, slot_bytes: int) -> int:
+        """What `release_idle` can give back for slots of this size."""
+        dirty = sum(size * len(few) for size, few in self.dirty.items() if size != slot_bytes)
+        return dirty + sum(
+            (state.num_slots - state.num_used) * state.slot_bytes
+            for state in self.segments.values()
+            if state.slot_bytes != slot_bytes
+        )
+
+    def slot_bytes_of(self, extent: Extent) -> int | None:
+        """The slot size where an extent lies; None if its segment is unknown."""
+        state = self.segments.get(extent.segment)
+        return state.slot_bytes if state else None
+
+    def check_fits(self, slot_bytes: int) -> None:
+        """Refuse a slot that no eviction could make room for.
+
+        Raises:
+            StoreFullError: with both sizes.
+        """
+        most = self.budget_bytes - self._overhead_bytes - headroom_bytes(0)
+        if slot_bytes > most:
+            raise StoreFullError(
+                f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes} "
+                f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
+            )
+
+    # --- lending ----------------------------------------------------------------------------
+
+    def take(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
+        """List up to `count` slots as pending without evicting anything."""
+        taken = self._take_dirty(slot_bytes, count)
+        for source in (self._take_unused, self._take_free, self._take_new):
+            if len(taken) < count:
+                found = source(txn, slot_bytes, count - len(taken))
+                for extent in found:
+                    txn.add_pending(extent)
+                taken += found
+        return taken
+
+    def lend(self, extents: Iterable[Extent], slot_bytes: int) -> list[Slot]:
+        """Note slots as lent, once the transaction that took them is committed."""
+        slots = [Slot(extent, slot_bytes) for extent in extents]
+        self.lent.update((slot.extent, slot_bytes) for slot in slots)
+        return slots
+
+    def take_back(self, slot: Slot, *, is_stored: bool) -> None:
+        """End a loan: the slot is a stored block's, or dirty."""
+        if self.lent.pop(slot.extent, None) is None:
+            raise StorageError(f"slot {slot.extent} is not lent")
+        self._files.refresh(slot.extent.segment)
+        if not is_stored:
+            self.add_dirty(slot.extent)
+
+    def add_dirty(self, extent: Extent) -> None:
+        """Note a pending slot as waiting to be reused or erased."""
+        self.dirty.setdefault(self.slot_bytes_of(extent) or 0, {})[extent] = None
+
+    def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
+        dirty = self.dirty.get(slot_bytes, {})
+        taken = [extent for extent in islice(dirty, count) if extent.segment in self._files]
+        for extent in taken:
+            del dirty[extent]
+        return taken
+
+    def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
+        """Slots whose space was set aside and that were never handed out."""
+        taken: list[Extent] = []
+        for segment, state in self.segments.items():
+            more = min(state.num_slots - state.num_used, count - len(taken))
+            if state.slot_bytes == slot_bytes and more > 0:
+                first = state.num_used
+                taken += [Extent(segment, first + i) for i in range(more)]
+                self._change_segment(txn, segment, num_used=first + more)
+        return taken
+
+    def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
+        """Erased slots; where erasing made holes, their space is set aside again first."""
+        taken: list[Extent] = []
+        for extent in list(islice(txn.free(slot_bytes), count)):
+            if self._files.punch_hole and self.room_bytes < slot_bytes:
+                break
+            if not self._allocate(extent.segment, extent.slot, 1):
+                break
+            txn.drop_free(slot_bytes, extent)
+            taken.append(extent)
+        return taken
+
+    def _take_new(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
+        """Slots of a segment that grows a step, or of a new one."""
+        largest = max(_SEGMENT_BYTES, self.budget_bytes // 256) // slot_bytes or 1
+        fits = [
+            segment
+            for segment, state in self.segments.items()
+            if state.slot_bytes == slot_bytes
+            and state.num_slots < largest
+            and segment in self._files
+        ]
+        num_slots = self.segments[fits[-1]].num_slots if fits else 0
+        step = min(_STEP_BYTES, self.budget_bytes // 64) // slot_bytes
+        growth = min(max(step, count), self.room_bytes // slot_bytes, largest - num_slots)
+        if growth <= 0:
+            return []
+        segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
+        self._failpoint("segment:opened")
+        if not self._allocate(segment, num_slots, growth):
+            growth = min(count, growth)
+            if not self._allocate(segment, num_slots, growth):
+                return []
+        self._failpoint("segment:grown")
+        self.is_disk_full = False
+        self._change_segment(txn, segment, num_slots=num_slots + growth)
+        return self._take_unused(txn, slot_bytes, count)
+
+    def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
+        segment = int.from_bytes(txn.meta("next_segment") or b"\1", "big")
+        txn.set_meta("next_segment", (segment + 1).to_bytes(4, "big"))
+        self._files.open(segment, slot_bytes, create=True)
+        self.segments[segment] = SegmentState(slot_bytes, 0, 0, 0)
+        txn.put_segment(segment, self.segments[segment])
+        return segment
+
+    def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
+        """Set space aside; False where the filesystem is full."""
+        try:
+            self._files.allocate(segment, first_slot, num_slots)
+        except OSError as error:
+            if error.errno not in _NO_SPACE:
+                raise
+            self.is_disk_full = True
+            return False
+        return True
+
+    def _change_segment(self, txn: IndexTxn, segment: int, **changes: int) -> None:
+        """Change a segment here and in the index, whose live count is the true one."""
+        self.segments[segment] = self.segments[segment]._replace(**changes)
+        stored = txn.get_segment(segment) or self.segments[segment]
+        txn.put_segment(segment, stored._replace(**changes))
+
+    # --- giving back ------------------------------------------------------------------------
+
+    def erase_dirty(self, *, keep: int | None = None) -> int:
+        """Erase the dirty slots, but those of size `keep`; answer how many bytes went."""
+        waiting = [
+            (slot_bytes, extent)
+            for slot_bytes, extents in self.dirty.items()
+            if slot_bytes != keep
+            for extent in extents
+        ]
+        erased_bytes = 0
+        for start in range(0, len(waiting), TXN_BLOCKS):
+            batch = waiting[start : start + TXN_BLOCKS]
+            self._failpoint("erase:before")
+            erased = [(size, extent) for size, extent in batch if self._erase(extent)]
+            self._failpoint("erase:done")
+            with self._index.writing() as txn:
+                for slot_bytes, extent in erased:
+                    txn.drop_pending(extent)
+                    if extent.segment in self._files:
+                        txn.add_free(slot_bytes, extent)
+            self._failpoint("erase:committed")
+            for slot_bytes, extent in erased:
+                del self.dirty[slot_bytes][extent]
+                erased_bytes += slot_bytes
+        if waiting:
+            self.measure()
+        return erased_bytes
+
+    def release_idle(self, *, keep: int | None = None) -> bool:
+        """Give back all space that no block needs; slots of size `keep` stay reusable."""
+        before = self._files.occupied_bytes
+        erased = self.erase_dirty(keep=keep)
+        unused = [
+            (segment, state.num_used)
+            for segment, state in self.segments.items()
+            if state.slot_bytes != keep and state.num_slots > state.num_used
+        ]
+        if unused:
+            with self._index.writing() as txn:
+                for segment, num_used in unused:
+                    self._change_segment(txn, segment, num_slots=num_used)
+            for segment, num_used in unused:
+                if segment in self._files:
+                    self._files.truncate(segment, num_used)
+        self.remove_empty_segments(keep=keep)
+        return bool(erased or unused or self._files.occupied_bytes < before)
+
+    def remove_empty_segments(self, *, keep: int | None = None) -> None:
+        """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
+        busy = {extent.segment for extent in self.lent}
+        busy |= {extent.segment for extents in self.dirty.values() for extent in extents}
+        with self._index.reading() as txn:
+            states = txn.segments()
+        for segment, state in states.items():
+            if state.num_live or segment in busy or state.slot_bytes == keep:
+                continue
+            with self._index.writing() as txn:
+                txn.remove_segment(segment, state.slot_bytes)
+            self._failpoint("segment:forgotten")
+            self._files.remove(segment)
+            del self.segments[segment]
+
+    def _erase(self, extent: Extent) -> bool:
+        try:
+            self._files.erase(extent)
+        except OSError as error:
+            logger.warning("slot %s could not be erased, will try again: %s", extent, error)
+            return False
+        return True

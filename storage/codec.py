@@ -1,0 +1,285 @@
+"""The bytes of the store: index records, slot headers and index keys, each with its version.
+
+It knows layouts and checksums (docs/format.md draws them); it opens no file and decides nothing.
+"""
+
+import math
+import struct
+from typing import NamedTuple
+
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
+
+FORMAT_VERSION = 1
+CODEC_RAW = 0
+HEADER_BYTES = PAGE_ALIGNMENT_BYTES
+SLOT_MAGIC = b"TKVSLOT\0"
+MAX_DIGEST_BYTES = 32
+CHECKSUM_BYTES = 16
+
+# version, codec, lengths of parent, root, namespace, retention; position, size, payload, segment,
+# slot, hits; computed_at, expires_at, protect_until, last_used; payload checksum; the four strings.
+_RECORD = struct.Struct("<6B2x6I4d16s32s32s32s32s")
+RECORD_BYTES = _RECORD.size + 8
+_SEAL_BYTES = 8
+
+# magic, version; lengths of hash, parent, root, namespace, retention, codec; position, size,
+# payload, segment, slot; four times; payload checksum; the five strings.
+_HEADER = struct.Struct("<8sI6B2x5I4d16s32s32s32s32s32s")
+_HEADER_SEAL_AT = HEADER_BYTES - CHECKSUM_BYTES
+
+_EXPIRY = struct.Struct(">Q")
+_LRU = struct.Struct(">32sQI")
+_EXTENT = struct.Struct(">II")
+_MAX_U32 = 0xFFFF_FFFF
+
+
+class Extent(NamedTuple):
+    """Where the bytes of one block lie: a slot of a segment file."""
+
+    segment: int
+    slot: int
+
+
+class Located(NamedTuple):
+    """One index entry: the block, its extent and what its payload must be."""
+
+    record: BlockRecord
+    extent: Extent
+    payload_bytes: int
+    payload_checksum: bytes
+    codec: int = CODEC_RAW
+
+    @property
+    def slot_bytes(self) -> int:
+        """The slot size class that holds this payload."""
+        return slot_bytes_for(self.payload_bytes)
+
+
+def padded_bytes(size_bytes: int) -> int:
+    """Round up to the alignment of O_DIRECT."""
+    return -(-size_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
+
+
+def slot_bytes_for(payload_bytes: int) -> int:
+    """Bytes of a slot: the header, then the payload, padded."""
+    return HEADER_BYTES + padded_bytes(payload_bytes)
+
+
+def payload_checksum(payload: memoryview | bytes) -> bytes:
+    """Digest the payload as it is stored: xxh3_128, big-endian."""
+    return xxh3_128_digest(payload)
+
+
+def check_record(record: BlockRecord) -> None:
+    """Refuse a record that the format cannot hold.
+
+    Raises:
+        StorageError: a digest or name is too long, a size or time out of range.
+    """
+    digests = (record.block_hash, record.parent_hash, record.root, record.namespace)
+    if not all(0 < len(digest) <= MAX_DIGEST_BYTES for digest in digests):
+        raise StorageError(f"digests must have 1 to {MAX_DIGEST_BYTES} bytes, got {digests}")
+    if len(record.retention.encode()) > 32:
+        raise StorageError(f"retention name `{record.retention}` is longer than 32 bytes")
+    times = (record.computed_at, record.expires_at, record.last_used, record.protect_until)
+    if not all(math.isfinite(time) for time in times):
+        raise StorageError(f"times must be finite, got {times}")
+    if not 0 < record.size_bytes <= _MAX_U32 - 2 * PAGE_ALIGNMENT_BYTES:
+        raise StorageError(f"a block of {record.size_bytes} bytes cannot be stored")
+    if not 0 <= record.position <= _MAX_U32:
+        raise StorageError(f"position {record.position} is out of range")
+
+
+def encode_record(located: Located) -> bytes:
+    """Pack an index record; its seal covers the key as well."""
+    block, extent = located.record, located.extent
+    retention = block.retention.encode()
+    body = _RECORD.pack(
+        FORMAT_VERSION,
+        located.codec,
+        len(block.parent_hash),
+        len(block.root),
+        len(block.namespace),
+        len(retention),
+        block.position,
+        block.size_bytes,
+        located.payload_bytes,
+        extent.segment,
+        extent.slot,
+        min(block.hits, _MAX_U32),
+        block.computed_at,
+        block.expires_at,
+        block.protect_until,
+        block.last_used,
+        located.payload_checksum,
+        block.parent_hash,
+        block.root,
+        block.namespace,
+        retention,
+    )
+    return body + xxh3_64_digest(block.block_hash + body)
+
+
+def decode_record(block_hash: bytes, data: bytes) -> Located:
+    """Unpack an index record.
+
+    Raises:
+        CorruptBlockError: reason `record`: its seal does not fit its bytes or its key.
+    """
+    body = data[:-_SEAL_BYTES]
+    if len(data) != RECORD_BYTES or xxh3_64_digest(block_hash + body) != data[-_SEAL_BYTES:]:
+        raise _corrupt(block_hash, "record", "the index record fails its checksum")
+    (version, codec, parent_n, root_n, namespace_n, retention_n, *rest) = _RECORD.unpack(body)
+    if version != FORMAT_VERSION:
+        raise _corrupt(block_hash, "record", f"the index record has version {version}")
+    (position, size_bytes, payload_bytes, segment, slot, hits, *rest) = rest
+    (computed_at, expires_at, protect_until, last_used, checksum, *strings) = rest
+    parent, root, namespace, retention = strings
+    record = BlockRecord(
+        block_hash=block_hash,
+        parent_hash=parent[:parent_n],
+        root=root[:root_n],
+        namespace=namespace[:namespace_n],
+        position=position,
+        size_bytes=size_bytes,
+        retention=retention[:retention_n].decode(),
+        computed_at=computed_at,
+        expires_at=expires_at,
+        last_used=last_used,
+        protect_until=protect_until,
+        hits=hits,
+    )
+    return Located(record, Extent(segment, slot), payload_bytes, checksum, codec)
+
+
+def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:
+    """Write the slot header: enough to make the index record again without the index."""
+    block, extent = located.record, located.extent
+    retention = block.retention.encode()
+    buffer[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    _HEADER.pack_into(
+        buffer,
+        0,
+        SLOT_MAGIC,
+        FORMAT_VERSION,
+        len(block.block_hash),
+        len(block.parent_hash),
+        len(block.root),
+        len(block.namespace),
+        len(retention),
+        located.codec,
+        block.position,
+        block.size_bytes,
+        located.payload_bytes,
+        extent.segment,
+        extent.slot,
+        block.computed_at,
+        block.expires_at,
+        block.protect_until,
+        block.last_used,
+        located.payload_checksum,
+        block.block_hash,
+        block.parent_hash,
+        block.root,
+        block.namespace,
+        retention,
+    )
+    buffer[_HEADER_SEAL_AT:HEADER_BYTES] = xxh3_128_digest(buffer[:_HEADER_SEAL_AT])
+
+
+def decode_header(header: bytes | memoryview) -> Located | None:
+    """Unpack a slot header; None where no sound header stands (never written, erased, damaged)."""
+    sealed = bytes(header[:HEADER_BYTES])
+    if len(sealed) != HEADER_BYTES or not sealed.startswith(SLOT_MAGIC):
+        return None
+    if xxh3_128_digest(sealed[:_HEADER_SEAL_AT]) != sealed[_HEADER_SEAL_AT:]:
+        return None
+    (_, version, *rest) = _HEADER.unpack_from(sealed)
+    if version != FORMAT_VERSION:
+        return None
+    (hash_n, parent_n, root_n, namespace_n, retention_n, codec, *rest) = rest
+    (position, size_bytes, payload_bytes, segment, slot, *rest) = rest
+    (computed_at, expires_at, protect_until, last_used, checksum, *strings) = rest
+    block_hash, parent, root, namespace, retention = strings
+    record = BlockRecord(
+        block_hash=block_hash[:hash_n],
+        parent_hash=parent[:parent_n],
+        root=root[:root_n],
+        namespace=namespace[:namespace_n],
+        position=position,
+        size_bytes=size_bytes,
+        retention=retention[:retention_n].decode(),
+        computed_at=computed_at,
+        expires_at=expires_at,
+        last_used=last_used,
+        protect_until=protect_until,
+    )
+    return Located(record, Extent(segment, slot), payload_bytes, checksum, codec)
+
+
+def is_header_of(header: Located | None, located: Located) -> bool:
+    """Answer whether a slot header belongs to this index entry; claims made later may differ."""
+    if header is None or header[1:] != located[1:]:
+        return False
+    ours, theirs = located.record, header.record
+    return (
+        (ours.block_hash, ours.parent_hash, ours.root, ours.namespace)
+        == (theirs.block_hash, theirs.parent_hash, theirs.root, theirs.namespace)
+        and (ours.position, ours.size_bytes) == (theirs.position, theirs.size_bytes)
+        and ours.computed_at == theirs.computed_at
+    )
+
+
+def to_us(time_s: float) -> int:
+    """Map a time to whole microseconds, the order that the secondary keys sort by."""
+    return min(max(int(time_s * 1e6), 0), (1 << 64) - 1)
+
+
+def expiry_key(record: BlockRecord) -> bytes:
+    """Key of `expiry`: the soonest to expire sorts first."""
+    return _EXPIRY.pack(to_us(record.expires_at)) + record.block_hash
+
+
+def split_expiry_key(key: bytes) -> tuple[int, bytes]:
+    """Undo `expiry_key`: (microseconds, block hash)."""
+    return _EXPIRY.unpack_from(key)[0], key[_EXPIRY.size :]
+
+
+def lru_key(record: BlockRecord) -> bytes:
+    """Key of `lru`: per namespace the longest unused first, the tail of a chain before its head."""
+    order = _LRU.pack(record.namespace, to_us(record.last_used), _MAX_U32 - record.position)
+    return order + record.block_hash
+
+
+def lru_prefix(namespace: bytes) -> bytes:
+    """First bytes of every `lru` key of a namespace."""
+    return namespace.ljust(MAX_DIGEST_BYTES, b"\0")
+
+
+def lru_order(key: bytes) -> bytes:
+    """What orders `lru` keys across namespaces: time, then position from the tail, then hash."""
+    return key[MAX_DIGEST_BYTES:]
+
+
+def lru_hash(key: bytes) -> bytes:
+    """The block hash at the end of an `lru` key."""
+    return key[_LRU.size :]
+
+
+def extent_key(extent: Extent) -> bytes:
+    """Key of `pending`, and tail of the keys of `free`."""
+    return _EXTENT.pack(*extent)
+
+
+def split_extent_key(key: bytes) -> Extent:
+    """Undo `extent_key`."""
+    return Extent(*_EXTENT.unpack(key))
+
+
+def _corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
+    return CorruptBlockError(
+        f"block {block_hash.hex()[:12]}: {what}", block_hash=block_hash, reason=reason
+    )

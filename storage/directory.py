@@ -1,0 +1,257 @@
+"""The store's folder: whose it is, which format it has, and which process may write to it.
+
+It knows the marker file, permissions and the lock; it opens neither index nor segments.
+"""
+
+import fcntl
+import json
+import os
+import stat
+import time
+from typing import NamedTuple
+
+from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
+from tieredkv.storage.codec import FORMAT_VERSION
+
+FORMAT_NAME = "tieredkv-store"
+MARKER = "format.json"
+_MARKER_DRAFT = "format.json.tmp"
+LOCK = "lock"
+INDEX = "index"
+SEGMENTS = "segments"
+INDEX_FILES = ("data.mdb", "lock.mdb")
+
+
+class Writer(NamedTuple):
+    """Who owns a store: its process, and the socket where it answers."""
+
+    pid: int
+    socket: str | None
+
+
+class StoreDirectory:
+    """An owned store folder: checked, marked, locked. Used by one thread."""
+
+    def __init__(self, path: str, lock_fd: int) -> None:
+        self.path = path
+        self.index_path = os.path.join(path, INDEX)
+        self.segments_path = os.path.join(path, SEGMENTS)
+        self._lock_fd = lock_fd
+
+    @classmethod
+    def claim(cls, path: str, *, create: bool, socket: str | None) -> "StoreDirectory":
+        """Check the folder, take its lock and make what is missing in it.
+
+        Raises:
+            StoreBusyError: another process writes to it.
+            FormatVersionError: another version wrote it.
+            StorageError: it is not ours, not safe or not there.
+        """
+        path = os.path.abspath(path)
+        is_new = not _check_folder(path, create=create)
+        if is_new:
+            _make_folder(path)
+        lock_fd = _take_lock(path, socket)
+        try:
+            if _read_marker(path) is None:
+                _write_marker(path)
+            for name in (INDEX, SEGMENTS):
+                _make_folder(os.path.join(path, name))
+            for name in INDEX_FILES:
+                _make_file(os.path.join(path, INDEX, name))
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        return cls(path, lock_fd)
+
+    def occupied_bytes(self) -> int:
+        """What everything but the segment files occupies, as `du` counts it."""
+        total = os.stat(self.path).st_blocks + os.stat(self.segments_path).st_blocks
+        pending = [self.path]
+        while pending:
+            with os.scandir(pending.pop()) as entries:
+                for entry in entries:
+                    if entry.path == self.segments_path:
+                        continue
+                    total += entry.stat(follow_symlinks=False).st_blocks
+                    if entry.is_dir(follow_symlinks=False):
+                        pending.append(entry.path)
+        return total * 512
+
+    def release(self) -> None:
+        """Let the next process in; harmless when repeated."""
+        if self._lock_fd >= 0:
+            os.ftruncate(self._lock_fd, 0)
+            os.close(self._lock_fd)
+            self._lock_fd = -1
+
+
+def live_writer(path: str) -> Writer | None:
+    """Tell which process owns the store now; None when nobody does. Changes nothing."""
+    try:
+        fd = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _read_writer(fd)
+    finally:
+        os.close(fd)
+    return None
+
+
+def is_store(path: str) -> bool:
+    """Answer whether a store of any version lies there."""
+    return os.path.lexists(os.path.join(path, MARKER))
+
+
+def _check_folder(path: str, *, create: bool) -> bool:
+    """Refuse what is not a safe store folder, before anything is changed; False if not there."""
+    try:
+        info = os.lstat(path)
+    except FileNotFoundError:
+        if not create:
+            raise StorageError(f"no store at `{path}`") from None
+        return False
+    except OSError as error:
+        raise StorageError(f"`{path}` cannot be reached: {error.strerror}") from error
+    if stat.S_ISLNK(info.st_mode):
+        raise StorageError(f"`{path}` is a symbolic link; name the folder that it points to")
+    if not stat.S_ISDIR(info.st_mode):
+        raise StorageError(f"`{path}` is not a folder")
+    _check_owner(path, info)
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
+    if _read_marker(path) is None:
+        strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
+        if strangers:
+            raise StorageError(
+                f"`{path}` is not empty and holds no tieredkv store (`{min(strangers)}` is there); "
+                "choose an empty folder"
+            )
+        if not create:
+            raise StorageError(f"no store at `{path}`")
+    for name in (LOCK, INDEX, SEGMENTS, *(os.path.join(INDEX, name) for name in INDEX_FILES)):
+        part = os.path.join(path, name)
+        try:
+            part_info = os.lstat(part)
+        except FileNotFoundError:
+            continue
+        wanted = stat.S_ISDIR if name in (INDEX, SEGMENTS) else stat.S_ISREG
+        if not wanted(part_info.st_mode):
+            raise StorageError(f"`{part}` is a symbolic link or of a wrong kind; remove it")
+        _check_owner(part, part_info)
+    return True
+
+
+def _check_owner(path: str, info: os.stat_result) -> None:
+    if info.st_uid != os.geteuid():
+        raise StorageError(
+            f"`{path}` belongs to uid {info.st_uid}, this process runs as {os.geteuid()}; "
+            "`chown` it or choose another folder"
+        )
+    if info.st_mode & 0o022:
+        raise StorageError(
+            f"`{path}` is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); "
+            f"run `chmod go-w {path}`"
+        )
+
+
+def _read_marker(path: str) -> int | None:
+    """The format version of the store; None where no marker stands."""
+    marker = os.path.join(path, MARKER)
+    try:
+        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise StorageError(f"`{marker}` cannot be read: {error.strerror}") from error
+    with os.fdopen(fd, "rb") as file:
+        _check_owner(marker, os.fstat(file.fileno()))
+        text = file.read(4096)
+    try:
+        content = json.loads(text)
+        name, version = content["format"], int(content["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"`{marker}` is damaged, so the store's version is unknown; "
+            "restore that file or remove the folder"
+        ) from error
+    if name != FORMAT_NAME:
+        raise StorageError(f"`{marker}` belongs to `{name}`; choose another folder")
+    if version != FORMAT_VERSION:
+        raise FormatVersionError(
+            f"the store at `{path}` has format version {version}, this tieredkv reads "
+            f"{FORMAT_VERSION}; it was left untouched: use that version or another folder"
+        )
+    return version
+
+
+def _write_marker(path: str) -> None:
+    draft = os.path.join(path, _MARKER_DRAFT)
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(fd, "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        json.dump({"format": FORMAT_NAME, "version": FORMAT_VERSION}, file)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(draft, os.path.join(path, MARKER))
+
+
+def _make_folder(path: str) -> None:
+    try:
+        os.makedirs(path, 0o700, exist_ok=True)
+        os.chmod(path, 0o700)
+    except OSError as error:
+        raise StorageError(f"`{path}` cannot be made: {error.strerror}") from error
+
+
+def _make_file(path: str) -> None:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    os.fchmod(fd, 0o600)
+    os.close(fd)
+
+
+def _take_lock(path: str, socket: str | None) -> int:
+    lock = os.path.join(path, LOCK)
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise StorageError(f"`{lock}` cannot be opened: {error.strerror}") from error
+    try:
+        _lock_exclusively(fd)
+    except BlockingIOError:
+        writer = _read_writer(fd)
+        os.close(fd)
+        who = f"process {writer.pid}" if writer else "another process"
+        raise StoreBusyError(
+            f"the store at `{path}` is in use by {who}; stop it or choose another folder"
+        ) from None
+    except OSError as error:
+        os.close(fd)
+        raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
+    os.fchmod(fd, 0o600)
+    os.chmod(path, 0o700)
+    os.ftruncate(fd, 0)
+    os.pwrite(fd, json.dumps({"pid": os.getpid(), "socket": socket}).encode(), 0)
+    return fd
+
+
+def _lock_exclusively(fd: int) -> None:
+    """Take the lock; `live_writer` of another process may hold it for a moment, so ask again."""
+    for _ in range(10):
+        try:
+            return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(0.01)
+    return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _read_writer(fd: int) -> Writer | None:
+    try:
+        content = json.loads(os.pread(fd, 4096, 0))
+        return Writer(int(content["pid"]), content["socket"])
+    except (ValueError, KeyError, TypeError):
+        return None

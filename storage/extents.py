@@ -1,0 +1,318 @@
+"""Segment files: preallocated slots that are written, read and erased with O_DIRECT.
+
+It knows file descriptors, alignment, hole punching and what files occupy; it does not know which
+slot is whose. `read` and `write` are called from any thread, everything else from the owner's.
+"""
+
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from tieredkv.errors import StorageError
+from tieredkv.storage.codec import HEADER_BYTES, Extent
+from tieredkv.types import PAGE_ALIGNMENT_BYTES
+
+_FALLOC_FL_KEEP_SIZE = 1
+_FALLOC_FL_PUNCH_HOLE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+
+
+def address_of(buffer: memoryview) -> int:
+    """The address of a buffer's first byte."""
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def aligned_buffer(size_bytes: int) -> memoryview:
+    """Allocate anonymous memory that O_DIRECT accepts."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
+@dataclass(slots=True)
+class _File:
+    """One open segment file. `users` counts the threads inside `read` and `write`."""
+
+    path: str
+    fd: int
+    slot_bytes: int
+    occupied_bytes: int = 0
+    users: int = 0
+    is_removed: bool = False
+
+
+@dataclass(slots=True)
+class IoCounters:
+    """Bytes moved and how; changed under the lock of `SegmentFiles`."""
+
+    bytes_written: int = 0
+    bytes_read: int = 0
+    bytes_erased: int = 0
+
+
+class SegmentFiles:
+    """The files under `segments/`.
+
+    Invariants: a descriptor is closed only when no thread is in it; a removed file is truncated
+    first, so that its bytes are gone at once; `occupied_bytes` is the sum of `st_blocks`.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.direct_io = _probe_direct_io(directory)
+        self.punch_hole = _probe_punch_hole(directory)
+        self.counters = IoCounters()
+        self._files: dict[int, _File] = {}
+        self._lock = threading.Lock()
+        self._local = threading.local()
+
+    # --- life of a file ---------------------------------------------------------------------
+
+    def names(self) -> dict[int, tuple[str, int]]:
+        """List what lies in the directory: segment -> (file name, slot bytes).
+
+        Raises:
+            StorageError: a file that is no segment.
+        """
+        found = {}
+        for name in os.listdir(self.directory):
+            stem, _, suffix = name.rpartition(".")
+            number, _, slot_bytes = stem.partition("-")
+            if suffix != "seg" or not (number.isdecimal() and slot_bytes.isdecimal()):
+                raise StorageError(f"`{self.directory}/{name}` is no segment file; move it away")
+            found[int(number)] = (name, int(slot_bytes))
+        return found
+
+    def path_of(self, segment: int, slot_bytes: int) -> str:
+        """Name a segment file; number and slot size are in the name for whoever looks."""
+        return os.path.join(self.directory, f"{segment:08d}-{slot_bytes}.seg")
+
+    def open(self, segment: int, slot_bytes: int, *, create: bool = False) -> None:
+        """Open or create a segment file; a missing one raises FileNotFoundError."""
+        path = self.path_of(segment, slot_bytes)
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+        flags |= os.O_DIRECT if self.direct_io else 0
+        flags |= os.O_CREAT if create else 0
+        fd = os.open(path, flags, 0o600)
+        os.fchmod(fd, 0o600)
+        self._files[segment] = _File(path, fd, slot_bytes)
+        self.refresh(segment)
+
+    def close_segment(self, segment: int) -> None:
+        """Close one file that no thread is in."""
+        os.close(self._files.pop(segment).fd)
+
+    def size_bytes(self, segment: int) -> int:
+        """Length of a file."""
+        return os.fstat(self._files[segment].fd).st_size
+
+    def remove(self, segment: int) -> None:
+        """Erase and unlink a whole segment file."""
+        file = self._files.pop(segment, None)
+        if file is None:
+            return
+        os.ftruncate(file.fd, 0)
+        os.unlink(file.path)
+        with self._lock:
+            file.is_removed = True
+            should_close = file.users == 0
+        if should_close:
+            os.close(file.fd)
+
+    def remove_unknown(self, known: set[int]) -> int:
+        """Unlink segment files that the index does not know; answer how many."""
+        for segment in self._files.keys() - known:
+            self.remove(segment)
+        unknown = [name for number, (name, _) in self.names().items() if number not in known]
+        for name in unknown:
+            os.unlink(os.path.join(self.directory, name))
+        return len(unknown)
+
+    def close(self) -> None:
+        """Close every file; no thread may be inside `read` or `write`."""
+        for file in self._files.values():
+            os.close(file.fd)
+        self._files.clear()
+
+    def __contains__(self, segment: int) -> bool:
+        return segment in self._files
+
+    # --- space ------------------------------------------------------------------------------
+
+    def refresh(self, segment: int) -> None:
+        """Read again what a file occupies."""
+        if (file := self._files.get(segment)) is not None:
+            file.occupied_bytes = os.fstat(file.fd).st_blocks * 512
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What all segment files occupy, as of the last refresh of each."""
+        return sum(file.occupied_bytes for file in self._files.values())
+
+    def allocate(self, segment: int, first_slot: int, num_slots: int) -> None:
+        """Make the filesystem set the space of these slots aside; OSError where it has none."""
+        file = self._files[segment]
+        size_before = os.fstat(file.fd).st_size
+        offset, length = first_slot * file.slot_bytes, num_slots * file.slot_bytes
+        try:
+            os.posix_fallocate(file.fd, offset, length)
+        except OSError:
+            if offset >= size_before:
+                os.ftruncate(file.fd, size_before)
+            raise
+        finally:
+            self.refresh(segment)
+
+    def truncate(self, segment: int, num_slots: int) -> None:
+        """Give back the preallocated tail of a file."""
+        file = self._files[segment]
+        os.ftruncate(file.fd, num_slots * file.slot_bytes)
+        self.refresh(segment)
+
+    def erase(self, extent: Extent) -> None:
+        """Make a slot read as zeroes: a hole where the filesystem can, written zeroes elsewhere."""
+        file = self._files.get(extent.segment)
+        if file is None:
+            return
+        offset = extent.slot * file.slot_bytes
+        size = min(file.slot_bytes, os.fstat(file.fd).st_size - offset)
+        if size <= 0:
+            return
+        if self.punch_hole:
+            _punch(file.fd, offset, size)
+        else:
+            zeroes = aligned_buffer(file.slot_bytes)
+            _pwrite_all(file.fd, [zeroes], offset)
+        self.counters.bytes_erased += file.slot_bytes
+        self.refresh(extent.segment)
+
+    def sync(self, segments: set[int]) -> None:
+        """Flush the data of these files to the device."""
+        for segment in segments:
+            if (file := self._files.get(segment)) is not None:
+                os.fdatasync(file.fd)
+
+    # --- bytes, from any thread -------------------------------------------------------------
+
+    def header_buffer(self) -> memoryview:
+        """A header-sized aligned buffer of the calling thread."""
+        buffer: memoryview | None = getattr(self._local, "header", None)
+        if buffer is None:
+            buffer = self._local.header = aligned_buffer(HEADER_BYTES)
+        return buffer
+
+    def write(self, extent: Extent, header: memoryview, payload: memoryview, padded: int) -> None:
+        """Write header and payload into a slot; `payload` is used in place where it is aligned."""
+        body = self._direct_view(payload, padded)
+        if body is None:
+            body = aligned_buffer(padded)
+            body[: len(payload)] = payload
+        with self._using(extent.segment) as file:
+            _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
+        with self._lock:
+            self.counters.bytes_written += len(header) + padded
+
+    def read(self, extent: Extent, offset: int, into: memoryview, size: int, padded: int) -> int:
+        """Read `size` bytes from `offset` within a slot; answer how many there were."""
+        body = self._direct_view(into, padded)
+        bounce = aligned_buffer(padded) if body is None else body
+        with self._using(extent.segment) as file:
+            start = extent.slot * file.slot_bytes + offset
+            count = 0
+            while count < padded:
+                step = os.preadv(file.fd, [bounce[count:]], start + count)
+                count += step
+                if step == 0 or step % PAGE_ALIGNMENT_BYTES:
+                    break
+        with self._lock:
+            self.counters.bytes_read += count
+        if body is None:
+            into[: min(size, count)] = bounce[: min(size, count)]
+        return min(size, count)
+
+    def _direct_view(self, buffer: memoryview, padded: int) -> memoryview | None:
+        """The padded length of a buffer if O_DIRECT can use it in place, else None."""
+        if len(buffer) < padded or buffer.readonly:
+            return None
+        if self.direct_io and address_of(buffer) % PAGE_ALIGNMENT_BYTES:
+            return None
+        return buffer[:padded]
+
+    @contextmanager
+    def _using(self, segment: int) -> Iterator[_File]:
+        with self._lock:
+            file = self._files.get(segment)
+            if file is None:
+                raise FileNotFoundError(errno.ENOENT, f"segment {segment} is missing")
+            file.users += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+                should_close = file.is_removed and file.users == 0
+            if should_close:
+                os.close(file.fd)
+
+
+def _pwrite_all(fd: int, buffers: list[memoryview], offset: int) -> None:
+    """Write every byte or raise; a short write shows its cause when it is continued."""
+    while buffers:
+        count = os.pwritev(fd, buffers, offset)
+        if count == 0 or count % PAGE_ALIGNMENT_BYTES:
+            raise OSError(errno.EIO, "short write")
+        offset += count
+        while buffers and count >= len(buffers[0]):
+            count -= len(buffers[0])
+            buffers = buffers[1:]
+        if count:
+            buffers = [buffers[0][count:], *buffers[1:]]
+
+
+def _punch(fd: int, offset: int, size: int) -> None:
+    if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, size):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
+@contextmanager
+def _probe_file(directory: str, flags: int) -> Iterator[int]:
+    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _probe_direct_io(directory: str) -> bool:
+    """Try O_DIRECT on an unnamed file in the directory."""
+    try:
+        with _probe_file(directory, os.O_DIRECT) as fd:
+            os.pwrite(fd, aligned_buffer(PAGE_ALIGNMENT_BYTES), 0)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
+            return False
+        if error.errno == errno.ENOSPC:
+            return True
+        raise
+    return True
+
+
+def _probe_punch_hole(directory: str) -> bool:
+    """Try to punch a hole into an unnamed file in the directory."""
+    try:
+        with _probe_file(directory, 0) as fd:
+            os.ftruncate(fd, PAGE_ALIGNMENT_BYTES)
+            _punch(fd, 0, PAGE_ALIGNMENT_BYTES)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR):
+            return False
+        raise
+    return True

@@ -1,0 +1,436 @@
+"""The LMDB index: what is stored where, by whom, until when, and how much of it.
+
+Every change to a block changes its secondary keys and the counters in the same transaction. It
+knows keys and values (docs/format.md), not files: slots are numbers here. One thread only.
+"""
+
+import errno
+import json
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from heapq import merge
+from typing import Any, NamedTuple
+
+import lmdb
+
+from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
+from tieredkv.storage.codec import (
+    Extent,
+    Located,
+    decode_record,
+    encode_record,
+    expiry_key,
+    extent_key,
+    lru_hash,
+    lru_key,
+    lru_order,
+    lru_prefix,
+    split_expiry_key,
+    split_extent_key,
+    to_us,
+)
+
+MAP_BYTES = 64 << 30
+NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
+_TOTALS = struct.Struct("<QQ")
+_SEGMENT = struct.Struct("<4I")
+_FREE_CLASS = struct.Struct(">I")
+_TIME = struct.Struct("<d")
+
+
+class Totals(NamedTuple):
+    """How much is stored, in all or in one namespace."""
+
+    num_blocks: int
+    payload_bytes: int
+
+
+class SegmentState(NamedTuple):
+    """What the index knows of a segment file.
+
+    Attributes:
+        slot_bytes: the one size of its slots.
+        num_slots: slots whose space is set aside in the file.
+        num_used: slots below this number were handed out at least once; each of them is a block's,
+            free or pending.
+        num_live: slots that hold a stored block.
+    """
+
+    slot_bytes: int
+    num_slots: int
+    num_used: int
+    num_live: int
+
+
+@contextmanager
+def storage_errors(path: str) -> Iterator[None]:
+    """Turn what LMDB and the system raise into StorageError, path and cause kept."""
+    try:
+        yield
+    except lmdb.MapFullError as error:
+        raise StoreFullError(f"the index at `{path}` has reached its largest size") from error
+    except lmdb.Error as error:
+        if "No space left" in str(error):
+            raise StoreFullError(f"no space left for the index at `{path}`") from error
+        raise StorageError(f"the index at `{path}` failed: {error}") from error
+    except StorageError:
+        raise
+    except OSError as error:
+        what = f"`{error.filename or path}`: {error.strerror}"
+        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
+        raise kind(error.errno or errno.EIO, what) from error
+
+
+class Index:
+    """The LMDB environment of a store."""
+
+    def __init__(self, path: str, *, sync: bool) -> None:
+        self.path = path
+        self._data_path = os.path.join(path, "data.mdb")
+        self._sync = sync
+        self._env: Any = None
+        self._open()
+
+    def _open(self) -> None:
+        with storage_errors(self.path):
+            self._env = lmdb.open(
+                self.path,
+                map_size=MAP_BYTES,
+                max_dbs=len(NAMES),
+                subdir=True,
+                create=True,
+                mode=0o600,
+                readahead=False,
+                writemap=False,
+                sync=self._sync,
+                metasync=False,
+            )
+            self._dbs = {name: self._env.open_db(name.encode()) for name in NAMES}
+
+    @property
+    def occupied_bytes(self) -> int:
+        """What the index file occupies."""
+        return os.stat(self._data_path).st_blocks * 512
+
+    @property
+    def wasted_bytes(self) -> int:
+        """Bytes of the index file that hold no live page."""
+        with self.reading() as txn:
+            pages = sum(txn.num_pages(name) for name in NAMES)
+        page_bytes: int = self._env.stat()["psize"]
+        return max(self.occupied_bytes - (pages + 4) * page_bytes, 0)
+
+    @contextmanager
+    def reading(self) -> Iterator["IndexTxn"]:
+        """Look at one consistent state."""
+        with storage_errors(self.path), self._env.begin() as txn:
+            yield IndexTxn(txn, self._dbs)
+
+    @contextmanager
+    def writing(self) -> Iterator["IndexTxn"]:
+        """Change the index; all of it or, if anything raises, nothing."""
+        with storage_errors(self.path), self._env.begin(write=True) as txn:
+            changes = IndexTxn(txn, self._dbs)
+            yield changes
+            changes.flush_counters()
+
+    def compact(self) -> None:
+        """Replace the index file by a copy without unused pages; no transaction may be open."""
+        draft = os.path.join(self.path, "compact.mdb")
+        with storage_errors(self.path):
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+            try:
+                os.fchmod(fd, 0o600)
+                self._env.copyfd(fd, compact=True)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            self._env.close()
+            os.rename(draft, self._data_path)
+        self._open()
+
+    def close(self) -> None:
+        """Close the environment."""
+        with storage_errors(self.path):
+            if self._env is not None:
+                self._env.sync(True)
+                self._env.close()
+                self._env = None
+
+
+class IndexTxn:
+    """Reads and changes within one transaction; counters are gathered and written at its end."""
+
+    def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
+        self._txn = txn
+        self._dbs = dbs
+        self._blocks = dbs["blocks"]
+        self._namespace_deltas: dict[bytes, list[int]] = {}
+        self._live_deltas: dict[int, int] = {}
+
+    # --- blocks -----------------------------------------------------------------------------
+
+    def get(self, block_hash: bytes) -> Located | None:
+        """Decode one entry; None where there is none.
+
+        Raises:
+            CorruptBlockError: the record contradicts its checksum or key.
+        """
+        data = self._txn.get(block_hash, db=self._blocks)
+        return None if data is None else decode_record(block_hash, data)
+
+    def insert(self, located: Located) -> None:
+        """Add a block that has no entry."""
+        self._put_keys(located)
+        self._count(located, 1)
+
+    def replace(self, old: Located, new: Located) -> None:
+        """Change retention, recency or hits of a block that stays where it is."""
+        self._delete_keys(old)
+        self._put_keys(new)
+
+    def remove(self, located: Located) -> None:
+        """Drop a block's entry and list its slot as pending, to be erased or reused."""
+        self._txn.delete(located.record.block_hash, db=self._blocks)
+        self._delete_keys(located)
+        self._count(located, -1)
+        self.add_pending(located.extent)
+
+    def remove_damaged(self, block_hash: bytes) -> None:
+        """Drop an entry whose fields cannot be trusted; `rebuild` finds its slot and keys again."""
+        self._txn.delete(block_hash, db=self._blocks)
+        self.set_meta("needs_rebuild", b"1")
+
+    def blocks(self, after: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:
+        """Walk over all entries in key order; None for a damaged one."""
+        for key, data in self._walk("blocks", after):
+            if key != after:
+                try:
+                    yield key, decode_record(key, data)
+                except CorruptBlockError:
+                    yield key, None
+
+    def _put_keys(self, located: Located) -> None:
+        record = located.record
+        self._txn.put(record.block_hash, encode_record(located), db=self._blocks)
+        self._txn.put(expiry_key(record), b"", db=self._dbs["expiry"])
+        self._txn.put(lru_key(record), b"", db=self._dbs["lru"])
+
+    def _delete_keys(self, located: Located) -> None:
+        self._txn.delete(expiry_key(located.record), db=self._dbs["expiry"])
+        self._txn.delete(lru_key(located.record), db=self._dbs["lru"])
+
+    # --- orders -----------------------------------------------------------------------------
+
+    def expired(self, now: float, limit: int) -> list[tuple[bytes, bytes]]:
+        """The first keys of `expiry` that are due, and their hashes; costs what it answers."""
+        due = to_us(now)
+        found: list[tuple[bytes, bytes]] = []
+        for key, _ in self._walk("expiry"):
+            expires_us, block_hash = split_expiry_key(key)
+            if expires_us > due or len(found) >= limit:
+                break
+            found.append((key, block_hash))
+        return found
+
+    def drop_expiry_key(self, key: bytes) -> None:
+        """Drop a key of `expiry` that no sound record stands behind."""
+        self._txn.delete(key, db=self._dbs["expiry"])
+
+    def longest_unused(self) -> Iterator[bytes]:
+        """Hashes across namespaces, the longest unused first; change nothing while it walks."""
+        self.flush_counters()
+        orders = [self._walk_lru(namespace) for namespace, _ in self._walk("namespaces")]
+        for key in merge(*orders, key=lru_order):
+            yield lru_hash(key)
+
+    def _walk_lru(self, namespace: bytes) -> Iterator[bytes]:
+        prefix = lru_prefix(namespace)
+        for key, _ in self._walk("lru", prefix):
+            if not key.startswith(prefix):
+                return
+            yield key
+
+    # --- slots ------------------------------------------------------------------------------
+
+    def add_pending(self, extent: Extent) -> None:
+        """List a slot that may hold bytes of no stored block."""
+        self._txn.put(extent_key(extent), b"", db=self._dbs["pending"])
+
+    def drop_pending(self, extent: Extent) -> None:
+        """Take a slot off the list: a block owns it now, or it is erased."""
+        self._txn.delete(extent_key(extent), db=self._dbs["pending"])
+
+    def pending(self) -> list[Extent]:
+        """All pending slots."""
+        return [split_extent_key(key) for key, _ in self._walk("pending")]
+
+    def add_free(self, slot_bytes: int, extent: Extent) -> None:
+        """List an erased slot."""
+        key = _FREE_CLASS.pack(slot_bytes) + extent_key(extent)
+        self._txn.put(key, b"", db=self._dbs["free"])
+
+    def drop_free(self, slot_bytes: int, extent: Extent) -> None:
+        """Take a slot off the free list."""
+        key = _FREE_CLASS.pack(slot_bytes) + extent_key(extent)
+        self._txn.delete(key, db=self._dbs["free"])
+
+    def free(self, slot_bytes: int, segment: int = 0) -> Iterator[Extent]:
+        """Free slots of one size from a segment on; change nothing while it walks."""
+        prefix = _FREE_CLASS.pack(slot_bytes)
+        for key, _ in self._walk("free", prefix + extent_key(Extent(segment, 0))):
+            if not key.startswith(prefix):
+                return
+            yield split_extent_key(key[_FREE_CLASS.size :])
+
+    def segments(self) -> dict[int, SegmentState]:
+        """Every segment that the index knows."""
+        return {
+            int.from_bytes(key, "big"): SegmentState(*_SEGMENT.unpack(data))
+            for key, data in self._walk("segments")
+        }
+
+    def put_segment(self, segment: int, state: SegmentState) -> None:
+        """Add or change a segment."""
+        self._txn.put(segment.to_bytes(4, "big"), _SEGMENT.pack(*state), db=self._dbs["segments"])
+
+    def get_segment(self, segment: int) -> SegmentState | None:
+        """One segment, changes of this transaction's blocks not yet counted."""
+        data = self._txn.get(segment.to_bytes(4, "big"), db=self._dbs["segments"])
+        return None if data is None else SegmentState(*_SEGMENT.unpack(data))
+
+    def remove_segment(self, segment: int, slot_bytes: int) -> None:
+        """Forget a segment without live and pending slots, with its free slots."""
+        for extent in list(self.free(slot_bytes, segment)):
+            if extent.segment != segment:
+                break
+            self.drop_free(slot_bytes, extent)
+        self._txn.delete(segment.to_bytes(4, "big"), db=self._dbs["segments"])
+
+    # --- counters, roots, meta --------------------------------------------------------------
+
+    def totals(self) -> Totals:
+        """Blocks and payload bytes in all."""
+        return Totals(*_TOTALS.unpack(self.meta("totals") or bytes(_TOTALS.size)))
+
+    def namespaces(self) -> dict[bytes, Totals]:
+        """Blocks and payload bytes per namespace that has any."""
+        return {key: Totals(*_TOTALS.unpack(data)) for key, data in self._walk("namespaces")}
+
+    def meta(self, name: str) -> bytes | None:
+        """One value of `meta`."""
+        value: bytes | None = self._txn.get(name.encode(), db=self._dbs["meta"])
+        return value
+
+    def set_meta(self, name: str, value: bytes | None) -> None:
+        """Set one value of `meta`; None deletes it."""
+        if value is None:
+            self._txn.delete(name.encode(), db=self._dbs["meta"])
+        else:
+            self._txn.put(name.encode(), value, db=self._dbs["meta"])
+
+    def clock_mark(self) -> float | None:
+        """The latest time that this store has seen."""
+        value = self.meta("clock")
+        return None if value is None else float(_TIME.unpack(value)[0])
+
+    def set_clock_mark(self, now: float) -> None:
+        """Raise the latest time seen."""
+        if now > (self.clock_mark() or 0.0):
+            self.set_meta("clock", _TIME.pack(now))
+
+    def reset_clock_mark(self, now: float) -> None:
+        """Set the latest time seen, even backwards: only when nothing is stored any more."""
+        self.set_meta("clock", _TIME.pack(now))
+
+    def roots(self) -> dict[bytes, dict[str, str]]:
+        """What each root stands for, as its writer described it."""
+        return {key: json.loads(data) for key, data in self._walk("roots")}
+
+    def put_root(self, root: bytes, description: dict[str, str]) -> None:
+        """Describe a root; the same description again writes nothing."""
+        data = json.dumps(description, sort_keys=True).encode()
+        if self._txn.get(root, db=self._dbs["roots"]) != data:
+            self._txn.put(root, data, db=self._dbs["roots"])
+
+    def flush_counters(self) -> None:
+        """Write the counters that this transaction changed."""
+        blocks, payload = self.totals()
+        for namespace, (block_delta, byte_delta) in self._namespace_deltas.items():
+            data = self._txn.get(namespace, db=self._dbs["namespaces"])
+            old = Totals(*_TOTALS.unpack(data)) if data else Totals(0, 0)
+            new = Totals(old.num_blocks + block_delta, old.payload_bytes + byte_delta)
+            self._put_totals(namespace, Totals(max(new[0], 0), max(new[1], 0)))
+            blocks, payload = blocks + block_delta, payload + byte_delta
+        if self._namespace_deltas:
+            self.set_meta("totals", _TOTALS.pack(max(blocks, 0), max(payload, 0)))
+        for segment, delta in self._live_deltas.items():
+            state = self.get_segment(segment)
+            if state is not None and delta:
+                live = max(state.num_live + delta, 0)
+                self.put_segment(segment, state._replace(num_live=live))
+        self._namespace_deltas.clear()
+        self._live_deltas.clear()
+
+    def _put_totals(self, namespace: bytes, totals: Totals) -> None:
+        if totals.num_blocks == 0:
+            self._txn.delete(namespace, db=self._dbs["namespaces"])
+        else:
+            self._txn.put(namespace, _TOTALS.pack(*totals), db=self._dbs["namespaces"])
+
+    def _count(self, located: Located, sign: int) -> None:
+        deltas = self._namespace_deltas.setdefault(located.record.namespace, [0, 0])
+        deltas[0] += sign
+        deltas[1] += sign * located.payload_bytes
+        segment = located.extent.segment
+        self._live_deltas[segment] = self._live_deltas.get(segment, 0) + sign
+
+    # --- whole databases --------------------------------------------------------------------
+
+    def num_entries(self, name: str) -> int:
+        """Entries of one database."""
+        return int(self._txn.stat(self._dbs[name])["entries"])
+
+    def num_pages(self, name: str) -> int:
+        """Pages of one database."""
+        stat = self._txn.stat(self._dbs[name])
+        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
+
+    def keys(self, name: str) -> set[bytes]:
+        """All keys of one database, for `check()`."""
+        return {key for key, _ in self._walk(name)}
+
+    def clear(self, *names: str) -> None:
+        """Empty these databases."""
+        for name in names:
+            self._txn.drop(self._dbs[name], delete=False)
+
+    def rebuild(self, stored: list[Located], lent: set[Extent]) -> None:
+        """Make every secondary key, counter and slot list again from the sound records.
+
+        Slots that were handed out once and are neither a block's nor lent become pending.
+        """
+        segments = self.segments()
+        self.clear("expiry", "lru", "namespaces", "free", "pending")
+        self.set_meta("totals", None)
+        self.set_meta("needs_rebuild", None)
+        for segment, state in segments.items():
+            self.put_segment(segment, state._replace(num_live=0))
+        for located in stored:
+            self._put_keys(located)
+            self._count(located, 1)
+        owned = {located.extent for located in stored}
+        for segment, state in segments.items():
+            for slot in range(state.num_used):
+                if (extent := Extent(segment, slot)) not in owned:
+                    self.add_pending(extent)
+        for extent in lent - owned:
+            self.add_pending(extent)
+
+    def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        """Walk from a key on; nothing may change meanwhile."""
+        with self._txn.cursor(db=self._dbs[name]) as cursor:
+            if cursor.set_range(start) if start else cursor.first():
+                yield from cursor.iternext(keys=True, values=True)

@@ -1,0 +1,693 @@
+"""The disk tier's store: finds, reads, writes, expires and evicts blocks under a byte budget.
+
+It knows records and slots; it does not know tokens, models, the host arena or who asks. A fault
+of the disk is an answer (a miss, a failed put) and a counter, never a wrong byte.
+"""
+
+import errno
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Literal, Self
+
+import msgspec
+
+from tieredkv.clock import Clock
+from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
+from tieredkv.storage import recovery
+from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes
+from tieredkv.storage.codec import (
+    CODEC_RAW,
+    HEADER_BYTES,
+    Located,
+    check_record,
+    encode_header_into,
+    expiry_key,
+    padded_bytes,
+    payload_checksum,
+    slot_bytes_for,
+)
+from tieredkv.storage.directory import StoreDirectory
+from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.index import Index, IndexTxn, storage_errors
+from tieredkv.storage.listing import list_chains, select_blocks
+from tieredkv.storage.results import (
+    ChainInfo,
+    EvictFilter,
+    EvictResult,
+    Slot,
+    StoreStats,
+    SweepResult,
+    VerifyResult,
+)
+from tieredkv.storage.verify import Verification, find_problems
+from tieredkv.types import BlockRecord
+
+logger = logging.getLogger(__name__)
+
+_SMALLEST_INDEX_BYTES = 512 << 10
+_TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.ETIMEDOUT)
+
+
+def minimum_budget_bytes(block_bytes: int) -> int:
+    """The smallest budget in which blocks of this size can be stored and replaced."""
+    return _SMALLEST_INDEX_BYTES + headroom_bytes(16) + 2 * slot_bytes_for(block_bytes)
+
+
+class BlockStore:
+    """Blocks at rest: payloads in segment files, every decision in one LMDB index.
+
+    One process, one thread; only `read_payload` and `write_payload` may be called from any thread.
+
+    Invariants, as `check()` verifies them:
+      - every record fits its key and checksum, and has one `expiry` and one `lru` key;
+      - no two records share a slot; each slot ever handed out is a block's, free or pending;
+      - pending slots are those lent to puts and those waiting to be erased;
+      - the counters, in all and per namespace and segment, are the sums over the records;
+      - the files occupy no more than the budget.
+    """
+
+    def __init__(
+        self,
+        directory: StoreDirectory,
+        index: Index,
+        files: SegmentFiles,
+        slots: SlotAllocator,
+        clock: Clock,
+        *,
+        sync: bool,
+        failpoint: Callable[[str], None],
+    ) -> None:
+        self.path = directory.path
+        self._directory = directory
+        self._index = index
+        self._files = files
+        self._slots = slots
+        self._clock = clock
+        self._sync = sync
+        self._failpoint = failpoint
+        self._faults: Counter[str] = Counter()
+        self._deleted: Counter[str] = Counter()
+        self._num_stored = self._num_expired = self._num_evicted = 0
+        self._is_closed = False
+
+    # --- opening and closing ------------------------------------------------------------------
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        *,
+        budget_bytes: int | None,
+        clock: Clock,
+        sync: Literal["commit", "none"] = "commit",
+        create: bool = True,
+        socket_path: str | None = None,
+        failpoint: Callable[[str], None] = lambda label: None,
+    ) -> Self:
+        """Open or create a store; what a crash left half done is finished, nothing is scanned.
+
+        Args:
+            path: the store's folder.
+            budget_bytes: what all its files may occupy; None keeps the last one.
+            clock: moved up to the latest time that the store has seen if it is a little behind.
+            sync: whether a commit waits for the device; without, it survives kill -9 all the same.
+            create: make the store if there is none.
+            socket_path: written into the lock file, for whoever finds the store busy.
+            failpoint: called with a label at each step of a change; tests stop the process there.
+
+        Raises:
+            StoreBusyError, FormatVersionError, StoreFullError, StorageError
+        """
+        directory = StoreDirectory.claim(path, create=create, socket=socket_path)
+        index = files = None
+        try:
+            with storage_errors(directory.path):
+                index = Index(directory.index_path, sync=sync == "commit")
+                files = SegmentFiles(directory.segments_path)
+                num_expired = recovery.settle_clock(index, clock)
+                budget = recovery.settle_budget(index, budget_bytes)
+                slots = SlotAllocator(directory, files, index, budget, failpoint)
+                recovery.recover(index, files, slots, clock.now())
+            store = cls(
+                directory, index, files, slots, clock, sync=sync == "commit", failpoint=failpoint
+            )
+            store._num_expired = num_expired
+            store._reach_budget()
+        except BaseException:
+            if files is not None:
+                files.close()
+            if index is not None:
+                index.close()
+            directory.release()
+            raise
+        return store
+
+    def close(self) -> None:
+        """Flush and close; every lent slot must be back. Harmless when repeated."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self._files.close()
+            self._index.close()
+        finally:
+            self._directory.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    # --- finding and reading ------------------------------------------------------------------
+
+    def lookup(self, hashes: Sequence[bytes], now: float | None = None) -> list[BlockRecord | None]:
+        """Answer what is stored and not expired, in the order asked; touches no payload."""
+        now = self._clock.now() if now is None else now
+        damaged: list[bytes] = []
+        found: list[BlockRecord | None] = []
+        with self._index.reading() as txn:
+            for block_hash in hashes:
+                try:
+                    located = txn.get(block_hash)
+                except CorruptBlockError:
+                    damaged.append(block_hash)
+                    located = None
+                is_there = located is not None and now < located.record.expires_at
+                found.append(located.record if located and is_there else None)
+        self._drop_damaged(damaged)
+        return found
+
+    def locate(
+        self,
+        block_hash: bytes,
+        now: float | None = None,
+        *,
+        parent_hash: bytes | None = None,
+        root: bytes | None = None,
+        position: int | None = None,
+        size_bytes: int | None = None,
+    ) -> Located | None:
+        """Answer where a block lies, for `read_payload`; None is a miss.
+
+        What the caller expects of the block may be given; a stored block that differs is a miss,
+        counted as `mismatch`.
+        """
+        now = self._clock.now() if now is None else now
+        try:
+            with self._index.reading() as txn:
+                located = txn.get(block_hash)
+        except CorruptBlockError:
+            self._drop_damaged([block_hash])
+            return None
+        if located is None or now >= located.record.expires_at:
+            return None
+        record = located.record
+        expected = (parent_hash, root, position, size_bytes)
+        stored = (record.parent_hash, record.root, record.position, record.size_bytes)
+        if any(e is not None and e != s for e, s in zip(expected, stored, strict=True)):
+            self._count_fault("mismatch", f"block {block_hash.hex()[:12]} is not as expected")
+            return None
+        return located
+
+    def read_payload(self, located: Located, into: memoryview) -> None:
+        """Read a block's payload into `into` and check the bytes there; any thread may call this.
+
+        Args:
+            located: from `locate`.
+            into: at least the payload's bytes; used in place by O_DIRECT where it is 4 KiB-aligned
+                and as long as the padded payload.
+
+        Raises:
+            CorruptBlockError: `truncated`, `checksum`, `missing_segment` or `codec`.
+            StorageError: the system could not read; nothing is known about the bytes.
+            Hand either to `read_failed`.
+        """
+        record, size = located.record, located.payload_bytes
+        if located.codec != CODEC_RAW or size != record.size_bytes:
+            raise _corrupt(record, "codec", f"codec {located.codec} is unknown")
+        try:
+            count = self._files.read(located.extent, HEADER_BYTES, into, size, padded_bytes(size))
+        except FileNotFoundError as error:
+            raise _corrupt(record, "missing_segment", str(error)) from error
+        except OSError as error:
+            raise StorageError(
+                error.errno or errno.EIO, f"`{self.path}`: {located.extent}: {error.strerror}"
+            ) from error
+        if count < size:
+            raise _corrupt(record, "truncated", f"{count} of {size} bytes are there")
+        if payload_checksum(into[:size]) != located.payload_checksum:
+            raise _corrupt(record, "checksum", "the payload fails its checksum")
+
+    def read_failed(self, located: Located, error: StorageError) -> str:
+        """Count a failed read and drop the block if its bytes are to blame; answer the reason.
+
+        A block that was evicted or replaced since `locate` is `evicted`, and no fault.
+        """
+        block_hash = located.record.block_hash
+        current = self.locate(block_hash, located.record.computed_at)
+        if current is None or current[1:] != located[1:]:
+            return "evicted"
+        if not isinstance(error, CorruptBlockError):
+            self._count_fault("io_error", str(error))
+            return "io_error"
+        self._count_fault(error.reason, str(error))
+        with self._changing() as txn:
+            self._remove(txn, current)
+        return error.reason
+
+    # --- storing ------------------------------------------------------------------------------
+
+    def reserve(self, record: BlockRecord) -> Slot | None:
+        """Lend a slot for one block: `reserve_many` of one."""
+        return self.reserve_many([record])[0]
+
+    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Slot | None]:
+        """Lend a slot for each block, evicting no more than they need; one transaction a batch.
+
+        None where slots lent to other puts leave no room at the moment. Every slot must come back
+        by `commit` or `abandon`.
+
+        Raises:
+            StoreFullError: the block is larger than the budget, or the filesystem is full.
+        """
+        for record in records:
+            check_record(record)
+        self._enforce_budget()
+        answer: list[Slot | None] = [None] * len(records)
+        classes: dict[int, list[int]] = {}
+        for i, record in enumerate(records):
+            classes.setdefault(slot_bytes_for(record.size_bytes), []).append(i)
+        for slot_bytes, wanted in classes.items():
+            self._slots.check_fits(slot_bytes)
+            for i, slot in zip(wanted, self._obtain(slot_bytes, len(wanted)), strict=False):
+                answer[i] = slot
+        if self._slots.is_disk_full and not any(answer):
+            self._count_fault("no_space", "the filesystem is full")
+            raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
+        return answer
+
+    def write_payload(self, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:
+        """Write a block's bytes into its slot and answer their checksum; any thread may call this.
+
+        Args:
+            slot: lent for this record.
+            record: goes into the slot's header.
+            payload: the block's bytes. Where it is longer than `record.size_bytes`, such as an
+                arena page, the bytes beyond are overwritten with zeroes up to 4 KiB.
+
+        Raises:
+            StoreFullError, StorageError: not written; hand the slot to `abandon`.
+        """
+        size, padded = record.size_bytes, padded_bytes(record.size_bytes)
+        checksum = payload_checksum(payload[:size])
+        header = self._files.header_buffer()
+        encode_header_into(header, Located(record, slot.extent, size, checksum))
+        if len(payload) > size and padded > size:
+            payload[size:padded] = bytes(len(payload[size:padded]))
+        self._failpoint("write:before")
+        with storage_errors(self.path):
+            self._files.write(slot.extent, header, payload, padded)
+        self._failpoint("write:done")
+        return checksum
+
+    def commit(self, writes: Sequence[tuple[Slot, BlockRecord, bytes]]) -> list[bool]:
+        """Make written blocks findable, all of them in one transaction a batch.
+
+        Answers for each whether it is stored; a block that has expired meanwhile is not. A block
+        that is there already keeps its bytes and the later expiry, unless it was computed anew.
+
+        Raises:
+            StorageError: none of the rest is stored; their slots are taken back.
+        """
+        stored: list[bool] = []
+        try:
+            if self._sync:
+                with storage_errors(self.path):
+                    self._files.sync({slot.extent.segment for slot, _, _ in writes})
+            while len(stored) < len(writes):
+                batch = writes[len(stored) : len(stored) + TXN_BLOCKS]
+                now = self._clock.now()
+                with self._changing() as txn:
+                    owners = [self._insert(txn, *write, now) for write in batch]
+                    txn.set_clock_mark(now)
+                    self._failpoint("commit:before")
+                self._failpoint("commit:done")
+                for (slot, _, _), owner in zip(batch, owners, strict=True):
+                    self._slots.take_back(slot, is_stored=owner == slot.extent)
+                    stored.append(owner is not None)
+                    self._num_stored += owner == slot.extent
+        except BaseException:
+            for slot, _, _ in writes[len(stored) :]:
+                self.abandon(slot)
+            raise
+        self._enforce_budget()
+        return stored
+
+    def abandon(self, slot: Slot) -> None:
+        """Give back a slot that was not committed; its thread must be done with it."""
+        self._slots.take_back(slot, is_stored=False)
+
+    def claim_or_touch(self, items: Sequence[tuple[bytes, float, float | None, str | None]]) -> int:
+        """Refresh blocks: (hash, last_used, expires_at or None, retention or None).
+
+        Times only move forward; what has expired stays expired. Answers how many were found.
+        """
+        now, found = self._clock.now(), 0
+        for start in range(0, len(items), TXN_BLOCKS):
+            with self._changing() as txn:
+                for block_hash, last_used, expires_at, retention in items[start:][:TXN_BLOCKS]:
+                    old = self._get(txn, block_hash)
+                    if old is None or now >= old.record.expires_at:
+                        continue
+                    found += 1
+                    self._refresh(txn, old, last_used, expires_at, retention)
+                txn.set_clock_mark(now)
+        self._enforce_budget()
+        return found
+
+    def describe_root(self, root: bytes, description: dict[str, str]) -> None:
+        """Remember what a root stands for, for whoever lists the store."""
+        with self._changing() as txn:
+            txn.put_root(root, description)
+
+    def roots(self) -> dict[bytes, dict[str, str]]:
+        """What `describe_root` was told."""
+        with self._index.reading() as txn:
+            return txn.roots()
+
+    # --- dropping -----------------------------------------------------------------------------
+
+    def delete(self, hashes: Sequence[bytes], reason: str) -> int:
+        """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
+        num_deleted = 0
+        for start in range(0, len(hashes), TXN_BLOCKS):
+            with self._changing() as txn:
+                for block_hash in hashes[start : start + TXN_BLOCKS]:
+                    if (located := self._get(txn, block_hash)) is not None:
+                        self._remove(txn, located)
+                        num_deleted += 1
+                self._failpoint("delete:before")
+            self._failpoint("delete:done")
+        self._deleted[reason] += num_deleted
+        return num_deleted
+
+    def sweep(self, now: float | None = None) -> SweepResult:
+        """Drop what has expired and erase every slot that holds bytes of no stored block.
+
+        Costs in proportion to what expires; after a damaged record was met, the index's secondary
+        keys are made again once.
+        """
+        now = self._clock.now() if now is None else now
+        num_expired, is_more = 0, True
+        while is_more:
+            with self._changing() as txn:
+                due = txn.expired(now, TXN_BLOCKS)
+                for key, block_hash in due:
+                    located = self._get(txn, block_hash)
+                    if located is not None and expiry_key(located.record) == key:
+                        self._remove(txn, located)
+                        num_expired += 1
+                    else:
+                        txn.drop_expiry_key(key)
+                txn.set_clock_mark(now)
+                needs_rebuild = txn.meta("needs_rebuild") is not None
+            is_more = len(due) == TXN_BLOCKS
+        if needs_rebuild:
+            self._rebuild()
+        erased_bytes = self._slots.erase_dirty()
+        self._slots.remove_empty_segments()
+        self._num_expired += num_expired
+        return SweepResult(num_expired, erased_bytes)
+
+    def evict(self, which: EvictFilter) -> EvictResult:
+        """Drop and erase what an operator chose; blocks of a chain go tail first."""
+        with self._index.reading() as txn:
+            located, unknown_ids = select_blocks(txn, which, self._clock.now())
+        hashes = [each.record.block_hash for each in located]
+        num_evicted = self.delete(hashes, "operator")
+        self._slots.erase_dirty()
+        self._slots.remove_empty_segments()
+        return EvictResult(num_evicted, sum(each.slot_bytes for each in located), unknown_ids)
+
+    # --- looking at it ------------------------------------------------------------------------
+
+    def chains(self) -> list[ChainInfo]:
+        """List every chain, the last used first."""
+        with self._index.reading() as txn:
+            return list_chains(txn, self._clock.now())
+
+    def verify(
+        self,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+        *,
+        repair: bool = True,
+    ) -> VerifyResult:
+        """Read every payload again and check it, then check the index against itself."""
+        verification = self.verification(repair=repair)
+        while verification.step():
+            if progress is not None:
+                progress(verification.result.checked, verification.total)
+        return verification.result
+
+    def verification(self, *, repair: bool = True) -> Verification:
+        """A `verify` in steps, for a thread that has other work in between."""
+        return Verification(
+            self._index,
+            self._files,
+            self._clock,
+            read=self.read_payload,
+            repair=self._repair if repair else None,
+            find_problems=self._find_problems,
+        )
+
+    def stats(self) -> StoreStats:
+        """Figures as of now."""
+        with self._index.reading() as txn:
+            totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
+        counters = self._files.counters
+        return StoreStats(
+            blocks=totals.num_blocks,
+            bytes_live=totals.payload_bytes,
+            bytes_files=self._slots.occupied_bytes,
+            bytes_index=self._slots.overhead_bytes,
+            bytes_budget=self._slots.budget_bytes,
+            bytes_pending=self._slots.pending_bytes,
+            bytes_written=counters.bytes_written,
+            bytes_read=counters.bytes_read,
+            bytes_erased=counters.bytes_erased,
+            num_stored=self._num_stored,
+            num_expired=self._num_expired,
+            num_evicted=self._num_evicted,
+            num_namespaces=num_namespaces,
+            num_segments=len(self._slots.segments),
+            faults=dict(self._faults),
+            deleted=dict(self._deleted),
+            direct_io=self._files.direct_io,
+            punch_hole=self._files.punch_hole,
+        )
+
+    def check(self) -> None:
+        """Verify every invariant of the class.
+
+        Raises:
+            IntegrityError: naming each one that is broken.
+        """
+        if problems := self._find_problems():
+            raise IntegrityError("; ".join(problems))
+
+    def _find_problems(self) -> list[str]:
+        with self._index.reading() as txn:
+            return find_problems(txn, self._slots)
+
+    # --- parts ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[IndexTxn]:
+        """One write transaction; if it fails, what is held in memory goes back as well."""
+        try:
+            with self._index.writing() as txn:
+                yield txn
+        except BaseException:
+            self._slots.reload()
+            raise
+        self._slots.measure()
+
+    def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
+        """One entry; a damaged one is dropped and counted."""
+        try:
+            return txn.get(block_hash)
+        except CorruptBlockError as error:
+            self._count_fault(error.reason, str(error))
+            txn.remove_damaged(block_hash)
+            return None
+
+    def _remove(self, txn: IndexTxn, located: Located) -> None:
+        txn.remove(located)
+        self._slots.add_dirty(located.extent)
+
+    def _drop_damaged(self, hashes: Sequence[bytes]) -> None:
+        if hashes:
+            with self._changing() as txn:
+                for block_hash in hashes:
+                    self._get(txn, block_hash)
+
+    def _insert(
+        self, txn: IndexTxn, slot: Slot, record: BlockRecord, checksum: bytes, now: float
+    ) -> object:
+        """Add a written block; answer the extent that holds it from now on, None if expired."""
+        if now >= record.expires_at:
+            return None
+        old = self._get(txn, record.block_hash)
+        if old is not None:
+            is_newer = record.computed_at > old.record.computed_at
+            if not is_newer and now < old.record.expires_at:
+                self._refresh(txn, old, record.last_used, record.expires_at, record.retention)
+                return old.extent
+            self._remove(txn, old)
+        txn.insert(Located(record, slot.extent, record.size_bytes, checksum))
+        txn.drop_pending(slot.extent)
+        return slot.extent
+
+    def _refresh(
+        self,
+        txn: IndexTxn,
+        old: Located,
+        last_used: float,
+        expires_at: float | None,
+        retention: str | None,
+    ) -> None:
+        record = old.record
+        later = max(record.expires_at, expires_at or 0.0)
+        new = msgspec.structs.replace(
+            record,
+            expires_at=later,
+            retention=retention if retention and later > record.expires_at else record.retention,
+            last_used=max(record.last_used, last_used),
+            hits=record.hits + 1,
+        )
+        check_record(new)
+        txn.replace(old, old._replace(record=new))
+
+    def _obtain(self, slot_bytes: int, count: int) -> list[Slot]:
+        """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
+        slots: list[Slot] = []
+        while len(slots) < count:
+            short = min(count - len(slots), TXN_BLOCKS)
+            with self._changing() as txn:
+                taken = self._slots.take(txn, slot_bytes, short)
+                if len(taken) < short and not self._slots.is_disk_full:
+                    self._evict_for(txn, slot_bytes, short - len(taken))
+                    taken += self._slots.take(txn, slot_bytes, short - len(taken))
+                self._failpoint("reserve:before")
+            self._failpoint("reserve:done")
+            slots += self._slots.lend(taken, slot_bytes)
+            if len(taken) < short and not self._slots.release_idle(keep=slot_bytes):
+                break
+        return slots
+
+    def _evict_for(self, txn: IndexTxn, slot_bytes: int, count: int) -> None:
+        """Evict by LRU until `count` slots of a size are there or can be made of other sizes'."""
+        idle = self._slots.idle_bytes(slot_bytes)
+        gained = max(self._slots.room_bytes, 0) + idle
+        victims: list[Located] = []
+        count -= gained // slot_bytes
+        gained %= slot_bytes
+        for located in self._victims(txn):
+            if count <= 0 or len(victims) >= TXN_BLOCKS:
+                break
+            victims.append(located)
+            if located.slot_bytes == slot_bytes:
+                count -= 1
+            else:
+                gained += located.slot_bytes
+                count -= gained // slot_bytes
+                gained %= slot_bytes
+        self._evict_all(txn, victims)
+
+    def _victims(self, txn: IndexTxn) -> Iterator[Located]:
+        """Blocks in the order of their eviction: protected ones last."""
+        now = self._clock.now()
+        protected: list[Located] = []
+        for block_hash in txn.longest_unused():
+            try:
+                located = txn.get(block_hash)
+            except CorruptBlockError:
+                continue
+            if located is None:
+                continue
+            if located.record.protect_until > now:
+                protected.append(located)
+            else:
+                yield located
+        yield from protected
+
+    def _evict_all(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
+        for located in victims:
+            self._remove(txn, located)
+        self._num_evicted += len(victims)
+
+    def _enforce_budget(self) -> None:
+        """Bring what files occupy down to the budget, less room for the index to grow."""
+        while self._slots.room_bytes < 0:
+            if self._slots.release_idle():
+                continue
+            excess = -self._slots.room_bytes
+            victims: list[Located] = []
+            with self._changing() as txn:
+                for located in self._victims(txn):
+                    if excess <= 0 or len(victims) >= TXN_BLOCKS:
+                        break
+                    victims.append(located)
+                    excess -= located.slot_bytes
+                self._evict_all(txn, victims)
+            if not victims:
+                break
+
+    def _reach_budget(self) -> None:
+        """Shrink a store that was given less room than it takes, its index as well."""
+        if (
+            self._slots.room_bytes < 0
+            and self._index.wasted_bytes > self._index.occupied_bytes // 2
+        ):
+            self._index.compact()
+            self._slots.measure()
+        self._enforce_budget()
+        if self._slots.room_bytes < 0:
+            self._index.compact()
+            self._slots.measure()
+        if self._slots.occupied_bytes > self._slots.budget_bytes:
+            raise StoreFullError(
+                f"the empty store at `{self.path}` occupies {self._slots.occupied_bytes} bytes, "
+                f"more than its budget of {self._slots.budget_bytes}; raise the disk size"
+            )
+
+    def _rebuild(self) -> None:
+        """Make secondary keys, counters and slot lists again from the sound records."""
+        with self._changing() as txn:
+            recovery.rebuild_keys(txn, lent=set(self._slots.lent))
+        self._slots.reload()
+        logger.warning("index of `%s`: secondary keys were made again", self.path)
+
+    def _repair(self, block_hash: bytes, located: Located | None) -> None:
+        """Drop what `verify` found bad; without a hash, the secondary keys are made again."""
+        if not block_hash:
+            self._rebuild()
+            return
+        with self._changing() as txn:
+            if located is None:
+                self._get(txn, block_hash)
+            else:
+                self._remove(txn, located)
+
+    def _count_fault(self, reason: str, message: str) -> None:
+        self._faults[reason] += 1
+        if self._faults[reason] == 1:
+            logger.warning("disk tier: %s: %s (later ones are only counted)", reason, message)
+
+
+def _corrupt(record: BlockRecord, reason: str, what: str) -> CorruptBlockError:
+    message = f"block {record.block_hash.hex()[:12]}: {what}"
+    return CorruptBlockError(message, block_hash=record.block_hash, reason=reason)

@@ -1,0 +1,118 @@
+"""What the block store takes and answers: plain values, ready to cross a process border."""
+
+from typing import NamedTuple
+
+import msgspec
+
+from tieredkv.storage.codec import Extent
+
+
+class Slot(NamedTuple):
+    """A slot lent to one put, until `commit` or `abandon`."""
+
+    extent: Extent
+    slot_bytes: int
+
+
+class SweepResult(NamedTuple):
+    """What one sweep did."""
+
+    expired_blocks: int
+    erased_bytes: int
+
+
+class EvictResult(NamedTuple):
+    """What an operator's eviction freed; `unknown_ids` matched no chain."""
+
+    evicted_blocks: int
+    freed_bytes: int
+    unknown_ids: tuple[str, ...] = ()
+
+
+class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Which blocks an operator wants gone; what is given must all apply, nothing given is nothing.
+
+    Attributes:
+        all: every block.
+        older_than_s: blocks unused for at least this long.
+        namespace_prefix: hex prefix of the namespace digest.
+        ids: chains by their hex id or a prefix of it; blocks that other chains share stay.
+    """
+
+    all: bool = False
+    older_than_s: float | None = None
+    namespace_prefix: str | None = None
+    ids: tuple[str, ...] = ()
+
+
+class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """One chain: a block without a stored successor, and all stored blocks before it.
+
+    Attributes:
+        id: hex of the last block's hash.
+        namespace, root: hex digests.
+        blocks: stored blocks, those shared with other chains included.
+        last_position: position of the last block; `blocks - 1` where there is no hole.
+        bytes: payload bytes of these blocks.
+        retention: retention policy of the last block.
+    """
+
+    id: str
+    namespace: str
+    root: str
+    blocks: int
+    last_position: int
+    bytes: int
+    retention: str
+    computed_at_min: float
+    computed_at_max: float
+    expires_at_min: float
+    last_used_max: float
+    hits: int
+
+
+class VerifyResult(msgspec.Struct, kw_only=True):
+    """What `verify` found."""
+
+    checked: int = 0
+    bad: int = 0
+    by_reason: dict[str, int] = msgspec.field(default_factory=dict)
+    repaired: int = 0
+
+    def add(self, reason: str, *, is_repaired: bool) -> None:
+        """Count one finding."""
+        self.bad += 1
+        self.by_reason[reason] = self.by_reason.get(reason, 0) + 1
+        self.repaired += is_repaired
+
+
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of a store since it was opened, sizes as they are now.
+
+    Attributes:
+        blocks, bytes_live: stored blocks and their payload, expired ones not yet swept included.
+        bytes_files: what all files occupy (`st_blocks`), index included.
+        bytes_index: what everything but the segment files occupies.
+        bytes_pending: slots lent or waiting to be erased.
+        faults: cache faults by reason; each was a miss.
+        deleted: blocks deleted on request by reason.
+    """
+
+    blocks: int
+    bytes_live: int
+    bytes_files: int
+    bytes_index: int
+    bytes_budget: int
+    bytes_pending: int
+    bytes_written: int
+    bytes_read: int
+    bytes_erased: int
+    num_stored: int
+    num_expired: int
+    num_evicted: int
+    num_namespaces: int
+    num_segments: int
+    faults: dict[str, int]
+    deleted: dict[str, int]
+    direct_io: bool
+    punch_hole: bool

@@ -1,0 +1,159 @@
+"""Proof reading of a store: every payload against its record, and the index against itself."""
+
+from collections import Counter
+from collections.abc import Callable
+
+from tieredkv.clock import Clock
+from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.storage.allocator import SlotAllocator
+from tieredkv.storage.codec import (
+    HEADER_BYTES,
+    Extent,
+    Located,
+    decode_header,
+    expiry_key,
+    extent_key,
+    is_header_of,
+    lru_key,
+    padded_bytes,
+)
+from tieredkv.storage.extents import SegmentFiles, aligned_buffer
+from tieredkv.storage.index import Index, IndexTxn, Totals
+from tieredkv.storage.results import VerifyResult
+
+
+class Verification:
+    """One run of `verify`; each `step` looks at a few blocks, so that its thread can do more."""
+
+    def __init__(
+        self,
+        index: Index,
+        files: SegmentFiles,
+        clock: Clock,
+        *,
+        read: Callable[[Located, memoryview], None],
+        repair: Callable[[bytes, Located | None], None] | None,
+        find_problems: Callable[[], list[str]],
+    ) -> None:
+        self.result = VerifyResult()
+        self._index = index
+        self._files = files
+        self._clock = clock
+        self._read = read
+        self._repair = repair
+        self._find_problems = find_problems
+        self._after = b""
+        self._is_done = False
+        self._buffer = aligned_buffer(HEADER_BYTES)
+        with index.reading() as txn:
+            self.total = txn.totals().num_blocks
+
+    def step(self, num_blocks: int = 16) -> bool:
+        """Check the next blocks; False when all is done."""
+        if self._is_done:
+            return False
+        with self._index.reading() as txn:
+            batch = []
+            for entry in txn.blocks(self._after):
+                batch.append(entry)
+                if len(batch) == num_blocks:
+                    break
+        for block_hash, located in batch:
+            self._after = block_hash
+            if located is not None and self._clock.now() >= located.record.expires_at:
+                continue
+            self.result.checked += 1
+            reason = "record" if located is None else self._fault_of(located)
+            if reason is not None:
+                self._found(reason, block_hash, located)
+        if not batch:
+            self._is_done = True
+            if self._find_problems():
+                self._found("index", b"", None)
+        return not self._is_done
+
+    def _found(self, reason: str, block_hash: bytes, located: Located | None) -> None:
+        can_repair = self._repair is not None and reason != "io_error"
+        if self._repair is not None and can_repair:
+            self._repair(block_hash, located)
+        self.result.add(reason, is_repaired=can_repair)
+
+    def _fault_of(self, located: Located) -> str | None:
+        """Read header and payload of a slot; the reason why they are bad, or None."""
+        size = padded_bytes(located.payload_bytes)
+        if len(self._buffer) < size:
+            self._buffer = aligned_buffer(size)
+        header = self._buffer[:HEADER_BYTES]
+        try:
+            count = self._files.read(located.extent, 0, header, HEADER_BYTES, HEADER_BYTES)
+            if count < HEADER_BYTES:
+                return "truncated"
+            if not is_header_of(decode_header(header), located):
+                return "header"
+            self._read(located, self._buffer[:size])
+        except CorruptBlockError as error:
+            return error.reason
+        except FileNotFoundError:
+            return "missing_segment"
+        except (StorageError, OSError):
+            return "io_error"
+        return None
+
+
+def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
+    """Compare records, secondary keys, counters and slots; one sentence for each disagreement."""
+    problems = []
+    expiry, lru = set(), set()
+    owners: Counter[Extent] = Counter()
+    namespaces: dict[bytes, Totals] = {}
+    for block_hash, located in txn.blocks():
+        if located is None:
+            problems.append(f"record {block_hash.hex()[:12]} fails its checksum")
+            continue
+        record = located.record
+        expiry.add(expiry_key(record))
+        lru.add(lru_key(record))
+        owners[located.extent] += 1
+        blocks, payload = namespaces.get(record.namespace, (0, 0))
+        namespaces[record.namespace] = Totals(blocks + 1, payload + located.payload_bytes)
+    for name, keys in (("expiry", expiry), ("lru", lru)):
+        if different := txn.keys(name) ^ keys:
+            problems.append(f"{len(different)} keys of `{name}` do not match the records")
+    if txn.namespaces() != namespaces:
+        problems.append("the counters of the namespaces are not their sums")
+    sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
+    if list(txn.totals()) != sums:
+        problems.append(f"the counters say {txn.totals()}, the records {sums}")
+    return problems + _slot_problems(txn, slots, owners)
+
+
+def _slot_problems(txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent]) -> list[str]:
+    problems = []
+    if shared := [extent for extent, count in owners.items() if count > 1]:
+        problems.append(f"records share the slots {shared[:3]}")
+    pending = set(txn.pending())
+    dirty = {extent for extents in slots.dirty.values() for extent in extents}
+    if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
+        problems.append("pending slots are not those lent and those to be erased")
+    free_keys = txn.keys("free")
+    segments = txn.segments()
+    if {s: state._replace(num_live=0) for s, state in segments.items()} != {
+        s: state._replace(num_live=0) for s, state in slots.segments.items()
+    }:
+        problems.append("the segments in memory are not those of the index")
+    live = Counter(extent.segment for extent in owners.elements())
+    for segment, state in segments.items():
+        if state.num_live != live[segment]:
+            problems.append(f"segment {segment} counts {state.num_live} blocks of {live[segment]}")
+        for slot in range(state.num_used):
+            extent = Extent(segment, slot)
+            key = state.slot_bytes.to_bytes(4, "big") + extent_key(extent)
+            roles = (extent in owners) + (extent in pending) + (key in free_keys)
+            free_keys.discard(key)
+            if roles != 1:
+                problems.append(f"slot {extent} has {roles} roles")
+    if free_keys:
+        problems.append(f"{len(free_keys)} free slots lie in no segment")
+    if slots.occupied_bytes > slots.budget_bytes:
+        problems.append(f"files occupy {slots.occupied_bytes} of {slots.budget_bytes} bytes")
+    return problems

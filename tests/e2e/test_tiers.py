@@ -1,0 +1,293 @@
+"""The product's oath: a prompt served from any tier gives the tokens that it gives cold."""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tieredkv import LLM, SamplingParams
+from tieredkv.engine.llm import RequestOutput
+from tieredkv.types import Tier
+
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+SIZES: dict[str, Any] = {
+    "device_size": "16MiB",
+    "host_size": "16MiB",
+    "disk_size": "256MiB",
+    "restore": "load",
+}
+
+
+def prompt(seed: int, num_tokens: int = 500) -> list[int]:
+    """Return random tokens of the demo model's vocabulary."""
+    generator = random.Random(seed)
+    return [generator.randrange(256) for _ in range(num_tokens)]
+
+
+def by_tier(output: RequestOutput) -> dict[str, int]:
+    """Return where a prompt's tokens came from, tiers with none left out."""
+    return {tier: n for tier, n in output.usage.cached_tokens_by_tier.items() if n}
+
+
+def one(llm: LLM, tokens: list[int], **options: str) -> RequestOutput:
+    """Serve one prompt greedily, check every invariant, and return its output."""
+    [output] = llm.generate(tokens, GREEDY, **options)
+    llm.core.cache.check()
+    llm.core.scheduler.check()
+    return output
+
+
+@pytest.fixture
+def disk_dir(tmp_path: Path) -> str:
+    """Return where a test's store goes."""
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def llm(disk_dir: str) -> Iterator[LLM]:
+    """Return the demo model over small tiers, with a disk."""
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
+        yield llm
+
+
+def test_every_tier_and_a_restart_give_the_cold_tokens(disk_dir: str) -> None:
+    tokens = prompt(1)
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
+        cold = one(llm, tokens)
+        assert by_tier(cold) == {}
+        warm = one(llm, tokens)
+        assert by_tier(warm) == {"device": 496}
+        digest = llm.core.kv_digest(llm.make_request(tokens, GREEDY))
+        assert digest is not None
+        assert llm.demote("host")
+        from_host = one(llm, tokens)
+        assert by_tier(from_host) == {"host": 496}
+        assert llm.core.kv_digest(llm.make_request(tokens, GREEDY)) == digest
+        assert llm.demote("disk")
+        from_disk = one(llm, tokens)
+        assert by_tier(from_disk) == {"disk": 496}
+        assert llm.core.kv_digest(llm.make_request(tokens, GREEDY)) == digest
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
+        restarted = one(llm, tokens)
+        assert by_tier(restarted) == {"disk": 496}
+        assert llm.core.kv_digest(llm.make_request(tokens, GREEDY)) == digest
+    for output in (warm, from_host, from_disk, restarted):
+        assert output.token_ids == cold.token_ids
+
+
+def test_a_graceful_stop_writes_what_24h_promised(disk_dir: str) -> None:
+    tokens = prompt(2)
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
+        cold = one(llm, tokens)
+        assert llm.core.tiers.counters.demoted_disk_blocks == 0
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **SIZES) as llm:
+        again = one(llm, tokens)
+    assert by_tier(again) == {"disk": 496}
+    assert again.token_ids == cold.token_ids
+
+
+def test_a_wholly_cached_prompt_recomputes_its_last_token_only(llm: LLM) -> None:
+    tokens = prompt(3, 512)
+    cold = one(llm, tokens)
+    digest = llm.core.kv_digest(llm.make_request(tokens, GREEDY))
+    warm = one(llm, tokens)
+    assert by_tier(warm) == {"device": 511}
+    assert warm.token_ids == cold.token_ids
+    assert llm.core.kv_digest(llm.make_request(tokens, GREEDY)) == digest
+
+
+def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> None:
+    sizes = {**SIZES, "host_size": "512KiB"}
+    tokens = prompt(4, 1600)
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
+        assert llm.core.info.num_host_pages == 16
+        cold = one(llm, tokens)
+        assert llm.demote("disk")
+        hit = one(llm, tokens)
+    assert by_tier(hit) == {"disk": 1599}
+    assert hit.token_ids == cold.token_ids
+
+
+def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(disk_dir: str) -> None:
+    sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB"}
+    prompts = [prompt(100 + i, 1000) for i in range(8)]
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
+        cold = [one(llm, tokens) for tokens in prompts]
+        assert llm.core.tiers.counters.demoted_disk_blocks > 0
+        again = [one(llm, tokens) for tokens in prompts]
+        assert llm.core.tiers.counters.demotions_dropped == 0
+    assert [output.token_ids for output in again] == [output.token_ids for output in cold]
+    assert by_tier(again[0]) == {"disk": 992}
+
+
+def test_requests_with_a_common_prefix_in_flight_compute_it_once(llm: LLM) -> None:
+    common = prompt(5, 480)
+    prompts = [common + prompt(50 + i, 40) for i in range(4)]
+    outputs = llm.generate(prompts, GREEDY)
+    llm.core.cache.check()
+    computed = sum(o.usage.prompt_tokens - o.usage.cached_tokens for o in outputs)
+    assert computed == 480 + 4 * 40
+    alone = [one(llm, tokens, cache_salt="alone") for tokens in prompts]
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]
+
+
+def test_two_requests_with_the_same_prefix_on_disk_load_it_once(llm: LLM) -> None:
+    tokens = prompt(6)
+    one(llm, tokens)
+    llm.demote("disk")
+    before = llm.core.tiers.counters.promoted_disk_blocks
+    outputs = llm.generate([tokens, tokens], GREEDY)
+    assert llm.core.tiers.counters.promoted_disk_blocks - before == 31
+    assert outputs[0].token_ids == outputs[1].token_ids
+
+
+def test_batch_composition_never_changes_a_greedy_answer(llm: LLM) -> None:
+    prompts = [prompt(200 + i, 20 + 37 * i) for i in range(8)]
+    together = llm.generate(prompts, GREEDY)
+    alone = [one(llm, tokens, cache_salt=str(i)) for i, tokens in enumerate(prompts)]
+    assert [o.token_ids for o in together] == [o.token_ids for o in alone]
+
+
+def test_preemption_recomputes_and_changes_nothing(disk_dir: str) -> None:
+    params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+    prompts = [prompt(300 + i, 160) for i in range(6)]
+    with LLM("tiny-random", device_size="1MiB", host_size="16MiB") as llm:
+        outputs = llm.generate(prompts, params)
+        llm.core.cache.check()
+        assert llm.core.scheduler.num_preemptions > 0
+    with LLM("tiny-random", device_size="16MiB", host_size="16MiB") as llm:
+        calm = llm.generate(prompts, params)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in calm]
+
+
+def test_in_memory_prompts_leave_nothing_on_disk(llm: LLM) -> None:
+    one(llm, prompt(7), retention="in_memory")
+    llm.demote("disk")
+    assert llm.core.tiers.counters.demoted_disk_blocks == 0
+    stats = llm.tier_stats()["disk"]
+    assert isinstance(stats, dict)
+    assert stats["blocks"] == 0
+
+
+def test_another_salt_misses_and_the_same_one_hits(llm: LLM) -> None:
+    tokens = prompt(8)
+    one(llm, tokens, cache_salt="a")
+    assert by_tier(one(llm, tokens, cache_salt="b")) == {}
+    assert by_tier(one(llm, tokens)) == {}
+    assert by_tier(one(llm, tokens, cache_salt="a")) == {"device": 496}
+
+
+def test_sampling_parameters_are_no_part_of_the_identity(llm: LLM) -> None:
+    tokens = prompt(9)
+    one(llm, tokens)
+    params = SamplingParams(max_tokens=3, temperature=0.7, top_p=0.9, seed=3)
+    [output] = llm.generate(tokens, params)
+    assert output.usage.cached_tokens == 496
+
+
+def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(disk_dir: str) -> None:
+    tokens, other = prompt(10, 1000), prompt(11, 1000)
+    settings = {**SIZES, "load_timeout": 0.3}
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **settings) as llm:
+        cold = one(llm, tokens)
+        cold_other = one(llm, other)
+        assert llm.demote("disk")
+        pid = llm.core.info.worker_pid
+        assert pid is not None
+        request = llm.make_request(tokens, GREEDY)
+        llm.core.add_request(request)
+        while not llm.core.cache.promoter.num_reads:
+            llm.core.step()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ids: list[int] = []
+            while len(ids) < GREEDY.max_tokens:
+                for output in llm.core.step():
+                    ids.extend(output.token_ids)
+                llm.core.wait(0.01)
+            assert ids == cold.token_ids
+            assert one(llm, other).token_ids == cold_other.token_ids
+            llm.core.cache.check()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        deadline = time.monotonic() + 20
+        while not llm.core.cache.is_idle and time.monotonic() < deadline:
+            llm.core.step()
+            llm.core.wait(0.01)
+        assert llm.core.cache.is_idle
+        llm.core.cache.check()
+        assert llm.demote("disk")
+        assert one(llm, tokens).token_ids == cold.token_ids
+        assert one(llm, other).token_ids == cold_other.token_ids
+
+
+def test_a_killed_worker_costs_a_miss_and_comes_back(llm: LLM) -> None:
+    tokens = prompt(12)
+    cold = one(llm, tokens)
+    assert llm.demote("disk")
+    pid = llm.core.info.worker_pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    assert one(llm, tokens).token_ids == cold.token_ids
+    llm.core.evict()
+    deadline = time.monotonic() + 20
+    hit = one(llm, tokens)
+    while by_tier(hit) != {"disk": 496} and time.monotonic() < deadline:
+        llm.core.evict()
+        time.sleep(0.2)
+        hit = one(llm, tokens)
+    assert by_tier(hit) == {"disk": 496}
+    assert hit.token_ids == cold.token_ids
+
+
+def test_a_cancelled_request_releases_exactly_what_it_held(llm: LLM) -> None:
+    tokens = prompt(13, 1000)
+    one(llm, tokens)
+    llm.demote("disk")
+    device, host = llm.core.tiers.device, llm.core.tiers.host
+    for num_steps in range(6):
+        llm.core.add_request(llm.make_request(tokens, GREEDY))
+        for _ in range(num_steps):
+            llm.core.step()
+        llm.core.abort(f"llm-{num_steps + 1}")
+        while llm.core.has_work:
+            llm.core.step()
+            llm.core.wait(0.01)
+        llm.core.cache.check()
+        assert (device.num_used, host.num_used) == (0, 0)
+
+
+def test_an_expired_prefix_misses_to_the_second(
+    disk_dir: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offset = tmp_path / "offset"
+    offset.write_text("0")
+    monkeypatch.setenv("TIEREDKV_TEST_CLOCK_OFFSET_FILE", str(offset))
+    tokens = prompt(14)
+    settings = {**SIZES, "sweep_interval": 0.2}
+    with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **settings) as llm:
+        one(llm, tokens)
+        llm.demote("disk")
+        offset.write_text(str(24 * 3600 - 60))
+        time.sleep(0.05)
+        assert by_tier(one(llm, tokens)) == {"disk": 496}
+        llm.core.evict()
+        offset.write_text(str(24 * 3600 + 1))
+        time.sleep(0.05)
+        assert by_tier(one(llm, tokens)) == {}
+        llm.core.evict()
+        offset.write_text("0")
+        time.sleep(0.05)
+        assert by_tier(one(llm, tokens)) == {}
+
+
+def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
+    one(llm, prompt(15))
+    assert llm.core.demote(Tier.DISK)
+    assert llm.core.tiers.device.num_cached == 0
+    assert llm.core.tiers.host.num_cached == 0
