@@ -6,7 +6,6 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import random
@@ -17,11 +16,6 @@ from typing import Any
 
 import torch
 import xxhash
-from tieredkv.kernels.copies import BlockCopier, register_pinned
-from tieredkv.storage.client import ControlRequest, StoreClient
-from tieredkv.storage.host import HostArena
-from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.messages import StoreOptions
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
@@ -42,6 +36,11 @@ from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.lmdb_store import minimum_budget_bytes
+from tieredkv.storage.messages import StoreOptions
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
@@ -287,7 +286,7 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters: dict[str, object] = dataclasses.asdict(self.tiers.counters)
+        counters = self.tiers.counters.as_dict()
         counters["preemptions"] = self.scheduler.num_preemptions
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
@@ -420,7 +419,8 @@ class EngineCore:
             if is_first:
                 num_recomputed = 1 if row.row.write_from > row.start else 0
                 request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
-            if not request.output_ids or request.num_preemptions:
+            if not request.is_touched:
+                request.is_touched = True
                 self.cache.touch(request.prefix)
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)

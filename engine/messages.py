@@ -5,6 +5,7 @@ the outputs of all requests of that step.
 """
 
 import msgspec
+
 from tieredkv.engine.sampling_params import SamplingParams
 
 

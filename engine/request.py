@@ -3,11 +3,10 @@
 import enum
 from dataclasses import dataclass, field
 
-from tieredkv.engine.sampler import SamplerState
-from tieredkv.engine.sampling_params import SamplingParams
-
 from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
+from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.types import Tier
 
 
@@ -30,6 +29,7 @@ class Request:
 
     Attributes:
         token_ids: prompt, then what was generated.
+        is_touched: its chain was refreshed in every tier since it was admitted.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
 
@@ -42,6 +42,7 @@ class Request:
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    is_touched: bool = False
     usage: RequestUsage | None = None
     output_ids: list[int] = field(default_factory=list)
 
