@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 import xxhash
 
@@ -23,7 +24,7 @@ from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
-from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import (
     EngineInfo,
     EngineRequest,
@@ -85,14 +86,8 @@ class EngineCore:
 
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
         device = torch.device(settings.resolve_device(torch.cuda.is_available()))
-        self.model: LoadedModel = load_model(
-            settings.model,
-            dtype=settings.dtype,
-            device=str(device),
-            progress=lambda stage, share: progress(stage, round(100 * share), 100),
-            fingerprint=settings.fingerprint,
-        )
-        spec = self.kv_spec = self.model.kv_spec(settings.block_size)
+        found = find_model(settings.model, dtype=settings.dtype, device=str(device))
+        spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
@@ -103,6 +98,10 @@ class EngineCore:
         )
         stack.callback(self._arena.close)
         self._store = self._open_store(stack)
+        self.model: LoadedModel = found.load(
+            progress=lambda stage, share: progress(stage, round(100 * share), 100),
+            fingerprint=settings.fingerprint,
+        )
         num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
         self._pool = make_kv_pool(spec, num_blocks, device)
         self._runner = ModelRunner(self.model, self._pool, spec)
@@ -117,9 +116,11 @@ class EngineCore:
             )
             stack.callback(pinned.unregister)
         copier = BlockCopier(
-            self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes), spec.num_layers
+            self._block_bytes,
+            arena_bytes.view(num_pages, spec.page_bytes),
+            num_layers=spec.num_layers,
         )
-        transfer = BlockTransfer[Any](self._copier, device=device, block_bytes=spec.block_bytes)
+        transfer = BlockTransfer[Any](copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -164,7 +165,7 @@ class EngineCore:
             device=str(device),
             dtype=self.model.dtype,
             engine_pid=os.getpid(),
-            worker_pid=self._store.pid if self._store else None,
+            worker_pid=self.worker_pid,
             default_retention=settings.default_retention,
         )
 
@@ -233,6 +234,11 @@ class EngineCore:
             self._outputs.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
     @property
+    def worker_pid(self) -> int | None:
+        """The store's worker; None without a disk tier or while there is no worker."""
+        return self._store.pid if self._store else None
+
+    @property
     def has_work(self) -> bool:
         """Whether a `step` could do something: requests, or blocks on the move."""
         return bool(self._requests) or bool(self._outputs) or not self.cache.is_idle
@@ -291,7 +297,7 @@ class EngineCore:
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
         stats["counters"] = counters
-        stats["disk"] = self._store.stats() if self._store is not None else None
+        stats["disk"] = msgspec.to_builtins(self._store.stats()) if self._store else None
         return stats
 
     def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:

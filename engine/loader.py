@@ -5,8 +5,10 @@ names the model and the reason. The modelling code is transformers' own; it know
 requests, batches or blocks.
 """
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME, register_attention
@@ -93,6 +96,78 @@ class LoadedModel:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model that can be loaded: its config was read and accepted, no weight was touched yet.
+
+    Attributes:
+        folder: where its files are, None for a model with drawn weights.
+        dtype, device: what it will be loaded as, and where.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    shape: AttentionShape
+    dtype: str
+    device: torch.device
+    folder: Path | None
+
+    def kv_spec(self, block_size: int) -> KVSpec:
+        """Describe the keys and values of this model in blocks of `block_size` tokens."""
+        return KVSpec(
+            num_layers=self.shape.num_layers,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+            block_size=block_size,
+        )
+
+    def load(
+        self,
+        *,
+        progress: Progress | None = None,
+        fingerprint: FingerprintMode = "full",
+        cache_dir: Path | None = DEFAULT_CACHE_DIR,
+    ) -> LoadedModel:
+        """Load or draw the weights; arguments and errors as for `load_model`."""
+        if self.folder is None:
+            return _load_random(self, progress)
+        cache_dir = None if cache_dir is None else cache_dir.expanduser()
+        return _load_folder(self, self.folder, progress, fingerprint, cache_dir)
+
+
+def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> FoundModel:
+    """Find a model and refuse what cannot be served; arguments and errors as for `load_model`."""
+    register_attention()
+    target = _resolve_device(device)
+    if dtype not in (None, "auto", *DTYPE_BYTES):
+        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
+    folder = None
+    if name == tiny.TINY_NAME:
+        config: PreTrainedConfig = tiny.tiny_config()
+    elif name.startswith(RANDOM_PREFIX):
+        config = _random_config(name)
+    else:
+        folder = _find_folder(name)
+        config = _read_config(name, folder)
+    check_config(name, config)
+    if folder is not None:
+        _weight_files(name, folder)
+    elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
+        raise ModelError(
+            f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
+            f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
+        )
+    return FoundModel(
+        name=name,
+        config=config,
+        shape=probe_attention(name, config),
+        dtype=_resolve_dtype(dtype, config, target),
+        device=target,
+        folder=folder,
+    )
+
+
 def load_model(
     name: str,
     *,
@@ -118,28 +193,20 @@ def load_model(
         ModelError: the model cannot be found, read, or served; before weights are allocated
             wherever the config tells.
     """
-    register_attention()
-    target = _resolve_device(device)
-    if dtype not in (None, "auto", *DTYPE_BYTES):
-        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
-    if name == tiny.TINY_NAME:
-        config: PreTrainedConfig = tiny.tiny_config()
-        return _load_random(name, config, _resolve_dtype(dtype, config, target), target, progress)
-    if name.startswith(RANDOM_PREFIX):
-        config = _random_config(name)
-        return _load_random(name, config, _resolve_dtype(dtype, config, target), target, progress)
-    folder = _find_folder(name)
-    config = _read_config(name, folder)
-    return _load_folder(
-        name,
-        folder,
-        config,
-        _resolve_dtype(dtype, config, target),
-        target,
-        progress,
-        fingerprint,
-        None if cache_dir is None else cache_dir.expanduser(),
-    )
+    found = find_model(name, dtype=dtype, device=device)
+    return found.load(progress=progress, fingerprint=fingerprint, cache_dir=cache_dir)
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, without the model.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be found or read.
+    """
+    if name == tiny.TINY_NAME or name.startswith(RANDOM_PREFIX):
+        config = tiny.tiny_config() if name == tiny.TINY_NAME else _random_config(name)
+        return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    return _load_tokenizer(name, _find_folder(name))
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -204,9 +271,9 @@ def _read_config(name: str, path: Path) -> PreTrainedConfig:
 def _find_folder(name: str) -> Path:
     """Find a checkpoint: a local folder, or a hub id whose files are fetched."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if name.strip() and folder.is_dir():
         return folder
-    if folder.exists():
+    if name.strip() and folder.exists():
         raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
         raise ModelError(f"model `{name}`: there is no such folder")
@@ -251,18 +318,14 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
 
 
 def _load_folder(
-    name: str,
+    found: FoundModel,
     folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
     progress: Progress | None,
     mode: FingerprintMode,
     cache_dir: Path | None,
 ) -> LoadedModel:
-    check_config(name, config)
+    name, config, device = found.name, found.config, found.device
     files = _weight_files(name, folder)
-    shape = probe_attention(name, config)
     tokenizer = _load_tokenizer(name, folder)
     digest = files_fingerprint(
         config.to_dict(), files, mode=mode, cache_dir=cache_dir, progress=progress
@@ -270,16 +333,17 @@ def _load_folder(
     if progress is not None:
         progress("loading weights", 0.0)
     try:
-        model, info = _AUTO_MODEL.from_pretrained(
-            folder,
-            config=config,
-            dtype=getattr(torch, dtype),
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        with _without_progress_bars():
+            model, info = _AUTO_MODEL.from_pretrained(
+                folder,
+                config=config,
+                dtype=getattr(torch, found.dtype),
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
     except Exception as error:  # safetensors, torch and transformers each raise their own
         raise ModelError(
             f"model `{name}`: its weights cannot be loaded: {_first_line(error)}"
@@ -291,10 +355,35 @@ def _load_folder(
             f"missing, the first is `{absent[0]}`"
         )
     model = model.to(device)
+    if device.type == "cpu":
+        _own_weights(model)
     if progress is not None:
         progress("loading weights", 1.0)
     eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
-    return _finish(name, model, config, tokenizer, digest, shape, dtype, eos_token_ids)
+    return _finish(found, model, tokenizer, digest, eos_token_ids)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Keep transformers' bars off the terminal: progress is told through the caller's function."""
+    bars: Any = transformers_logging  # untyped in transformers
+    was_enabled = bars.is_progress_bar_enabled()
+    bars.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            bars.enable_progress_bar()
+
+
+def _own_weights(model: nn.Module) -> None:
+    """Copy weights out of the memory-mapped file, one by one.
+
+    A file that is overwritten then cannot change a running model, and matrices lie aligned, so
+    that results do not depend on where a tensor stood in its file.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
@@ -309,29 +398,17 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_random(
-    name: str,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
-    progress: Progress | None,
-) -> LoadedModel:
+def _load_random(found: FoundModel, progress: Progress | None) -> LoadedModel:
     """Make a model with drawn weights, directly on the device and in its dtype."""
-    check_config(name, config)
-    shape = probe_attention(name, config)
-    if config.vocab_size < tiny.BYTE_VOCAB_SIZE:
-        raise ModelError(
-            f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
-            f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
-        )
+    config, device = found.config, found.device
     if progress is not None:
         progress("drawing weights", 0.0)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
+            config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
         )
-    if name == tiny.TINY_NAME:
+    if found.name == tiny.TINY_NAME:
         seed = tiny.TINY_SEED
         tiny.init_tiny_weights(model)
     else:
@@ -341,7 +418,7 @@ def _load_random(
     tokenizer = tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
     if progress is not None:
         progress("drawing weights", 1.0)
-    return _finish(name, model, config, tokenizer, digest, shape, dtype, tiny.stop_token_ids())
+    return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
 
 
 @torch.no_grad()
@@ -358,31 +435,29 @@ def _draw_weights(model: nn.Module, seed: int) -> None:
 
 
 def _finish(
-    name: str,
+    found: FoundModel,
     model: Any,
-    config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     fingerprint: bytes,
-    shape: AttentionShape,
-    dtype: str,
     eos_token_ids: frozenset[int],
 ) -> LoadedModel:
+    config, shape = found.config, found.shape
     model.eval().requires_grad_(False)
     device = next(model.parameters()).device
     logger.info(
         "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s",
-        name,
+        found.name,
         config.model_type,
         shape.num_layers,
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
-        dtype,
+        found.dtype,
         device,
         fingerprint.hex()[:12],
     )
     return LoadedModel(
-        name=name,
+        name=found.name,
         model=model,
         hf_config=config,
         tokenizer=tokenizer,
@@ -391,7 +466,7 @@ def _finish(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=found.dtype,
         device=device,
         vocab_size=config.vocab_size,
         max_model_len=_max_model_len(config),

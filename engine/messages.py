@@ -6,7 +6,15 @@ the outputs of all requests of that step.
 
 import msgspec
 
+from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
+
+
+class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+    """The first frame that the engine is sent: what to load, and how much to log."""
+
+    settings: Settings
+    log_level: str = "INFO"
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
@@ -94,7 +102,7 @@ class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """Said once by the engine when it can serve."""
+    """Said by the engine when it can serve, and again when the store's worker was replaced."""
 
     model: str
     max_model_len: int
@@ -116,6 +124,14 @@ class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
     message: str
 
 
+class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
+    """How far loading or draining is; `total` is 0 where it is not known."""
+
+    stage: str
+    done: int
+    total: int
+
+
 class StatsRequest(msgspec.Struct, frozen=True, tag="stats?"):
     """Ask for the tiers' counters."""
 
@@ -135,5 +151,5 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain_timeout_s: float
 
 
-ToEngine = EngineRequest | Abort | StatsRequest | Shutdown
-ToServer = StepOutputs | EngineInfo | StartFailed | StatsReply
+ToEngine = Start | EngineRequest | Abort | StatsRequest | Shutdown
+ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport | StatsReply

@@ -271,7 +271,7 @@ class _Upload:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._copied: torch.cuda.Event | None = None
         if device.type == "cuda":
-            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied = torch.cuda.Event()
 
     def __call__(self, *parts: NDArray[np.int32] | NDArray[np.int64]) -> list[Tensor]:
         """Give each array as a tensor on the device; valid until the next call."""

@@ -182,7 +182,7 @@ def paged_decode_attention(
     num_splits = splits.num_splits(
         num_requests * num_kv_heads,
         max_context_len,
-        splits.num_multiprocessors(q.device.index),
+        splits.num_multiprocessors(q.device),
         splits.MAX_DECODE_SPLIT_TOKENS,
     )
     tiling = choose_tiling(head_dim, q.dtype)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "triton", "reference"]
 PrefillBackend = Literal["auto", "triton", "cudnn", "reference"]
+MAX_TRITON_HEAD_DIM = 256
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -117,11 +118,22 @@ def paged_decode_attention(
         f"block_tables {_describe(block_tables)} for {q.shape[0]} queries",
     )
     if not q.shape[0]:
-        return torch.empty_like(q)
+        return q.new_empty(q.shape)
+    if workspace is not None:
+        num_requests, num_heads, head_dim = q.shape
+        numel = decode_workspace_numel(
+            num_requests, num_heads, k_cache.shape[2], head_dim, max_context_len, q.device
+        )
+        _require(
+            workspace.numel() >= numel
+            and workspace.is_contiguous()
+            and (workspace.dtype, workspace.device) == (torch.float32, q.device),
+            f"workspace {_describe(workspace)} is not contiguous float32 of {numel} or more",
+        )
     arguments = (q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len)
     if not _use_triton(backend, q):
         return reference.paged_decode_attention(*arguments)
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     _triton("decode_attention").paged_decode_attention(*arguments, out, workspace)
     return out
 
@@ -138,7 +150,7 @@ def decode_workspace_numel(
     num_splits = splits.num_splits(
         num_requests * num_kv_heads,
         max_context_len,
-        splits.num_multiprocessors(device.index),
+        splits.num_multiprocessors(device),
         splits.MAX_DECODE_SPLIT_TOKENS,
     )
     return splits.workspace_numel(num_requests, num_heads, head_dim, num_splits)
@@ -173,11 +185,10 @@ def paged_prefill_attention(
             and tokens past the last entry get no defined output (padding of a CUDA graph).
         context_lens: [num_requests] int32.
         scale: factor on the scores, 1/sqrt(head_dim) in most models.
-        max_query_len: no chunk is longer; it sizes the grid. For a single request without
-            `spans` it must be the chunk's exact length.
-        max_context_len: no context is longer; exact for a single request without `spans`.
-        spans: the requests' lengths, where the host knows them: the dense path needs them
-            for several requests. They must agree with the tensors.
+        max_query_len: no chunk is longer; it sizes the grid, a larger bound is only slower.
+        max_context_len: no context is longer; likewise.
+        spans: the requests' exact lengths, where the host knows them; without them there is no
+            dense path. They must agree with the tensors, which are not read to check it.
         backend: `triton`; `cudnn`, the dense path of `tieredkv.kernels.prefill_dense`; or
             `reference`. `auto` is the reference off CUDA; on CUDA the dense path for chunks for
             which it is faster, outside of graph capture, and Triton for the others.
@@ -197,24 +208,27 @@ def paged_prefill_attention(
         f"query_start_lens {_describe(query_start_lens)} for {num_requests} requests",
     )
     _check_indices(k_cache, query_start_lens=query_start_lens)
-    _require(
-        spans is None
-        or (len(spans) == num_requests and sum(s.query_len for s in spans) <= q.shape[0]),
-        f"spans of {spans} for {num_requests} requests and {q.shape[0]} tokens",
-    )
     _require(max_query_len >= 1 or not q.shape[0], f"max_query_len {max_query_len} is below 1")
+    if spans is not None:
+        _require(
+            len(spans) == num_requests
+            and sum(span.query_len for span in spans) <= q.shape[0]
+            and all(0 <= span.query_len <= max_query_len for span in spans)
+            and all(span.query_len <= span.context_len <= max_context_len for span in spans),
+            f"spans {spans} for {num_requests} requests and {q.shape[0]} tokens of at most "
+            f"{max_query_len} in {max_context_len}",
+        )
     if not q.shape[0] or not num_requests:
-        return torch.empty_like(q)
-    if spans is None and num_requests == 1:
-        spans = (Span(min(max_query_len, q.shape[0]), max_context_len),)
+        return q.new_empty(q.shape)
     paged = _Paged(q, k_cache, v_cache, block_tables, query_start_lens, context_lens, scale)
-    if backend in ("auto", "cudnn") and spans is not None and _may_go_dense(backend, q):
+    wants_dense = backend == "cudnn" or (backend == "auto" and prefill_dense.is_available(q))
+    if wants_dense and spans is not None:
         return _prefill_by_span(paged, spans, backend)
     if backend == "cudnn":
-        raise ShapeError("backend `cudnn` needs `spans` for more than one request")
+        raise ShapeError("backend `cudnn` needs `spans`: the host must know the lengths")
     if not _use_triton(backend, q):
         return reference.paged_prefill_attention(*paged, max_query_len, max_context_len)
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     _triton("prefill_attention").paged_prefill_attention(
         *paged, max_query_len, max_context_len, out
     )
@@ -235,7 +249,7 @@ class _Paged(NamedTuple):
 
 def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBackend) -> Tensor:
     """Send each chunk to the dense path or to Triton, neighbours of one kind in one launch."""
-    out = torch.empty_like(paged.q)
+    out = paged.q.new_empty(paged.q.shape)
     is_dense = [backend == "cudnn" or s.query_len >= prefill_dense.MIN_QUERY_TOKENS for s in spans]
     starts = list(itertools.accumulate((s.query_len for s in spans), initial=0))
     for row, span in enumerate(spans):
@@ -261,12 +275,13 @@ def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBacke
         tokens = slice(starts[first], starts[last + 1])
         if dense or tokens.start == tokens.stop:
             continue
+        query_start_lens = paged.query_start_lens[first : last + 2]
         _triton("prefill_attention").paged_prefill_attention(
             paged.q[tokens],
             paged.k_cache,
             paged.v_cache,
             paged.block_tables[first : last + 1],
-            paged.query_start_lens[first : last + 2] - tokens.start,
+            query_start_lens - tokens.start if tokens.start else query_start_lens,
             paged.context_lens[first : last + 1],
             paged.scale,
             max(spans[row].query_len for row in rows),
@@ -276,19 +291,16 @@ def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBacke
     return out
 
 
-def _may_go_dense(backend: PrefillBackend, q: Tensor) -> bool:
-    return backend == "cudnn" or (
-        q.is_cuda
-        and q.dtype in prefill_dense.DTYPES
-        and q.shape[2] in prefill_dense.HEAD_DIMS
-        and not torch.cuda.is_current_stream_capturing()
-    )
-
-
 def _use_triton(backend: str, q: Tensor) -> bool:
     if backend not in ("auto", "triton", "reference"):
         raise ShapeError(f"unknown backend `{backend}`")
-    return backend == "triton" or (backend == "auto" and q.is_cuda)
+    if backend == "reference" or (backend == "auto" and not q.is_cuda):
+        return False
+    _require(
+        q.shape[2] <= MAX_TRITON_HEAD_DIM,
+        f"head_dim {q.shape[2]} is above {MAX_TRITON_HEAD_DIM}, the most that the kernels take",
+    )
+    return True
 
 
 @functools.cache

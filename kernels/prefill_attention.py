@@ -211,7 +211,7 @@ def paged_prefill_attention(
     num_splits = splits.num_splits(
         num_tiles * num_kv_heads * num_requests,
         max_context_len,
-        splits.num_multiprocessors(q.device.index),
+        splits.num_multiprocessors(q.device),
     )
     partials = attention_tiles.Partials(out, out)
     if num_splits > 1:

@@ -19,11 +19,11 @@ MAX_DECODE_SPLIT_TOKENS = 4096
 
 
 @functools.cache
-def num_multiprocessors(device_index: int | None) -> int:
-    """Count the multiprocessors of a CUDA device; None, for Triton's interpreter, is an H200's."""
-    if device_index is None:
+def num_multiprocessors(device: torch.device) -> int:
+    """Count the multiprocessors of a CUDA device; Triton's interpreter passes for an H200."""
+    if device.type != "cuda":
         return 132
-    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def num_splits(

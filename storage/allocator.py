@@ -5,11 +5,12 @@ It knows segments, slot sizes and the budget; it does not know which block deser
 
 import errno
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 
-from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage.codec import Extent
+from tieredkv.errors import IntegrityError, StoreFullError
+from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
@@ -75,6 +76,22 @@ class SlotAllocator:
                 self.add_dirty(extent)
         self._files.remove_unknown(set(self.segments))
         self.measure()
+
+    @contextmanager
+    def changing(self) -> Iterator[IndexTxn]:
+        """One write transaction; if it fails, what is held in memory goes back as well."""
+        try:
+            with self._index.writing() as txn:
+                yield txn
+        except BaseException:
+            self.reload()
+            raise
+        self.measure()
+
+    def remove(self, txn: IndexTxn, located: Located) -> None:
+        """Drop a block's entry; its slot is dirty from then on."""
+        txn.remove(located)
+        self.add_dirty(located.extent)
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
@@ -151,7 +168,7 @@ class SlotAllocator:
     def take_back(self, slot: Slot, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
         if self.lent.pop(slot.extent, None) is None:
-            raise StorageError(f"slot {slot.extent} is not lent")
+            raise IntegrityError(f"slot {slot.extent} is not lent")
         self._files.refresh(slot.extent.segment)
         if not is_stored:
             self.add_dirty(slot.extent)
@@ -280,7 +297,7 @@ class SlotAllocator:
             if state.slot_bytes != keep and state.num_slots > state.num_used
         ]
         if unused:
-            with self._index.writing() as txn:
+            with self.changing() as txn:
                 for segment, num_used in unused:
                     self._change_segment(txn, segment, num_slots=num_used)
             for segment, num_used in unused:

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tieredkv.errors import IntegrityError, StorageError, TieredKVError
+from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 from tieredkv.storage.host import HostArena
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 
 _HEALTHY_S = 2.0  # served this long, a worker's next restart does not wait longer than the first
 _CRASH_WINDOW_S = 60.0  # two crashes, the second within this time of its start, condemn the index
+_BUSY_POLL_S = 0.2
 _MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
 
 
@@ -139,7 +140,8 @@ class StoreClient:
         Raises:
             StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
         """
-        self._options = options
+        # Absolute, or a restart after a change of folder would open another store.
+        self._options = msgspec.structs.replace(options, path=os.path.abspath(options.path))
         self.arena = arena
         self._wake = wake
         self._lock = threading.Lock()
@@ -369,6 +371,7 @@ class StoreClient:
     def _keep_serving(self) -> None:
         backoff_s = self._options.backoff_s
         num_starts = num_crashes = 0
+        busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
             num_starts += 1
             set_aside = num_crashes >= 2
@@ -386,15 +389,18 @@ class StoreClient:
                     num_crashes = num_crashes + 1 if served_s < _CRASH_WINDOW_S else 1
                 reason = str(self._refused or describe_exit(returncode))
             self._end_all(reason)
+            if self._stop.is_set():
+                return
             if not self._started.is_set():
-                if self._refused is not None or num_starts == _MAX_FIRST_STARTS:
+                if isinstance(self._refused, StoreBusyError) and time.monotonic() < busy_until:
+                    self._stop.wait(_BUSY_POLL_S)
+                    num_starts -= 1
+                elif self._refused is not None or num_starts >= _MAX_FIRST_STARTS:
                     self._failure = self._refused or StorageError(
-                        f"the store worker of {self._options.path} died at start: {reason}"
+                        f"the store worker of `{self._options.path}` died at start: {reason}"
                     )
                     return
                 continue
-            if self._stop.is_set():
-                return
             if served_s >= _HEALTHY_S:
                 backoff_s = self._options.backoff_s
             logger.warning("store worker down (%s); next start in %.1f s", reason, backoff_s)
@@ -524,7 +530,7 @@ class StoreClient:
             self._loans.clear()
             self._lookups.clear()
             self._flushes.clear()
-            if self._started.is_set():
+            if self._started.is_set() and not self._is_closing:
                 self._events.append(WorkerDown(reason))
         self._wake()
 

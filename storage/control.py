@@ -46,7 +46,7 @@ class StoreControl:
         self,
         path: str | os.PathLike[str],
         *,
-        answer_timeout_s: float = 30.0,
+        answer_timeout_s: float = 60.0,
         clock_offset_file: str | None = None,
     ) -> None:
         self._path = Path(path)

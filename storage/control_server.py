@@ -11,6 +11,7 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -49,6 +50,13 @@ class ControlClient:
     def answer(self, body: dict[str, object]) -> None:
         """End the call."""
         self._end(ControlResult(body))
+
+    def attempt(self, action: Callable[[], None]) -> None:
+        """Do part of the call; if that fails, so does the call, and nothing else."""
+        try:
+            action()
+        except Exception as error:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End the call with an error; a bug of ours ends the call, never the worker."""
@@ -157,10 +165,7 @@ class ControlServer:
                 return
             client.is_busy = True
             client.last_heard = time.monotonic()
-            try:
-                self._on_call(client, call)
-            except Exception as error:
-                client.fail(error)
+            client.attempt(partial(self._on_call, client, call))
 
     def _drop(self, client: ControlClient) -> None:
         if not client.is_gone:

@@ -209,11 +209,11 @@ class SegmentFiles:
         return buffer
 
     def write(self, extent: Extent, header: memoryview, payload: memoryview, padded: int) -> None:
-        """Write header and payload into a slot; `payload` is used in place where it is aligned."""
+        """Write header and padded payload into a slot, in place where `payload` is aligned."""
         body = self._direct_view(payload, padded)
         if body is None:
             body = aligned_buffer(padded)
-            body[: len(payload)] = payload
+            body[:] = payload[:padded]
         with self._using(extent.segment) as file:
             _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
         with self._lock:

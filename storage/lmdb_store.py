@@ -7,8 +7,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Literal, Self
 
 import msgspec
@@ -18,20 +17,17 @@ from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, Sto
 from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes
 from tieredkv.storage.codec import (
-    CODEC_RAW,
-    HEADER_BYTES,
     Located,
     check_record,
-    encode_header_into,
     expiry_key,
-    padded_bytes,
-    payload_checksum,
     slot_bytes_for,
 )
 from tieredkv.storage.directory import StoreDirectory
+from tieredkv.storage.eviction import Evictor
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.listing import list_chains, select_blocks
+from tieredkv.storage.payloads import read_block, write_block
 from tieredkv.storage.results import (
     ChainInfo,
     EvictFilter,
@@ -47,7 +43,6 @@ from tieredkv.types import BlockRecord
 logger = logging.getLogger(__name__)
 
 _SMALLEST_INDEX_BYTES = 512 << 10
-_TRANSIENT = (errno.EIO, errno.EAGAIN, errno.EINTR, errno.ENOMEM, errno.ETIMEDOUT)
 
 
 def minimum_budget_bytes(block_bytes: int) -> int:
@@ -85,11 +80,12 @@ class BlockStore:
         self._files = files
         self._slots = slots
         self._clock = clock
+        self._evictor = Evictor(index, slots, clock, failpoint)
         self._sync = sync
         self._failpoint = failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
-        self._num_stored = self._num_expired = self._num_evicted = 0
+        self._num_stored = self._num_expired = 0
         self._is_closed = False
 
     # --- opening and closing ------------------------------------------------------------------
@@ -134,7 +130,7 @@ class BlockStore:
                 directory, index, files, slots, clock, sync=sync == "commit", failpoint=failpoint
             )
             store._num_expired = num_expired
-            store._reach_budget()
+            store._evictor.reach_budget()
         except BaseException:
             if files is not None:
                 files.close()
@@ -225,21 +221,7 @@ class BlockStore:
             StorageError: the system could not read; nothing is known about the bytes.
             Hand either to `read_failed`.
         """
-        record, size = located.record, located.payload_bytes
-        if located.codec != CODEC_RAW or size != record.size_bytes:
-            raise _corrupt(record, "codec", f"codec {located.codec} is unknown")
-        try:
-            count = self._files.read(located.extent, HEADER_BYTES, into, size, padded_bytes(size))
-        except FileNotFoundError as error:
-            raise _corrupt(record, "missing_segment", str(error)) from error
-        except OSError as error:
-            raise StorageError(
-                error.errno or errno.EIO, f"`{self.path}`: {located.extent}: {error.strerror}"
-            ) from error
-        if count < size:
-            raise _corrupt(record, "truncated", f"{count} of {size} bytes are there")
-        if payload_checksum(into[:size]) != located.payload_checksum:
-            raise _corrupt(record, "checksum", "the payload fails its checksum")
+        read_block(self._files, located, into)
 
     def read_failed(self, located: Located, error: StorageError) -> str:
         """Count a failed read and drop the block if its bytes are to blame; answer the reason.
@@ -254,8 +236,8 @@ class BlockStore:
             self._count_fault("io_error", str(error))
             return "io_error"
         self._count_fault(error.reason, str(error))
-        with self._changing() as txn:
-            self._remove(txn, current)
+        with self._slots.changing() as txn:
+            self._slots.remove(txn, current)
         return error.reason
 
     # --- storing ------------------------------------------------------------------------------
@@ -275,14 +257,14 @@ class BlockStore:
         """
         for record in records:
             check_record(record)
-        self._enforce_budget()
+        self._evictor.enforce_budget()
         answer: list[Slot | None] = [None] * len(records)
         classes: dict[int, list[int]] = {}
         for i, record in enumerate(records):
             classes.setdefault(slot_bytes_for(record.size_bytes), []).append(i)
         for slot_bytes, wanted in classes.items():
             self._slots.check_fits(slot_bytes)
-            for i, slot in zip(wanted, self._obtain(slot_bytes, len(wanted)), strict=False):
+            for i, slot in zip(wanted, self._evictor.obtain(slot_bytes, len(wanted)), strict=False):
                 answer[i] = slot
         if self._slots.is_disk_full and not any(answer):
             self._count_fault("no_space", "the filesystem is full")
@@ -301,15 +283,8 @@ class BlockStore:
         Raises:
             StoreFullError, StorageError: not written; hand the slot to `abandon`.
         """
-        size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-        checksum = payload_checksum(payload[:size])
-        header = self._files.header_buffer()
-        encode_header_into(header, Located(record, slot.extent, size, checksum))
-        if len(payload) > size and padded > size:
-            payload[size:padded] = bytes(len(payload[size:padded]))
         self._failpoint("write:before")
-        with storage_errors(self.path):
-            self._files.write(slot.extent, header, payload, padded)
+        checksum = write_block(self._files, slot, record, payload)
         self._failpoint("write:done")
         return checksum
 
@@ -322,6 +297,8 @@ class BlockStore:
         Raises:
             StorageError: none of the rest is stored; their slots are taken back.
         """
+        if any(slot.extent not in self._slots.lent for slot, _, _ in writes):
+            raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
         try:
             if self._sync:
@@ -330,7 +307,7 @@ class BlockStore:
             while len(stored) < len(writes):
                 batch = writes[len(stored) : len(stored) + TXN_BLOCKS]
                 now = self._clock.now()
-                with self._changing() as txn:
+                with self._slots.changing() as txn:
                     owners = [self._insert(txn, *write, now) for write in batch]
                     txn.set_clock_mark(now)
                     self._failpoint("commit:before")
@@ -343,7 +320,7 @@ class BlockStore:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
             raise
-        self._enforce_budget()
+        self._evictor.enforce_budget()
         return stored
 
     def abandon(self, slot: Slot) -> None:
@@ -357,7 +334,7 @@ class BlockStore:
         """
         now, found = self._clock.now(), 0
         for start in range(0, len(items), TXN_BLOCKS):
-            with self._changing() as txn:
+            with self._slots.changing() as txn:
                 for block_hash, last_used, expires_at, retention in items[start:][:TXN_BLOCKS]:
                     old = self._get(txn, block_hash)
                     if old is None or now >= old.record.expires_at:
@@ -365,12 +342,12 @@ class BlockStore:
                     found += 1
                     self._refresh(txn, old, last_used, expires_at, retention)
                 txn.set_clock_mark(now)
-        self._enforce_budget()
+        self._evictor.enforce_budget()
         return found
 
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
         """Remember what a root stands for, for whoever lists the store."""
-        with self._changing() as txn:
+        with self._slots.changing() as txn:
             txn.put_root(root, description)
 
     def roots(self) -> dict[bytes, dict[str, str]]:
@@ -384,10 +361,10 @@ class BlockStore:
         """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
         num_deleted = 0
         for start in range(0, len(hashes), TXN_BLOCKS):
-            with self._changing() as txn:
+            with self._slots.changing() as txn:
                 for block_hash in hashes[start : start + TXN_BLOCKS]:
                     if (located := self._get(txn, block_hash)) is not None:
-                        self._remove(txn, located)
+                        self._slots.remove(txn, located)
                         num_deleted += 1
                 self._failpoint("delete:before")
             self._failpoint("delete:done")
@@ -403,12 +380,12 @@ class BlockStore:
         now = self._clock.now() if now is None else now
         num_expired, is_more = 0, True
         while is_more:
-            with self._changing() as txn:
+            with self._slots.changing() as txn:
                 due = txn.expired(now, TXN_BLOCKS)
                 for key, block_hash in due:
                     located = self._get(txn, block_hash)
                     if located is not None and expiry_key(located.record) == key:
-                        self._remove(txn, located)
+                        self._slots.remove(txn, located)
                         num_expired += 1
                     else:
                         txn.drop_expiry_key(key)
@@ -426,11 +403,12 @@ class BlockStore:
         """Drop and erase what an operator chose; blocks of a chain go tail first."""
         with self._index.reading() as txn:
             located, unknown_ids = select_blocks(txn, which, self._clock.now())
-        hashes = [each.record.block_hash for each in located]
-        num_evicted = self.delete(hashes, "operator")
-        self._slots.erase_dirty()
-        self._slots.remove_empty_segments()
-        return EvictResult(num_evicted, sum(each.slot_bytes for each in located), unknown_ids)
+        num_evicted, freed_bytes = len(located), sum(each.slot_bytes for each in located)
+        if not which.dry_run:
+            num_evicted = self.delete([each.record.block_hash for each in located], "operator")
+            self._slots.erase_dirty()
+            self._slots.remove_empty_segments()
+        return EvictResult(num_evicted, freed_bytes, unknown_ids)
 
     # --- looking at it ------------------------------------------------------------------------
 
@@ -458,7 +436,6 @@ class BlockStore:
             self._index,
             self._files,
             self._clock,
-            read=self.read_payload,
             repair=self._repair if repair else None,
             find_problems=self._find_problems,
         )
@@ -480,7 +457,7 @@ class BlockStore:
             bytes_erased=counters.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
-            num_evicted=self._num_evicted,
+            num_evicted=self._evictor.num_evicted,
             num_namespaces=num_namespaces,
             num_segments=len(self._slots.segments),
             faults=dict(self._faults),
@@ -504,17 +481,6 @@ class BlockStore:
 
     # --- parts ----------------------------------------------------------------------------------
 
-    @contextmanager
-    def _changing(self) -> Iterator[IndexTxn]:
-        """One write transaction; if it fails, what is held in memory goes back as well."""
-        try:
-            with self._index.writing() as txn:
-                yield txn
-        except BaseException:
-            self._slots.reload()
-            raise
-        self._slots.measure()
-
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
         """One entry; a damaged one is dropped and counted."""
         try:
@@ -524,13 +490,9 @@ class BlockStore:
             txn.remove_damaged(block_hash)
             return None
 
-    def _remove(self, txn: IndexTxn, located: Located) -> None:
-        txn.remove(located)
-        self._slots.add_dirty(located.extent)
-
     def _drop_damaged(self, hashes: Sequence[bytes]) -> None:
         if hashes:
-            with self._changing() as txn:
+            with self._slots.changing() as txn:
                 for block_hash in hashes:
                     self._get(txn, block_hash)
 
@@ -546,7 +508,7 @@ class BlockStore:
             if not is_newer and now < old.record.expires_at:
                 self._refresh(txn, old, record.last_used, record.expires_at, record.retention)
                 return old.extent
-            self._remove(txn, old)
+            self._slots.remove(txn, old)
         txn.insert(Located(record, slot.extent, record.size_bytes, checksum))
         txn.drop_pending(slot.extent)
         return slot.extent
@@ -571,102 +533,9 @@ class BlockStore:
         check_record(new)
         txn.replace(old, old._replace(record=new))
 
-    def _obtain(self, slot_bytes: int, count: int) -> list[Slot]:
-        """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
-        slots: list[Slot] = []
-        while len(slots) < count:
-            short = min(count - len(slots), TXN_BLOCKS)
-            with self._changing() as txn:
-                taken = self._slots.take(txn, slot_bytes, short)
-                if len(taken) < short and not self._slots.is_disk_full:
-                    self._evict_for(txn, slot_bytes, short - len(taken))
-                    taken += self._slots.take(txn, slot_bytes, short - len(taken))
-                self._failpoint("reserve:before")
-            self._failpoint("reserve:done")
-            slots += self._slots.lend(taken, slot_bytes)
-            if len(taken) < short and not self._slots.release_idle(keep=slot_bytes):
-                break
-        return slots
-
-    def _evict_for(self, txn: IndexTxn, slot_bytes: int, count: int) -> None:
-        """Evict by LRU until `count` slots of a size are there or can be made of other sizes'."""
-        idle = self._slots.idle_bytes(slot_bytes)
-        gained = max(self._slots.room_bytes, 0) + idle
-        victims: list[Located] = []
-        count -= gained // slot_bytes
-        gained %= slot_bytes
-        for located in self._victims(txn):
-            if count <= 0 or len(victims) >= TXN_BLOCKS:
-                break
-            victims.append(located)
-            if located.slot_bytes == slot_bytes:
-                count -= 1
-            else:
-                gained += located.slot_bytes
-                count -= gained // slot_bytes
-                gained %= slot_bytes
-        self._evict_all(txn, victims)
-
-    def _victims(self, txn: IndexTxn) -> Iterator[Located]:
-        """Blocks in the order of their eviction: protected ones last."""
-        now = self._clock.now()
-        protected: list[Located] = []
-        for block_hash in txn.longest_unused():
-            try:
-                located = txn.get(block_hash)
-            except CorruptBlockError:
-                continue
-            if located is None:
-                continue
-            if located.record.protect_until > now:
-                protected.append(located)
-            else:
-                yield located
-        yield from protected
-
-    def _evict_all(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
-        for located in victims:
-            self._remove(txn, located)
-        self._num_evicted += len(victims)
-
-    def _enforce_budget(self) -> None:
-        """Bring what files occupy down to the budget, less room for the index to grow."""
-        while self._slots.room_bytes < 0:
-            if self._slots.release_idle():
-                continue
-            excess = -self._slots.room_bytes
-            victims: list[Located] = []
-            with self._changing() as txn:
-                for located in self._victims(txn):
-                    if excess <= 0 or len(victims) >= TXN_BLOCKS:
-                        break
-                    victims.append(located)
-                    excess -= located.slot_bytes
-                self._evict_all(txn, victims)
-            if not victims:
-                break
-
-    def _reach_budget(self) -> None:
-        """Shrink a store that was given less room than it takes, its index as well."""
-        if (
-            self._slots.room_bytes < 0
-            and self._index.wasted_bytes > self._index.occupied_bytes // 2
-        ):
-            self._index.compact()
-            self._slots.measure()
-        self._enforce_budget()
-        if self._slots.room_bytes < 0:
-            self._index.compact()
-            self._slots.measure()
-        if self._slots.occupied_bytes > self._slots.budget_bytes:
-            raise StoreFullError(
-                f"the empty store at `{self.path}` occupies {self._slots.occupied_bytes} bytes, "
-                f"more than its budget of {self._slots.budget_bytes}; raise the disk size"
-            )
-
     def _rebuild(self) -> None:
         """Make secondary keys, counters and slot lists again from the sound records."""
-        with self._changing() as txn:
+        with self._slots.changing() as txn:
             recovery.rebuild_keys(txn, lent=set(self._slots.lent))
         self._slots.reload()
         logger.warning("index of `%s`: secondary keys were made again", self.path)
@@ -676,18 +545,13 @@ class BlockStore:
         if not block_hash:
             self._rebuild()
             return
-        with self._changing() as txn:
+        with self._slots.changing() as txn:
             if located is None:
                 self._get(txn, block_hash)
             else:
-                self._remove(txn, located)
+                self._slots.remove(txn, located)
 
     def _count_fault(self, reason: str, message: str) -> None:
         self._faults[reason] += 1
         if self._faults[reason] == 1:
             logger.warning("disk tier: %s: %s (later ones are only counted)", reason, message)
-
-
-def _corrupt(record: BlockRecord, reason: str, what: str) -> CorruptBlockError:
-    message = f"block {record.block_hash.hex()[:12]}: {what}"
-    return CorruptBlockError(message, block_hash=record.block_hash, reason=reason)

@@ -36,6 +36,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         clock_offset_file: see `tieredkv.clock`.
         num_readers, num_writers: threads that move payloads.
         backoff_s, max_backoff_s: pause before a dead worker is started again, doubling.
+        busy_patience_s: how long the first start waits for another writer to go, such as the worker
+            of an engine that was killed a moment ago.
     """
 
     path: str
@@ -49,6 +51,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     num_writers: int = 4
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
+    busy_patience_s: float = 5.0
 
 
 class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,12 +37,14 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
         older_than_s: blocks unused for at least this long.
         namespace_prefix: hex prefix of the namespace digest.
         ids: chains by their hex id or a prefix of it; blocks that other chains share stay.
+        dry_run: count what would go, and change nothing.
     """
 
     all: bool = False
     older_than_s: float | None = None
     namespace_prefix: str | None = None
     ids: tuple[str, ...] = ()
+    dry_run: bool = False
 
 
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):

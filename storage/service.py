@@ -442,7 +442,13 @@ class StoreService:
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
         items = [self._touches.pop(key) for key in islice(list(self._touches), _TOUCHES_A_TURN)]
-        rows = [(i.block_hash, i.last_used, i.expires_at, i.retention) for i in items]
+        allowed = self._options.disk_retentions
+        rows = [
+            (item.block_hash, item.last_used, item.expires_at, item.retention)
+            if item.retention in allowed
+            else (item.block_hash, item.last_used, None, None)
+            for item in items
+        ]
         self._attempt("touch", lambda: self._store.claim_or_touch(rows))
 
     def _flush_all_touches(self) -> None:

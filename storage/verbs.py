@@ -79,6 +79,9 @@ class Verbs:
                 client.answer({"chains": msgspec.to_builtins(self._store.chains())})
             case "evict":
                 wanted = _evict_filter(call.args)
+                if wanted.dry_run:  # of the disk's blocks; the engine is not disturbed
+                    self._evict(client, wanted, {})
+                    return
                 self._ask(client, call, lambda client, engine: self._evict(client, wanted, engine))
             case "verify":
                 repair = call.args.get("repair") is not False
@@ -88,17 +91,15 @@ class Verbs:
 
     def hear_engine(self, job: int, body: dict[str, Any]) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
-        question = self._questions.pop(job, None)
-        if question is not None:
-            question.finish(question.client, body)
+        if job in self._questions:
+            self._finish(job, body)
 
     def turn(self) -> None:
         """Give up on questions that are overdue, and do one slice of the long verbs."""
         now = time.monotonic()
         for job, question in list(self._questions.items()):
             if question.deadline <= now:
-                del self._questions[job]
-                question.finish(question.client, None)
+                self._finish(job, None)
         for running in list(self._slices):
             client, work = running
             end = time.monotonic() + _SLICE_S
@@ -138,6 +139,10 @@ class Verbs:
         self._questions[job] = _Question(client, time.monotonic() + _ENGINE_TIMEOUT_S, finish)
         self._ask_engine(job, call.verb, call.args)
 
+    def _finish(self, job: int, engine: dict[str, Any] | None) -> None:
+        question = self._questions.pop(job)
+        question.client.attempt(lambda: question.finish(question.client, engine))
+
     def _finish_df(self, client: ControlClient, engine: dict[str, Any] | None) -> None:
         stats = self._store.stats()
         client.answer(
@@ -169,7 +174,7 @@ class Verbs:
                 }
             )
 
-        self._after_writes(finish)
+        self._after_writes(lambda: client.attempt(finish))
 
 
 def _said(engine: dict[str, Any] | None) -> dict[str, Any]:
@@ -181,6 +186,6 @@ def _evict_filter(args: dict[str, Any]) -> EvictFilter:
         wanted = msgspec.convert(args, EvictFilter)
     except msgspec.ValidationError as error:
         raise ConfigError(f"no filter of blocks: {error}") from error
-    if wanted == EvictFilter():
+    if wanted == EvictFilter(dry_run=wanted.dry_run):
         raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
     return wanted

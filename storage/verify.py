@@ -7,18 +7,16 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import (
-    HEADER_BYTES,
     Extent,
     Located,
-    decode_header,
     expiry_key,
     extent_key,
-    is_header_of,
     lru_key,
     padded_bytes,
 )
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import Index, IndexTxn, Totals
+from tieredkv.storage.payloads import check_header, read_block
 from tieredkv.storage.results import VerifyResult
 
 
@@ -31,7 +29,6 @@ class Verification:
         files: SegmentFiles,
         clock: Clock,
         *,
-        read: Callable[[Located, memoryview], None],
         repair: Callable[[bytes, Located | None], None] | None,
         find_problems: Callable[[], list[str]],
     ) -> None:
@@ -39,12 +36,11 @@ class Verification:
         self._index = index
         self._files = files
         self._clock = clock
-        self._read = read
         self._repair = repair
         self._find_problems = find_problems
         self._after = b""
         self._is_done = False
-        self._buffer = aligned_buffer(HEADER_BYTES)
+        self._buffer = aligned_buffer(padded_bytes(1))
         with index.reading() as txn:
             self.total = txn.totals().num_blocks
 
@@ -83,19 +79,12 @@ class Verification:
         size = padded_bytes(located.payload_bytes)
         if len(self._buffer) < size:
             self._buffer = aligned_buffer(size)
-        header = self._buffer[:HEADER_BYTES]
         try:
-            count = self._files.read(located.extent, 0, header, HEADER_BYTES, HEADER_BYTES)
-            if count < HEADER_BYTES:
-                return "truncated"
-            if not is_header_of(decode_header(header), located):
-                return "header"
-            self._read(located, self._buffer[:size])
+            check_header(self._files, located)
+            read_block(self._files, located, self._buffer[:size])
         except CorruptBlockError as error:
             return error.reason
-        except FileNotFoundError:
-            return "missing_segment"
-        except (StorageError, OSError):
+        except StorageError:
             return "io_error"
         return None
 

@@ -5,6 +5,7 @@ its channel does, so that nobody has to look after it. It knows how a store is o
 do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 """
 
+import contextlib
 import logging
 import os
 import shutil
@@ -37,7 +38,8 @@ def main(arguments: list[str]) -> int:
     argument = msgspec.json.decode(arguments[0], type=LaunchArgument)
     for number in _ENDINGS:  # the engine drains on these and needs its worker for it
         signal.signal(number, signal.SIG_IGN)
-    Path("/proc/self/comm").write_text("tieredkv-store")
+    with contextlib.suppress(OSError):  # only a name, for `ps`
+        Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
     sock = socket.socket(fileno=argument.channel_fd)
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage), MAX_ENGINE_FRAME_BYTES)
@@ -49,6 +51,9 @@ def main(arguments: list[str]) -> int:
             return EXIT_DAMAGED
         channel.send(messages.refusal(error))
         return EXIT_REFUSED
+    except Exception:  # a bug of ours, or bytes in the index that nobody thought of
+        logger.exception("the store of `%s` cannot be opened", argument.options.path)
+        return EXIT_DAMAGED
     try:
         service.run()
     except StorageError as error:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-if not torch.cuda.is_available():  # Triton reads it when it is imported, which comes later
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu":  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -44,6 +46,12 @@ class PagedCase:
 
 
 @pytest.fixture
+def device() -> str:
+    """Where Triton's kernels run here."""
+    return DEVICE
+
+
+@pytest.fixture
 def make_case() -> Callable[..., PagedCase]:
     def make(
         spans: Sequence[tuple[int, int]],
@@ -53,7 +61,7 @@ def make_case() -> Callable[..., PagedCase]:
         head_dim: int,
         block_size: int,
         dtype: torch.dtype = torch.float32,
-        device: str = "cpu",
+        device: str = DEVICE,
         extra_blocks: int = 3,
     ) -> PagedCase:
         """Make requests of (query_len, context_len) whose blocks lie scattered in the pool."""

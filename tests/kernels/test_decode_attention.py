@@ -13,7 +13,9 @@ from torch import Tensor
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import launch, splits
 
-TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+
+GPU_TOLERANCE = TOLERANCE | {torch.float32: 1e-5}
 
 MakeCase = Callable[..., Any]
 RelativeError = Callable[[Tensor, Tensor], float]
@@ -81,7 +83,7 @@ def test_a_padding_row_of_length_zero_gives_zeros(make_case: MakeCase, backend: 
         [(1, 0), (1, 300), (1, 0)], num_heads=2, num_kv_heads=1, head_dim=32, block_size=16
     )
     out = attend(case, backend=backend)
-    assert torch.equal(out[::2], torch.zeros(2, 2, 32))
+    assert torch.equal(out[::2], torch.zeros_like(out[::2]))
     assert not torch.isnan(out).any()
 
 
@@ -94,7 +96,7 @@ def test_any_number_of_splits_gives_the_same_answer(
 ) -> None:
     monkeypatch.setattr(splits, "num_multiprocessors", lambda _: num_multiprocessors)
     case = make_case([(1, 700), (1, 5)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
-    assert relative_error(attend(case, backend="triton"), case.oracle()) < 1e-6
+    assert relative_error(attend(case, backend="triton"), case.oracle()) < TOLERANCE[torch.float32]
 
 
 def test_a_workspace_of_the_counted_size_suffices_and_a_larger_bound_is_harmless(
@@ -103,7 +105,7 @@ def test_a_workspace_of_the_counted_size_suffices_and_a_larger_bound_is_harmless
     case = make_case([(1, 260)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=256)
     bound = case.block_tables.shape[1] * 256
     numel = launch.decode_workspace_numel(1, 4, 2, 32, bound, case.q.device)
-    workspace = torch.full((numel,), float("nan"))
+    workspace = torch.full((numel,), float("nan"), device=case.q.device)
     out = launch.paged_decode_attention(
         case.q,
         case.k_cache,
@@ -115,7 +117,7 @@ def test_a_workspace_of_the_counted_size_suffices_and_a_larger_bound_is_harmless
         workspace=workspace,
         backend="triton",
     )
-    assert relative_error(out, case.oracle()) < 1e-6
+    assert relative_error(out, case.oracle()) < TOLERANCE[torch.float32]
     assert not torch.isnan(workspace).all()
 
 
@@ -123,7 +125,7 @@ def test_a_reference_row_does_not_depend_on_its_batch(make_case: MakeCase) -> No
     case = make_case(
         [(1, 130), (1, 64), (1, 77)], num_heads=8, num_kv_heads=2, head_dim=32, block_size=16
     )
-    together = attend(case)
+    together = attend(case, backend="reference")
     for row in range(3):
         alone = launch.paged_decode_attention(
             case.q[row : row + 1],
@@ -133,8 +135,19 @@ def test_a_reference_row_does_not_depend_on_its_batch(make_case: MakeCase) -> No
             case.context_lens[row : row + 1],
             case.scale,
             130,
+            backend="reference",
         )
         assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(
+    "workspace",
+    [torch.empty(7), torch.empty(1 << 20, dtype=torch.float16), torch.empty(2, 1 << 20).t()],
+)
+def test_a_workspace_that_does_not_serve_is_refused(make_case: MakeCase, workspace: Tensor) -> None:
+    case = make_case([(1, 260)], num_heads=2, num_kv_heads=1, head_dim=32, block_size=16)
+    with pytest.raises(ShapeError, match="workspace"):
+        attend(case, workspace=workspace.to(case.q.device))
 
 
 @pytest.mark.parametrize(
@@ -209,13 +222,24 @@ def test_on_the_gpu_decode_equals_the_reference(
         device="cuda",
     )
     out = attend(case, backend="triton")
-    assert relative_error(out, attend(case, backend="reference")) < TOLERANCE[dtype]
+    assert relative_error(out, attend(case, backend="reference")) < GPU_TOLERANCE[dtype]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("batch", "context_len"), [(1, 32_768), (64, 4_000), (3, 131_000)])
+@pytest.mark.parametrize(
+    ("batch", "context_len", "extra_blocks"),
+    [
+        (1, 32_768, 3),
+        (64, 4_000, 3),
+        (3, 131_000, 20_000),
+    ],  # the last pool is 2^31 elements or more
+)
 def test_on_the_gpu_decode_of_long_contexts_equals_the_reference(
-    make_case: MakeCase, relative_error: RelativeError, batch: int, context_len: int
+    make_case: MakeCase,
+    relative_error: RelativeError,
+    batch: int,
+    context_len: int,
+    extra_blocks: int,
 ) -> None:
     case = make_case(
         [(1, context_len)] * batch,
@@ -225,6 +249,7 @@ def test_on_the_gpu_decode_of_long_contexts_equals_the_reference(
         block_size=16,
         dtype=torch.bfloat16,
         device="cuda",
+        extra_blocks=extra_blocks,
     )
     assert relative_error(attend(case), attend(case, backend="reference")) < 6e-3
 

@@ -17,6 +17,16 @@ def make_pool(
     return torch.randn(num_blocks, 3, 2, block_size, num_kv_heads, head_dim).to(dtype)
 
 
+def store(
+    pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, device: str, backend: launch.Backend
+) -> Tensor:
+    """Store on the device into a copy of the pool, and bring it back."""
+    pool = pool.clone().to(device)
+    k, v, slot_mapping = k.to(device), v.to(device), slot_mapping.to(device)
+    launch.store_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slot_mapping, backend=backend)
+    return pool.cpu()
+
+
 def expected_pool(pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> Tensor:
     expected = pool.clone()
     for token, slot in enumerate(slot_mapping.tolist()):
@@ -34,6 +44,7 @@ def expected_pool(pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> T
     [(16, 2, 32, 19), (32, 1, 64, 1), (16, 3, 80, 33), (256, 5, 256, 7)],
 )
 def test_writes_every_slot_and_nothing_else(
+    device: str,
     backend: launch.Backend,
     dtype: torch.dtype,
     block_size: int,
@@ -45,24 +56,24 @@ def test_writes_every_slot_and_nothing_else(
     k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim).to(dtype)
     slot_mapping = torch.randperm(4 * block_size)[:num_tokens]
     slot_mapping[::3] = -1
-    expected = expected_pool(pool, k, v, slot_mapping)
 
-    launch.store_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slot_mapping, backend=backend)
+    stored = store(pool, k, v, slot_mapping, device, backend)
 
-    assert torch.equal(pool, expected)
+    assert torch.equal(stored, expected_pool(pool, k, v, slot_mapping))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_takes_views_of_a_fused_projection_and_int32_slots(backend: launch.Backend) -> None:
+def test_takes_views_of_a_fused_projection_and_int32_slots(
+    device: str, backend: launch.Backend
+) -> None:
     pool = make_pool(3, 16, 2, 32, torch.float32)
     fused = torch.randn(5, 8 + 2 + 2, 32)
     k, v = fused[:, 8:10], fused[:, 10:]
     slot_mapping = torch.tensor([47, 0, -1, 16, 1], dtype=torch.int32)
-    expected = expected_pool(pool, k, v, slot_mapping)
 
-    launch.store_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slot_mapping, backend=backend)
+    stored = store(pool, k, v, slot_mapping, device, backend)
 
-    assert torch.equal(pool, expected)
+    assert torch.equal(stored, expected_pool(pool, k, v, slot_mapping))
 
 
 def test_no_tokens_is_no_launch() -> None:
@@ -113,14 +124,10 @@ def test_on_the_gpu_writes_every_slot_and_nothing_else(
     k, v = torch.randn(2, num_tokens, num_kv_heads, head_dim).to(dtype)
     slot_mapping = torch.randperm(num_blocks * block_size)[:num_tokens]
     slot_mapping[::7] = -1
-    expected = expected_pool(pool, k, v, slot_mapping)
-    on_gpu = pool.cuda()
 
-    launch.store_kv(
-        k.cuda(), v.cuda(), on_gpu[:, 1, 0], on_gpu[:, 1, 1], slot_mapping.cuda(), backend="triton"
-    )
+    stored = store(pool, k, v, slot_mapping, "cuda", "triton")
 
-    assert torch.equal(on_gpu.cpu(), expected)
+    assert torch.equal(stored, expected_pool(pool, k, v, slot_mapping))
 
 
 @pytest.mark.gpu

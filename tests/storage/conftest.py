@@ -93,6 +93,7 @@ class Harness:
             "num_readers": 2,
             "num_writers": 2,
             "max_backoff_s": 0.1,
+            "busy_patience_s": 0.3,
         }
         return StoreOptions(**(defaults | changes))  # type: ignore[arg-type]
 

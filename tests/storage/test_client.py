@@ -288,6 +288,82 @@ def test_a_second_writer_is_refused_and_told_the_pid(harness: Harness) -> None:
     assert Mailbox(client).store([make_record("a", 0)])[0].ok
 
 
+def test_a_start_waits_for_a_writer_that_is_just_going(harness: Harness) -> None:
+    first = harness.open()
+    timer = threading.Timer(0.7, first.close)
+    timer.start()
+    second = harness.open(busy_patience_s=20.0)
+    timer.join()
+    assert Mailbox(second).store([make_record("a", 0)])[0].ok
+
+
+def test_a_worker_that_finds_another_writer_comes_back_when_that_one_goes(
+    harness: Harness,
+) -> None:
+    ours = harness.open(backoff_s=0.5, max_backoff_s=0.5)
+    mail = Mailbox(ours)
+    assert ours.pid is not None
+    os.kill(ours.pid, signal.SIGKILL)
+    mail.take(WorkerDown)
+    other = harness.open()
+    while "in use" not in mail.take(WorkerDown)[0].reason:
+        pass
+    other.close()
+    mail.take(WorkerUp)
+    assert mail.store([make_record("a", 0)])[0].ok
+
+
+def test_a_change_of_folder_does_not_change_the_store(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(harness.folder.parent)
+    client = harness.open(path="store")
+    mail = Mailbox(client)
+    mail.store([make_record("a", 0)])
+    monkeypatch.chdir("/")
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    mail.take(WorkerUp)
+    assert mail.lookup([hash_of("a", 0)]) != [None]
+
+
+def test_clients_leave_no_descriptors_threads_or_processes(harness: Harness) -> None:
+    harness.open().close()
+    before = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    pids = []
+    for _ in range(5):
+        client = harness.open()
+        pids.append(client.pid)
+        client.close()
+    assert (sorted(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert not any(pid is None or is_alive(pid) for pid in pids)
+
+
+def test_loads_that_race_with_eviction_are_right_or_missing_and_no_fault(harness: Harness) -> None:
+    client = harness.open(budget_bytes=6 << 20)
+    mail = Mailbox(client)
+    num_ok = num_missing = 0
+    for round_ in range(40):
+        fresh = make_chain(f"round {round_}", 16)
+        older = [
+            record for back in (1, 2, 7) for record in make_chain(f"round {round_ - back}", 16)
+        ]
+        mail.fill(fresh)
+        client.store(store_items(fresh))
+        client.load(load_items(older, first_page=16))
+        for done in mail.take(PageLoaded, len(older)):
+            assert done.ok or done.reason == "missing", done.reason
+            num_ok, num_missing = num_ok + done.ok, num_missing + (not done.ok)
+            if done.ok:
+                mail.assert_right(done)
+        assert all(done.ok for done in mail.take(PageStored, len(fresh)))
+    client.request_stats()
+    assert client.flush()
+    assert client.stats().faults == {}
+    assert client.stats().num_evicted > 0
+    assert num_ok and num_missing
+
+
 def test_a_folder_that_cannot_be_a_store_is_refused_with_its_path(tmp_path: Path) -> None:
     harness = Harness(tmp_path / "file" / "store")
     (tmp_path / "file").write_text("")

@@ -217,6 +217,22 @@ def test_the_socket_works_under_a_path_longer_than_a_socket_address(tmp_path: Pa
     harness.close()
 
 
+def test_several_command_lines_at_once_all_get_their_answer(harness: Harness) -> None:
+    client = harness.open()
+    Mailbox(client).store(make_chain("a", 3))
+    client.close()
+    answers: list[dict[str, Any]] = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(StoreControl(harness.folder).df()))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [df["disk"]["blocks"] for df in answers] == [3] * 4
+
+
 def test_a_stopped_worker_is_reported_not_waited_for(harness: Harness) -> None:
     client = harness.open()
     assert client.pid is not None

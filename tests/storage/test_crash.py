@@ -8,6 +8,8 @@ import sys
 import textwrap
 import time
 
+import pytest
+
 from tests.storage.conftest import (
     Harness,
     Mailbox,
@@ -132,19 +134,30 @@ def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(harness: Harnes
             mail.assert_right(loaded)
 
 
+@pytest.mark.parametrize("damage", ["cut off", "overwritten", "pages overwritten"])
 def test_an_index_that_kills_its_worker_is_set_aside_and_nothing_wrong_is_served(
-    harness: Harness,
+    harness: Harness, damage: str
 ) -> None:
     client = harness.open()
     chain = [make_record("a", position) for position in range(16)]
     Mailbox(client).store(chain)
     client.close()
     payload = payload_of(chain[0].block_hash)[:64]
-    index = next(path for path in harness.folder.rglob("data.mdb"))
-    os.truncate(index, 2 * 4096)  # two meta pages that point past the end: SIGBUS
+    index = harness.folder / "index" / "data.mdb"
+    size = index.stat().st_size
+    if damage == "cut off":
+        os.truncate(index, 2 * 4096)  # two meta pages that point past the end: SIGBUS
+    elif damage == "overwritten":
+        index.write_bytes(os.urandom(size))
+    else:
+        with index.open("r+b") as file:
+            file.seek(2 * 4096)
+            file.write(b"\xff" * (size - 2 * 4096))
     mail = Mailbox(harness.open())
+    mail.lookup([record.block_hash for record in chain])
+    wait_until(lambda: bool(list(harness.folder.glob("index.bad-*"))))
+    wait_until(lambda: mail.client.pid is not None)
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 16
-    assert list(harness.folder.glob("index.bad-*")), "the damaged index was not kept for a look"
     held = b"".join(p.read_bytes() for p in harness.folder.rglob("*") if p.is_file())
     assert payload not in held, "bytes that no index knows would never be erased"
     assert all(done.ok for done in mail.store(chain))

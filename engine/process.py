@@ -1,0 +1,193 @@
+"""The engine as a process of its own: `python -P -m tieredkv.engine.process FD`.
+
+It joins one `EngineCore` to one end of the server's socket pair, and knows no text and no HTTP. The
+channel is its life line: when the server is gone, requests are aborted, what a policy promised is
+written to disk, and the process ends.
+"""
+
+import collections
+import contextlib
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+
+import msgspec
+
+from tieredkv.engine.core import EngineCore
+from tieredkv.engine.messages import (
+    Abort,
+    EngineInfo,
+    EngineRequest,
+    ProgressReport,
+    Shutdown,
+    Start,
+    StartFailed,
+    StatsReply,
+    StatsRequest,
+    StepOutputs,
+    ToEngine,
+    TokenOutput,
+)
+from tieredkv.errors import RequestError, StorageError, TieredKVError
+from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+
+logger = logging.getLogger(__name__)
+
+EXIT_START_FAILED = 3
+"""The server was told why over the channel."""
+
+IDLE_WAIT_S = 1.0
+UNSENT_WAIT_S = 0.005
+PROGRESS_INTERVAL_S = 0.1
+FAREWELL_S = 2.0
+
+
+class EngineProcess:
+    """Drives a core by what arrives on a channel.
+
+    The main thread steps the core and sends; a second thread receives, so that an abort is seen
+    while a step runs. They share `_inbox` alone.
+    """
+
+    def __init__(self, channel: FrameChannel[ToEngine]) -> None:
+        self._channel = channel
+        self._inbox: collections.deque[ToEngine] = collections.deque()
+        self._has_started = threading.Event()
+        self._core: EngineCore | None = None
+        self._request_ids: set[str] = set()
+        self._shutdown: Shutdown | None = None
+        self._reported_at = 0.0
+
+    def run(self) -> int:
+        """Serve until the server says stop or is gone; return the exit code."""
+        threading.Thread(target=self._receive, name="receive", daemon=True).start()
+        self._has_started.wait()
+        start = self._inbox.popleft()
+        assert isinstance(start, Start), start
+        logging.basicConfig(
+            level=start.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+        )
+        try:
+            core = EngineCore(start.settings, progress=self._report)
+        except TieredKVError as error:
+            self._channel.send(StartFailed(type(error).__name__, str(error)))
+            self._push_everything()
+            return EXIT_START_FAILED
+        self._core = core
+        on_sigterm = Shutdown(start.settings.drain_timeout)
+        signal.signal(signal.SIGTERM, lambda *_: self._post(on_sigterm))
+        info = core.info
+        self._channel.send(info)
+        while self._shutdown is None:
+            info = self._announce_worker(info)
+            while self._inbox:
+                self._take(self._inbox.popleft())
+            self._send_outputs(core.step())
+            core.wait(UNSENT_WAIT_S if self._channel.push_queued() else IDLE_WAIT_S)
+        self._end(core, self._shutdown.drain_timeout_s)
+        return 0
+
+    def _receive(self) -> None:
+        """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
+        drain_timeout_s = 0.0
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._channel, selectors.EVENT_READ)
+            while True:
+                selector.select()
+                try:
+                    messages = self._channel.receive()
+                except (EOFError, StorageError) as error:
+                    if self._core is None:
+                        os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
+                    if isinstance(error, StorageError):
+                        logger.error("the server sent %s", error)
+                    self._post(Shutdown(drain_timeout_s))
+                    return
+                for message in messages:
+                    if isinstance(message, Start):
+                        drain_timeout_s = message.settings.drain_timeout
+                        self._inbox.append(message)
+                        self._has_started.set()
+                    else:
+                        self._post(message)
+
+    def _post(self, message: ToEngine) -> None:
+        self._inbox.append(message)
+        if self._core is not None:
+            self._core.wake()
+
+    def _take(self, message: ToEngine) -> None:
+        core = self._core
+        assert core is not None
+        match message:
+            case EngineRequest(request_id=request_id):
+                try:
+                    core.add_request(message)
+                except RequestError as error:
+                    refused = TokenOutput(
+                        request_id=request_id,
+                        finish_reason="error",
+                        error=str(error),
+                        error_code=error.code,
+                    )
+                    self._channel.send(StepOutputs([refused]))
+                else:
+                    self._request_ids.add(request_id)
+            case Abort(request_id=request_id):
+                core.abort(request_id)
+            case StatsRequest(query_id=query_id):
+                self._channel.send(StatsReply(query_id, core.tier_stats()))
+            case Shutdown():
+                self._shutdown = message
+
+    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
+        if outputs:
+            self._channel.send(StepOutputs(outputs))
+            self._request_ids.difference_update(o.request_id for o in outputs if o.finish_reason)
+
+    def _announce_worker(self, info: EngineInfo) -> EngineInfo:
+        """Tell the server when the store's worker is another process than it was."""
+        assert self._core is not None
+        worker_pid = self._core.worker_pid
+        if worker_pid != info.worker_pid:
+            info = msgspec.structs.replace(info, worker_pid=worker_pid)
+            self._channel.send(info)
+        return info
+
+    def _end(self, core: EngineCore, drain_timeout_s: float) -> None:
+        """Abort what runs, tell its streams, and let the core write what was promised."""
+        for request_id in self._request_ids:
+            core.abort(request_id)
+        self._send_outputs(core.step())
+        core.close(drain_timeout_s=drain_timeout_s, progress=self._report)
+        self._push_everything()
+
+    def _report(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._reported_at >= PROGRESS_INTERVAL_S or 0 < total <= done:
+            self._reported_at = now
+            self._channel.send(ProgressReport(stage, done, total))
+
+    def _push_everything(self) -> None:
+        """Send what is queued; a server that does not read is not waited for for long."""
+        give_up_at = time.monotonic() + FAREWELL_S
+        while self._channel.push_queued() and time.monotonic() < give_up_at:
+            time.sleep(UNSENT_WAIT_S)
+
+
+def main() -> int:
+    """Run the engine on the inherited descriptor named by the only argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(sys.argv[1]))
+    channel = FrameChannel(sock, msgspec.msgpack.Decoder(ToEngine), MAX_ENGINE_FRAME_BYTES)
+    with contextlib.closing(channel):
+        return EngineProcess(channel).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

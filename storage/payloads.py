@@ -1,0 +1,76 @@
+"""One block's bytes, to and from its slot; what is read is checked where it arrived."""
+
+import errno
+
+from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.storage.codec import (
+    CODEC_RAW,
+    HEADER_BYTES,
+    Located,
+    decode_header,
+    encode_header_into,
+    is_header_of,
+    padded_bytes,
+    payload_checksum,
+)
+from tieredkv.storage.extents import SegmentFiles, aligned_buffer
+from tieredkv.storage.index import storage_errors
+from tieredkv.storage.results import Slot
+from tieredkv.types import BlockRecord
+
+
+def read_block(files: SegmentFiles, located: Located, into: memoryview) -> None:
+    """Read a payload and check the bytes in `into`; see `BlockStore.read_payload`."""
+    size = located.payload_bytes
+    if located.codec != CODEC_RAW or size != located.record.size_bytes:
+        raise _corrupt(located, "codec", f"codec {located.codec} is unknown")
+    count = _read(files, located, HEADER_BYTES, into, size)
+    if count < size:
+        raise _corrupt(located, "truncated", f"{count} of {size} bytes are there")
+    if payload_checksum(into[:size]) != located.payload_checksum:
+        raise _corrupt(located, "checksum", "the payload fails its checksum")
+
+
+def check_header(files: SegmentFiles, located: Located) -> None:
+    """Read a slot's header and compare it with the index entry.
+
+    Raises:
+        CorruptBlockError, StorageError: as `read_block`, and reason `header`.
+    """
+    header = aligned_buffer(HEADER_BYTES)
+    if _read(files, located, 0, header, HEADER_BYTES) < HEADER_BYTES:
+        raise _corrupt(located, "truncated", "its slot is not there")
+    if not is_header_of(decode_header(header), located):
+        raise _corrupt(located, "header", "the slot header is another one's or damaged")
+
+
+def write_block(files: SegmentFiles, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:
+    """Write header and payload, answer the checksum; see `BlockStore.write_payload`."""
+    size, padded = record.size_bytes, padded_bytes(record.size_bytes)
+    checksum = payload_checksum(payload[:size])
+    header = files.header_buffer()
+    encode_header_into(header, Located(record, slot.extent, size, checksum))
+    if len(payload) >= padded and not payload.readonly:
+        payload[size:padded] = bytes(padded - size)
+    else:
+        payload, given = aligned_buffer(padded), payload
+        payload[:size] = given[:size]
+    with storage_errors(files.directory):
+        files.write(slot.extent, header, payload, padded)
+    return checksum
+
+
+def _read(files: SegmentFiles, located: Located, offset: int, into: memoryview, size: int) -> int:
+    try:
+        return files.read(located.extent, offset, into, size, padded_bytes(size))
+    except FileNotFoundError as error:
+        raise _corrupt(located, "missing_segment", str(error)) from error
+    except OSError as error:
+        what = f"`{files.directory}`: {located.extent}: {error.strerror}"
+        raise StorageError(error.errno or errno.EIO, what) from error
+
+
+def _corrupt(located: Located, reason: str, what: str) -> CorruptBlockError:
+    block_hash = located.record.block_hash
+    message = f"block {block_hash.hex()[:12]}: {what}"
+    return CorruptBlockError(message, block_hash=block_hash, reason=reason)

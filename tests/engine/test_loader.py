@@ -1,0 +1,252 @@
+"""Models by name: what loads, and the one sentence that is said when it does not."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.model_runner import BatchRow, ModelRunner, make_kv_pool
+from tieredkv.errors import ModelError
+
+
+def load(name: object, **options: Any) -> LoadedModel:
+    return load_model(str(name), device="cpu", cache_dir=None, **options)
+
+
+def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
+    spec = loaded.kv_spec(16)
+    runner = ModelRunner(loaded, make_kv_pool(spec, 8, loaded.device), spec)
+    return runner.execute([BatchRow(ids, 0, list(range(8)))])
+
+
+@pytest.fixture
+def folder(checkpoints: Any, tmp_path: Path) -> Path:
+    """A checkpoint of its own, to be damaged."""
+    path = tmp_path / "model"
+    shutil.copytree(checkpoints("llama"), path)
+    return path
+
+
+def test_a_loaded_model_says_what_the_engine_must_know(checkpoints: Any) -> None:
+    loaded = load(checkpoints("qwen3"))
+    assert (loaded.num_layers, loaded.num_heads, loaded.num_kv_heads) == (2, 4, 2)
+    assert (loaded.head_dim, loaded.vocab_size, loaded.max_model_len) == (32, 300, 512)
+    assert loaded.dtype == "float32"
+    assert loaded.eos_token_ids == {7, 257}
+    assert not loaded.model.training
+    assert not any(parameter.requires_grad for parameter in loaded.model.parameters())
+    assert loaded.kv_spec(16).token_bytes == 2 * 2 * 2 * 32 * 4
+
+
+def test_sharded_weights_load_as_one(folder: Path, tmp_path: Path) -> None:
+    auto: Any = AutoModelForCausalLM
+    sharded = tmp_path / "sharded"
+    shutil.copytree(folder, sharded, ignore=shutil.ignore_patterns("*.safetensors"))
+    auto.from_pretrained(folder).save_pretrained(sharded, max_shard_size="60KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    ids = list(range(10, 90))
+    assert torch.equal(last_logits(load(folder), ids), last_logits(load(sharded), ids))
+
+
+def test_weights_are_cast_to_the_dtype_asked_for(folder: Path) -> None:
+    loaded = load(folder, dtype="bfloat16")
+    assert loaded.dtype == "bfloat16"
+    assert loaded.kv_spec(16).dtype == "bfloat16"
+    assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
+
+
+def test_progress_is_told(folder: Path) -> None:
+    seen: list[tuple[str, float]] = []
+    load(folder, progress=lambda what, done: seen.append((what, done)))
+    assert ("fingerprinting weights", 1.0) in seen
+    assert seen[-1] == ("loading weights", 1.0)
+
+
+def damage_nothing(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def damage_empty(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.mkdir()
+
+
+def damage_format(folder: Path) -> None:
+    torch.save({}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def damage_json(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "llama", ')
+
+
+def damage_binary(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b"\xff\xfe\x00")
+
+
+def damage_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"hidden_size": 64}')
+
+
+def damage_unknown_type(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "no-such-model"}')
+
+
+def damage_field(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "many"}))
+
+
+def damage_weights(folder: Path) -> None:
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+
+
+def damage_missing_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def damage_shape(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
+
+
+def damage_index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def damage_index_json(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 5}')
+
+
+def damage_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (damage_nothing, "there is no such folder"),
+        (damage_empty, "has no config.json"),
+        (damage_format, "has no model.safetensors; other weight formats are not loaded"),
+        (damage_json, "cannot be read: Expecting property name"),
+        (damage_binary, "cannot be read"),
+        (damage_type, "names no model_type"),
+        (damage_unknown_type, "transformers cannot read its config"),
+        (damage_field, "transformers cannot read its config"),
+        (damage_weights, "its weights cannot be loaded"),
+        (damage_missing_tensor, "1 tensors are missing, the first is `model.layers.1.mlp.up_proj"),
+        (damage_shape, "its weights cannot be loaded"),
+        (damage_index, "1 of 2 weight files are missing"),
+        (damage_index_json, "cannot be read"),
+        (damage_tokenizer, "its tokenizer cannot be loaded"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_in_one_sentence(
+    folder: Path, damage: Any, reason: str
+) -> None:
+    damage(folder)
+    with pytest.raises(ModelError) as caught:
+        load(folder)
+    message = str(caught.value)
+    assert message.startswith(f"model `{folder}`")
+    assert reason in message
+    assert "\n" not in message
+
+
+def test_a_hub_model_that_cannot_be_fetched_is_a_model_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match="`no-such/model` is not a local folder and cannot be fet"):
+        load("no-such/model")
+
+
+@pytest.mark.parametrize("name", ["", " ", "a/b/c", "./gone", "no such model!"])
+def test_names_that_can_be_no_model_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=r"no such folder|cannot be fetched"):
+        load(name)
+
+
+def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": "custom",
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
+    with pytest.raises(ModelError, match="cannot read its config"):
+        load(folder)
+    assert not (folder / "ran").exists()
+
+
+def test_a_random_model_takes_its_shape_from_a_config(checkpoints: Any) -> None:
+    loaded = load(f"random:{checkpoints('qwen2')}/config.json")
+    assert (loaded.num_layers, loaded.head_dim, loaded.vocab_size) == (2, 16, 300)
+    weight = loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    assert weight.std().item() == pytest.approx(0.02, rel=0.1)
+    assert loaded.model.get_parameter("model.norm.weight").eq(1).all()
+    assert loaded.model.get_parameter("model.layers.0.self_attn.q_proj.bias").eq(0).all()
+    ids = loaded.tokenizer("hello")["input_ids"]
+    assert last_logits(loaded, ids).isfinite().all()
+    again = load(f"random:{checkpoints('qwen2')}")
+    assert again.fingerprint == loaded.fingerprint
+
+
+def test_an_unknown_shape_lists_the_known_ones() -> None:
+    with pytest.raises(ModelError, match=r"`gpt-9` is neither.*llama-3\.1-8b, .*mistral-7b"):
+        load("random:gpt-9")
+
+
+def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "vocab_size": 100, "hidden_size": 64, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="vocabulary of 100 tokens has no room"):
+        load(f"random:{tmp_path}")
+
+
+def test_loading_leaves_the_callers_random_numbers_alone() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(1)
+    torch.manual_seed(1)
+    load("tiny-random")
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "int8"}, "dtype `int8` is not supported"),
+        ({"device": "cuda:99"} if not torch.cuda.is_available() else {"device": "meta"}, "device"),
+        ({"device": "warp-drive"}, "device `warp-drive`"),
+    ],
+)
+def test_devices_and_dtypes_that_cannot_be_are_refused(
+    options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError, match=reason):
+        load_model("tiny-random", **options)
+
+
+@pytest.mark.gpu
+def test_a_random_model_is_drawn_on_the_device_without_a_second_copy() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loaded = load_model("random:llama-3.2-1b", device="cuda")
+    weight_bytes = sum(p.numel() * p.element_size() for p in set(loaded.model.parameters()))
+    assert loaded.dtype == "bfloat16"
+    assert torch.cuda.max_memory_allocated() - before < 1.5 * weight_bytes

@@ -1,0 +1,121 @@
+"""Models that cannot be paged are refused by their config, each with its reason."""
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from tieredkv.engine.attention import register_attention
+from tieredkv.engine.shapes import KNOWN_SHAPES
+from tieredkv.engine.suitability import check_config, probe_attention
+from tieredkv.errors import ModelError
+
+SMALL = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 256,
+    "pad_token_id": None,
+}
+FULL = ["full_attention", "full_attention"]
+
+
+def examine(model_type: str, changes: dict[str, Any]) -> None:
+    register_attention()
+    config = AutoConfig.for_model(model_type, **(SMALL | changes))
+    check_config("some/model", config)
+    probe_attention("some/model", config)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "reason"),
+    [
+        ("mistral", {"sliding_window": 4096}, "sliding window attention (`sliding_window` = 4096)"),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "`sliding_attention` layer",
+        ),
+        ("gemma2", {"layer_types": FULL}, "`attn_logit_softcapping` = 50.0"),
+        ("gemma3_text", {}, "`sliding_attention` layers"),
+        ("deepseek_v3", {}, "latent attention (MLA)"),
+        ("qwen3_next", {}, "`linear_attention` layers"),
+        ("llama4_text", {}, "`chunked_attention` layers"),
+        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "asks for `s_aux`"),
+        ("t5", {}, "encoder-decoder"),
+        ("bloom", {}, "does not use transformers' attention interface"),
+        ("stablelm", {}, "do not pass keyword arguments on"),
+        ("diffllama", {}, "its layers do not attend one by one"),
+        ("bert", {}, "not causal"),
+        ("vit", {}, "no causal language model of type `vit`"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "rope of type `dynamic`",
+        ),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 128,
+                    "short_factor": [1.0] * 8,
+                    "long_factor": [2.0] * 8,
+                }
+            },
+            "rope of type `longrope`",
+        ),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantized"),
+    ],
+)
+def test_a_model_that_cannot_be_paged_is_refused_with_its_reason(
+    model_type: str, changes: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        examine(model_type, changes)
+    message = str(caught.value)
+    assert message.startswith("model `some/model` cannot be served: ")
+    assert reason in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mistral", {"sliding_window": None}),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 4096}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}}),
+        ("mixtral", {"sliding_window": None}),
+    ],
+)
+def test_full_attention_is_accepted_however_the_config_says_it(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    examine(model_type, changes)
+
+
+@pytest.mark.parametrize("shape", sorted(KNOWN_SHAPES))
+def test_every_known_shape_can_be_served(shape: str) -> None:
+    register_attention()
+    table = dict(KNOWN_SHAPES[shape])
+    config = AutoConfig.for_model(table.pop("model_type"), **table)
+    check_config(shape, config)
+    found = probe_attention(shape, config)
+    assert found == (
+        table["num_hidden_layers"],
+        table["num_attention_heads"],
+        table["num_key_value_heads"],
+        table["head_dim"],
+    )
+
+
+def test_the_probe_allocates_no_weights() -> None:
+    register_attention()
+    huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 100}
+    config = AutoConfig.for_model("llama", **(SMALL | huge), head_dim=128)
+    assert probe_attention("huge", config) == (100, 4, 2, 128)

@@ -1,0 +1,24 @@
+"""The kernels compile for the GPU they are meant for, on a machine without one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HOPPER_SHARED_BYTES = 227 << 10
+
+
+def test_every_kernel_compiles_for_hopper_and_fits_its_shared_memory(tmp_path: Path) -> None:
+    environ = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    result = subprocess.run(
+        [sys.executable, script],
+        env=environ | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert len(lines) == 2 * 6
+    assert all(int(shared_bytes) <= HOPPER_SHARED_BYTES for _, shared_bytes in lines), lines

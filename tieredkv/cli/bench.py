@@ -1,0 +1,97 @@
+"""`tieredkv bench`."""
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.cli.output import json_option, print_json, print_table
+from tieredkv.cli.settings_options import settings_of, settings_options
+
+ARMS = "cold,device,host,disk,restart"
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this machine."""
+
+
+@bench.command()
+@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
+@click.option("--prefix-tokens", default="512,2048", show_default=True, help="Lengths to measure.")
+@click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
+@click.option("--repeats", type=int, default=5, show_default=True, help="Prefixes of each length.")
+@click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
+@settings_options("model", "cache", "scheduler", without=("seed", "restore"))
+@json_option
+def ttft(
+    model: str,
+    prefix_tokens: str,
+    arms: str,
+    repeats: int,
+    bench_seed: int,
+    config_path: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> int:
+    r"""Measure the time to the first token, cold and with the prefix in each tier.
+
+    Every hit is proved: its tier, its KV bytes and its tokens are compared with the cold run; exit
+    1 if one differs. `--disk-dir` is the folder in which a store is made and removed again.
+
+    \b
+    Example:
+      tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
+    """
+    settings_of(settings, config_path=config_path, model=model)
+    disk_dir = settings.pop("disk_dir")
+    from tieredkv.bench import ttft as run_ttft
+
+    spec = run_ttft.TTFTSpec(
+        prefix_tokens=_lengths(prefix_tokens),
+        arms=arms.split(","),
+        repeats=repeats,
+        seed=bench_seed,
+        settings={name: value for name, value in settings.items() if value is not None}
+        | {"model": model, "restore": "load"}
+        | ({"config": config_path} if config_path else {}),
+    )
+    report = run_ttft.run(
+        spec,
+        command=shlex.join(["tieredkv", *sys.argv[1:]]),
+        disk_dir=Path(disk_dir) if disk_dir else None,
+        progress=terminal_progress(),
+    )
+    rows: list[dict[str, Any]] = report["rows"]  # type: ignore[assignment]
+    print_table(
+        ["arm", "prefix tokens", "TTFT p50 ms", "min ms", "cached tokens"],
+        [
+            [
+                row["arm"],
+                str(row["prefix_tokens"]),
+                f"{row['ttft_ms']['p50']:.1f}",
+                f"{row['ttft_ms']['min']:.1f}",
+                str(row["cached_tokens"]),
+            ]
+            for row in rows
+        ],
+        numbers=4,
+    )
+    problems = run_ttft.problems(report)
+    for problem in problems:
+        click.echo(f"error: {problem}", err=True)
+    if as_json:
+        print_json(report)
+    return 1 if problems else 0
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(
+            f"'{text}' is not a list of lengths such as 512,2048.", param_hint="'--prefix-tokens'"
+        ) from None

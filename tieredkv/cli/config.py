@@ -1,0 +1,49 @@
+"""`tieredkv config show`."""
+
+import dataclasses
+from typing import Any
+
+import click
+import msgspec
+
+from tieredkv.cli.output import json_option, print_json, print_table
+from tieredkv.cli.settings_options import settings_of, settings_options
+
+SECRET = {"api_keys"}
+
+
+@click.group()
+def config() -> None:
+    """Settings: what they are and where they come from."""
+
+
+@config.command()
+@click.argument("model", required=False)
+@settings_options("model", "cache", "scheduler", "server")
+@json_option
+def show(model: str | None, config_path: str | None, as_json: bool, **settings: Any) -> None:
+    r"""Show every setting and where its value comes from; takes the flags of `serve`.
+
+    \b
+    Example:
+      TIEREDKV_PORT=8080 tieredkv config show --config configs/24h.toml
+    """
+    loaded = settings_of(settings, config_path=config_path, model=model)
+    if not as_json:
+        print_table(["section", "setting", "value", "from"], loaded.describe())
+        return
+    values = {}
+    for name, source in loaded.sources.items():
+        if name in {field.name for field in dataclasses.fields(loaded.settings)}:
+            value = getattr(loaded.settings, name)
+            shown = f"{len(value)} configured" if name in SECRET else value
+            values[name] = {"value": shown, "source": source}
+    policies = {
+        policy.name: {
+            "idle_s": policy.idle_s,
+            "absolute_s": policy.absolute_s,
+            "tiers": sorted(policy.tiers),
+        }
+        for policy in loaded.settings.policies
+    }
+    print_json(msgspec.to_builtins({"settings": values, "retention": policies}))

@@ -1,0 +1,102 @@
+"""`tieredkv generate`."""
+
+import sys
+from typing import Any
+
+import click
+
+import tieredkv
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.cli.output import json_option, print_json, set_up_logging
+from tieredkv.cli.settings_options import settings_of, settings_options
+
+
+@click.command()
+@click.argument("model")
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option("--max-tokens", type=int, default=64, show_default=True, help="Longest answer.")
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
+)
+@click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus, e.g. 0.95.")
+@click.option("--top-k", type=int, default=0, show_default=True, help="Likeliest k; 0 takes all.")
+@click.option("--sampling-seed", type=int, help="Equal seeds give equal answers, e.g. 7.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
+@click.option("--cache-salt", help="Share cached blocks only with prompts of the same salt.")
+@settings_options("model", "cache", "scheduler")
+@json_option
+def generate(
+    model: str,
+    prompts: tuple[str, ...],
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    sampling_seed: int | None,
+    stop: tuple[str, ...],
+    ignore_eos: bool,
+    cache_salt: str | None,
+    config_path: str | None,
+    as_json: bool,
+    **settings: Any,
+) -> None:
+    r"""Continue each PROMPT, or what stdin holds, with MODEL in this process.
+
+    \b
+    Examples:
+      tieredkv generate tiny-random "Once upon a time" --max-tokens 8
+      cat question.txt | tieredkv generate ./Qwen3-8B --disk-dir ./kv --default-retention 24h
+    """
+    if not prompts:
+        if sys.stdin.isatty():
+            raise click.UsageError("Give a PROMPT, or pipe one in.", click.get_current_context())
+        prompts = (sys.stdin.read(),)
+    set_up_logging("WARNING")
+    params = tieredkv.SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=sampling_seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    )
+    settings_of(settings, config_path=config_path, model=model)  # what is wrong is said at once
+    given = {name: value for name, value in settings.items() if value is not None}
+    with tieredkv.LLM(model, config=config_path, progress=terminal_progress(), **given) as llm:
+        outputs = llm.generate(list(prompts), params, cache_salt=cache_salt)
+    if as_json:
+        print_json(
+            {
+                "model": model,
+                "outputs": [
+                    {
+                        "text": output.text,
+                        "token_ids": output.token_ids,
+                        "finish_reason": output.finish_reason,
+                        "ttft_ms": output.ttft_s * 1000,
+                        "usage": {
+                            "prompt_tokens": output.usage.prompt_tokens,
+                            "completion_tokens": output.usage.completion_tokens,
+                            "cached_tokens": output.usage.cached_tokens,
+                            "cached_tokens_by_tier": output.usage.cached_tokens_by_tier,
+                        },
+                    }
+                    for output in outputs
+                ],
+            }
+        )
+        return
+    for output in outputs:
+        click.echo(output.text)
+        usage = output.usage
+        by_tier = ", ".join(
+            f"{count} {tier}" for tier, count in usage.cached_tokens_by_tier.items() if count
+        )
+        click.echo(
+            f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached"
+            f"{f' ({by_tier})' if by_tier else ''}, {usage.completion_tokens} made, "
+            f"first after {output.ttft_s * 1000:.0f} ms]",
+            err=True,
+        )

@@ -1,0 +1,111 @@
+"""The root command: its overview, its errors and its exit codes.
+
+Exit codes: 0 ok, 1 a problem was found, 2 usage or configuration, 3 a server that does not answer.
+What a verb needs that is slow to import, it imports when it runs, so that help is instant.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+import tieredkv
+from tieredkv.cli import bench, config, doctor, generate, serve, store
+from tieredkv.errors import ConfigError, ModelError, RequestError, StoreBusyError, TieredKVError
+
+EXIT_PROBLEM = 1
+EXIT_USAGE = 2
+EXIT_UNREACHABLE = 3
+EXIT_INTERRUPTED = 130
+
+OVERVIEW = """\
+tieredkv serves language models and keeps their prompt cache: in GPU memory, in pinned host
+memory and on a local SSD, for as long as each request asked.
+
+Try it without a GPU or a checkpoint:
+  tieredkv generate tiny-random "Once upon a time" --max-tokens 8
+  tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
+
+Serve a model of yours to OpenAI clients:
+  tieredkv serve ./Llama-3.1-8B-Instruct --host-size 64GiB --disk-dir /nvme/kv --disk-size 500GiB
+  curl localhost:8000/v1/models
+
+See what is kept, and act on it, whether the server runs or not:
+  tieredkv df --disk-dir ./kv                          blocks and bytes of each tier
+  tieredkv ls --disk-dir ./kv                          prefixes on disk, until when they are kept
+  tieredkv evict --disk-dir ./kv --older-than 2h       drop what nobody used for two hours
+  tieredkv verify --disk-dir ./kv                      read every block back and compare
+
+Measure and check:
+  tieredkv bench ttft --model tiny-random              time to first token from every tier
+  tieredkv doctor --disk-dir ./kv                      what this machine can do
+  tieredkv config show                                 every setting, and where it comes from
+
+Every verb has --help and --json. Settings: flag > TIEREDKV_* > --config file.toml > default.
+"""
+
+
+@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(tieredkv.__version__, prog_name="tieredkv")
+@click.pass_context
+def cli(context: click.Context) -> None:
+    """Serve language models with a prompt cache that keeps its promises.
+
+    Run `tieredkv` alone for examples.
+    """
+    if context.invoked_subcommand is None:
+        click.echo(OVERVIEW, nl=False)
+
+
+for command in (
+    serve.serve,
+    generate.generate,
+    bench.bench,
+    store.df,
+    store.ls,
+    store.evict,
+    store.verify,
+    doctor.doctor,
+    config.config,
+):
+    cli.add_command(command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code; errors become one line on stderr."""
+    try:
+        result = cli.main(arguments, prog_name="tieredkv", standalone_mode=False)
+        sys.stdout.flush()
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo(err=True)
+        return EXIT_INTERRUPTED
+    except click.UsageError as error:
+        path = error.ctx.command_path if error.ctx else "tieredkv"
+        _complain(f"{error.format_message()}\nhint: see `{path} --help`")
+        return EXIT_USAGE
+    except click.ClickException as error:
+        _complain(error.format_message())
+        return EXIT_USAGE
+    except TieredKVError as error:
+        _complain(str(error))
+        return _exit_code(error)
+    except BrokenPipeError:  # `tieredkv ls | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PROBLEM
+    return result if isinstance(result, int) else 0
+
+
+def _exit_code(error: TieredKVError) -> int:
+    if isinstance(error, ConfigError | RequestError | ModelError):
+        return EXIT_USAGE
+    # A store that is busy is one whose server should have answered.
+    return EXIT_UNREACHABLE if isinstance(error, StoreBusyError) else EXIT_PROBLEM
+
+
+def _complain(message: str) -> None:
+    """Write `error: …` and, on lines of their own, the hints that the message brings."""
+    first, *rest = message.strip().splitlines() or ["unknown"]
+    click.echo("\n".join([f"error: {first}", *rest]), err=True)

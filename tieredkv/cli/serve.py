@@ -1,0 +1,83 @@
+"""`tieredkv serve`."""
+
+import logging
+import sys
+from typing import Any
+
+import click
+
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.cli.output import json_option, print_json, set_up_logging
+from tieredkv.cli.settings_options import settings_of, settings_options
+
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+
+logger = logging.getLogger(__name__)
+
+
+@click.command()
+@click.argument("model", required=False)
+@settings_options("model", "cache", "scheduler", "server")
+@click.option(
+    "--strict-params", is_flag=True, help="Refuse unknown request fields instead of ignoring them."
+)
+@click.option(
+    "--allow-open-access",
+    is_flag=True,
+    help="Listen on an address that others can reach without any API key.",
+)
+@click.option(
+    "--log-level",
+    type=click.Choice(LOG_LEVELS, case_sensitive=False),
+    default="INFO",
+    show_default=True,
+    help="What to log on stderr; never prompts.",
+)
+@json_option
+def serve(
+    model: str | None,
+    config_path: str | None,
+    strict_params: bool,
+    allow_open_access: bool,
+    log_level: str,
+    as_json: bool,
+    **settings: Any,
+) -> int:
+    r"""Serve MODEL over HTTP, in OpenAI's shapes.
+
+    MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
+
+    \b
+    Examples:
+      tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
+      tieredkv serve ./Llama-3.1-8B-Instruct --host-size 64GiB --disk-dir /nvme/kv
+      tieredkv serve Qwen/Qwen3-8B --config configs/24h.toml --api-key sk-team-a
+    """
+    loaded = settings_of(settings, config_path=config_path, model=model)
+    if not loaded.settings.model:
+        raise click.UsageError("Missing argument 'MODEL'.", click.get_current_context())
+    set_up_logging(log_level)
+    if loaded.settings.clock_offset_file:
+        click.echo(
+            "WARNING: TIEREDKV_TEST_CLOCK_OFFSET_FILE is set: the clock is turned by "
+            f"`{loaded.settings.clock_offset_file}` and retention times are not real. "
+            "This is for tests only.",
+            err=True,
+        )
+    from tieredkv.engine.messages import EngineInfo
+    from tieredkv.server.serve import serve as run_server
+
+    def on_ready(url: str, info: EngineInfo) -> None:
+        click.echo(f"tieredkv: serving `{info.model}` at {url}/v1", err=True)
+        if as_json:
+            print_json({"url": url, "model": info.model, "max_model_len": info.max_model_len})
+            sys.stdout.flush()
+
+    return run_server(
+        loaded.settings,
+        on_progress=terminal_progress(),
+        on_ready=on_ready,
+        is_strict=strict_params,
+        allows_open_access=allow_open_access,
+        log_level=log_level,
+    )

@@ -1,0 +1,114 @@
+"""Flags for settings, made from the settings themselves, so that neither can forget the other.
+
+A flag's text goes to `load_settings` as it is, which parses it, checks it and names it in errors.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any, get_args, get_origin
+
+import click
+
+from tieredkv.cli.output import Command
+from tieredkv.config import LoadedSettings, Settings, load_settings
+from tieredkv.units import format_bytes, format_duration
+
+_SPELLINGS = {
+    "api_keys": ("--api-key",),
+    "host_size": ("--host-size", "--host-cache-size"),
+    "device_size": ("--device-size", "--device-cache-size"),
+    "disk_dir": ("--disk-dir", "--disk-cache-dir"),
+    "disk_size": ("--disk-size", "--disk-cache-size"),
+    "hash_algo": ("--hash-algo", "--prefix-caching-hash-algo"),
+}
+_EXAMPLES = {
+    "api_keys": "sk-team-a; repeatable",
+    "device_size": "8GiB",
+    "disk_dir": "/nvme/kv",
+    "disk_size": "500GiB",
+    "drain_timeout": "2m",
+    "dtype": "bfloat16",
+    "host": "0.0.0.0",
+    "host_size": "64GiB",
+    "load_timeout": "5s",
+    "max_model_len": "32768",
+    "max_num_batched_tokens": "4096",
+    "port": "8080",
+    "served_model_name": "llama",
+    "sweep_interval": "60s",
+}
+_LITERALS = {"auto", "sha256", "fdatasync"}
+_MULTIPLE = {"api_keys"}
+
+config_option = click.option(
+    "--config",
+    "config_path",
+    type=click.Path(dir_okay=False),
+    help="TOML file with further settings, e.g. configs/24h.toml.",
+)
+
+
+def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Command]:
+    """Give a command a flag for every setting of some sections, and `--config`."""
+    fields = [
+        setting
+        for setting in dataclasses.fields(Settings)
+        if setting.metadata["section"] in sections and setting.name not in {"model", *without}
+    ]
+
+    def add(command: Command) -> Command:
+        for setting in reversed(fields):
+            command = _option(setting)(command)
+        return config_option(command)
+
+    return add
+
+
+def settings_of(
+    arguments: dict[str, Any], *, config_path: str | None, **more: object
+) -> LoadedSettings:
+    """Load settings from flags, environment and file; a flag that is None was not given."""
+    given = {
+        name: value for name, value in {**arguments, **more}.items() if value not in (None, ())
+    }
+    return load_settings(arguments=given, config_path=config_path)
+
+
+def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
+    default = Settings.__dataclass_fields__[setting.name].default
+    is_choice = get_origin(setting.type) is not None and isinstance(default, str)
+    notes = []
+    if default not in (None, ""):
+        notes.append(
+            f"default {_as_text(setting, default)}" if default != () else "none by default"
+        )
+    if setting.metadata["unit"]:
+        notes.append(f"in {setting.metadata['unit']} or with a unit")
+    if setting.name in _EXAMPLES:
+        notes.append(f"e.g. {_EXAMPLES[setting.name]}")
+    text = setting.metadata["help"]
+    return click.option(
+        *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
+        setting.name,
+        type=click.Choice(get_args(setting.type)) if is_choice else str,
+        multiple=setting.name in _MULTIPLE,
+        metavar=None if is_choice else _metavar(setting),
+        help=(text if text.split()[0].strip(",") in _LITERALS else f"{text[0].upper()}{text[1:]}")
+        + (f" [{'; '.join(notes)}]" if notes else "")
+        + ".",
+    )
+
+
+def _metavar(setting: "dataclasses.Field[Any]") -> str:
+    unit = setting.metadata["unit"]
+    if unit:
+        return "SIZE" if unit == "bytes" else "DURATION"
+    kinds = {setting.type, *get_args(setting.type)}
+    return "NUMBER" if kinds & {int, float} else "TEXT"
+
+
+def _as_text(setting: "dataclasses.Field[Any]", value: Any) -> str:
+    unit = setting.metadata["unit"]
+    if unit == "bytes":
+        return format_bytes(value).replace(" ", "")
+    return format_duration(value) if unit == "seconds" else str(value)

@@ -1,0 +1,201 @@
+"""`tieredkv df`, `ls`, `evict` and `verify`, on a running server or a stopped store."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tieredkv.cli.output import Command, json_option, print_json, print_table
+from tieredkv.cli.settings_options import config_option, settings_of
+from tieredkv.clock import Clock
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.results import EvictFilter
+from tieredkv.units import format_bytes, format_duration, parse_duration
+
+SHORT_HEX = 12
+
+
+def _store_options(command: Command) -> Command:
+    command = json_option(command)
+    command = config_option(command)
+    return click.option(
+        "--disk-dir", metavar="DIR", help="Folder of the disk tier, e.g. /nvme/kv."
+    )(command)
+
+
+class _Store:
+    """The store that a command line names."""
+
+    def __init__(self, disk_dir: str | None, config_path: str | None) -> None:
+        settings = settings_of({}, config_path=config_path, disk_dir=disk_dir).settings
+        if settings.disk_dir is None:
+            raise click.UsageError("Missing option '--disk-dir'.", click.get_current_context())
+        if not Path(settings.disk_dir).is_dir():
+            raise click.UsageError(
+                f"`{settings.disk_dir}` is not a folder.", click.get_current_context()
+            )
+        self.clock = Clock(settings.clock_offset_file)
+        self.control = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
+
+
+@click.command()
+@_store_options
+def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
+    r"""Show what each tier holds.
+
+    The tiers of a server that does not run are empty; its disk is there.
+
+    \b
+    Example:
+      tieredkv df --disk-dir ./kv
+    """
+    answer = _Store(disk_dir, config_path).control.df()
+    if as_json:
+        print_json(answer)
+        return
+    rows = []
+    for tier in ("device", "host", "disk"):
+        stats: dict[str, Any] = answer.get(tier) or {}
+        sizes = [stats.get(f"bytes_{what}") for what in ("live", "files", "budget")]
+        rows.append(
+            [
+                tier,
+                str(stats["blocks"]) if stats else "-",
+                *("-" if size is None else format_bytes(size) for size in sizes),
+            ]
+        )
+    print_table(["tier", "blocks", "live", "on disk", "budget"], rows, numbers=4)
+    writer = answer.get("writer_pid")
+    click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
+
+
+@click.command()
+@_store_options
+def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
+    r"""List the prefix chains on disk, the last used first.
+
+    \b
+    Example:
+      tieredkv ls --disk-dir ./kv
+    """
+    store = _Store(disk_dir, config_path)
+    answer = store.control.ls()
+    if as_json:
+        print_json(answer)
+        return
+    now = store.clock.now()
+    rows = [
+        [
+            chain["id"][:SHORT_HEX],
+            chain["namespace"][:SHORT_HEX],
+            chain["retention"],
+            str(chain["blocks"]),
+            format_bytes(chain["bytes"]),
+            format_duration(max(0.0, now - chain["last_used_max"])),
+            format_duration(max(0.0, chain["expires_at_min"] - now)),
+            str(chain["hits"]),
+        ]
+        for chain in answer["chains"]
+    ]
+    columns = ["id", "namespace", "retention", "blocks", "size", "idle", "expires in", "hits"]
+    print_table(columns, rows, numbers=5)
+
+
+@click.command()
+@click.argument("ids", nargs=-1, metavar="[ID]...")
+@click.option("--all", "everything", is_flag=True, help="Every block.")
+@click.option("--older-than", metavar="DURATION", help="Blocks not used for so long, e.g. 2h.")
+@click.option("--ns", "namespace", metavar="HEX", help="Blocks of a namespace, or its beginning.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
+@_store_options
+def evict(
+    ids: tuple[str, ...],
+    everything: bool,
+    older_than: str | None,
+    namespace: str | None,
+    yes: bool,
+    dry_run: bool,
+    disk_dir: str | None,
+    config_path: str | None,
+    as_json: bool,
+) -> int:
+    r"""Drop blocks from every tier: chains by ID, or those that a filter means.
+
+    \b
+    Examples:
+      tieredkv evict --disk-dir ./kv 1f9c0a77d2e4
+      tieredkv evict --disk-dir ./kv --older-than 2h -y
+    """
+    context = click.get_current_context()
+    filters = [bool(ids), everything, older_than is not None, namespace is not None]
+    if not any(filters):
+        raise click.UsageError("Say what to evict: an ID, --ns, --older-than or --all.", context)
+    if everything and sum(filters) > 1:
+        raise click.UsageError("--all does not go together with another choice.", context)
+    wanted = EvictFilter(
+        all=everything,
+        older_than_s=None if older_than is None else parse_duration(older_than),
+        namespace_prefix=namespace,
+        ids=ids,
+        dry_run=dry_run,
+    )
+    control = _Store(disk_dir, config_path).control
+    if not (yes or dry_run):
+        if not sys.stdin.isatty():
+            raise click.UsageError("Nobody is there to confirm; give -y.", context)
+        click.confirm("Evict these blocks from every tier?", abort=True, err=True)
+    answer = control.evict(wanted)
+    if as_json:
+        print_json({**answer, "dry_run": True} if dry_run else answer)
+    else:
+        verb = "would evict" if dry_run else "evicted"
+        freed = format_bytes(answer["freed_bytes"])
+        click.echo(f"{verb} {answer['evicted_blocks']} blocks, {freed}")
+    unknown = answer.get("unknown_ids") or ()
+    for each in unknown:
+        click.echo(f"error: no chain has the id `{each}`", err=True)
+    return 1 if unknown else 0
+
+
+@click.command()
+@click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
+@_store_options
+def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
+    r"""Read every block on disk and compare it with its checksums; exit 1 if one is bad.
+
+    Bad blocks are deleted, so that they are computed again when they are wanted.
+
+    \b
+    Example:
+      tieredkv verify --disk-dir ./kv
+    """
+    store = _Store(disk_dir, config_path)
+    with Progress(
+        TextColumn("verifying"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    ) as bar:
+        task = bar.add_task("verify", total=None)
+
+        def on_progress(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        answer = store.control.verify(repair=not no_repair, progress=on_progress)
+    if as_json:
+        print_json(answer)
+    else:
+        click.echo(
+            f"checked {answer['checked']} blocks: {answer['bad']} bad, "
+            f"{answer['repaired']} repaired"
+        )
+        for reason, count in answer["by_reason"].items():
+            click.echo(f"  {reason}: {count}")
+    return 1 if answer["bad"] else 0

@@ -1,0 +1,439 @@
+"""The HTTP application: routes, keys, streams and errors.
+
+It knows HTTP and JSON; what a request means is in `openai_requests`, what answers look like in
+`openai_responses`, and how text is made in `generation`.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tieredkv.config import Settings
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.errors import RequestError
+from tieredkv.server import openai_requests as requests
+from tieredkv.server import openai_responses as responses
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.fields import parse_body
+from tieredkv.server.generation import ClientGoneError, Generation, Origin, Piece
+from tieredkv.server.openai_responses import ChatShape, CompletionShape, Shape, error_body
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 32 << 20
+BODY_TIMEOUT_S = 60.0
+RETRY_AFTER_S = "1"
+CLIENT_CLOSED_REQUEST = 499
+DEFAULT_COMPLETION_TOKENS = 16
+
+
+class Api:
+    """What the routes need; one for each server."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        engine: EngineClient,
+        tokenization: Tokenization,
+        *,
+        is_strict: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._tokenization = tokenization
+        self._is_strict = is_strict
+        self._keys = [key.encode() for key in settings.api_keys]
+        self._policies = settings.retention_policies()
+        self._created = int(time.time())
+
+    # Routes
+
+    async def health(self, _request: Request) -> Response:
+        """Say whether the engine lives, and which processes these are."""
+        engine = self._engine
+        info = engine.info
+        body = {
+            "status": "ok" if engine.is_alive else "dead",
+            "model": info.model,
+            "pids": {
+                "server": os.getpid(),
+                "engine": engine.pid if engine.is_alive else None,
+                "worker": info.worker_pid if engine.is_alive else None,
+            },
+        }
+        return JSONResponse(body, 200 if engine.is_alive else 503)
+
+    async def models(self, request: Request) -> Response:
+        """List the one model."""
+        self._tenant(request)
+        return JSONResponse({"object": "list", "data": [self._model_body()]})
+
+    async def model(self, request: Request) -> Response:
+        """Describe a model by its name."""
+        self._tenant(request)
+        name = request.path_params["name"]
+        if name != self._engine.info.model:
+            raise requests.unknown_model(name)
+        return JSONResponse(self._model_body())
+
+    async def completions(self, request: Request) -> Response:
+        """Continue texts."""
+        tenant = self._tenant(request)
+        body = parse_body(await _read_body(request))
+        requests.read_model(body, self._engine.info.model)
+        asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
+        prompts = await self._tokenization.encode_prompts(asked.prompts)
+        echoes = await self._echoes(asked) if asked.is_echo else None
+        generation = self._generate(asked, prompts, tenant, DEFAULT_COMPLETION_TOKENS)
+        shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
+        return await self._answer(request, asked, generation, shape, echoes)
+
+    async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
+        tenant = self._tenant(request)
+        body = parse_body(await _read_body(request))
+        requests.read_model(body, self._engine.info.model)
+        asked = requests.read_chat(body, policies=self._policies, is_strict=self._is_strict)
+        prompt = await self._tokenization.encode_chat(
+            asked.messages, asked.tools, asked.template_arguments
+        )
+        generation = self._generate(asked, [prompt], tenant, None)
+        shape = ChatShape(self._engine.info.model, self._tokenization.token_text)
+        return await self._answer(request, asked, generation, shape, None)
+
+    # Steps of a request
+
+    def _tenant(self, request: Request) -> str:
+        """Return whose request it is: a digest of its key, or the one tenant where no key is set.
+
+        Raises:
+            RequestError: keys are set and the request has none of them.
+        """
+        if not self._keys:
+            return ""
+        header = request.headers.get("authorization", "")
+        scheme, _, given = header.partition(" ")
+        if scheme.lower() != "bearer" or not given:
+            given = request.headers.get("x-api-key", "")
+        if not given:
+            raise RequestError(
+                "You didn't provide an API key. You need to provide your API key in an "
+                "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+                code="invalid_api_key",
+                status=401,
+            )
+        encoded = given.strip().encode("latin-1", "replace")
+        # Every key is compared, so that the time tells nothing of which one is close.
+        if not any([hmac.compare_digest(encoded, key) for key in self._keys]):
+            raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)
+        return hashlib.sha256(encoded).hexdigest()
+
+    def _generate(
+        self,
+        asked: requests.ApiRequest,
+        prompts: list[list[int]],
+        tenant: str,
+        default_max_tokens: int | None,
+    ) -> Generation:
+        """Hand the prompts to the engine."""
+        info = self._engine.info
+        params: list[list[SamplingParams]] = []
+        seed = secrets.randbits(62)
+        for i, prompt in enumerate(prompts):
+            requests.check_length(
+                len(prompt), info.max_model_len, is_chat=isinstance(asked, requests.ChatRequest)
+            )
+            room = info.max_model_len - len(prompt)
+            max_tokens = min(asked.max_tokens or default_max_tokens or room, room)
+            params.append(
+                [
+                    asked.params_of(j, max_tokens, seed + i * asked.num_choices)
+                    for j in range(asked.num_choices)
+                ]
+            )
+        origin = Origin(
+            tenant=tenant,
+            retention=asked.retention,
+            cache_salt=asked.cache_salt,
+            prompt_cache_key=asked.prompt_cache_key,
+        )
+        return Generation(self._engine, self._tokenization.tokenizer, prompts, params, origin)
+
+    async def _echoes(self, asked: requests.CompletionRequest) -> list[str]:
+        """Return each prompt's text, to go before its answers."""
+        return [
+            prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
+            for prompt in asked.prompts
+        ]
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: requests.ApiRequest,
+        generation: Generation,
+        shape: Shape,
+        echoes: list[str] | None,
+    ) -> Response:
+        """Wait for the first token, so that a refusal still has its status; then answer."""
+        watching = asyncio.create_task(_watch(request, generation))
+        answer = _Answering(generation, shape, asked, echoes)
+        is_handed_on = False
+        try:
+            await answer.wait_for_first()
+            if asked.is_stream:
+                is_handed_on = True
+                return EventStream(answer.events(), on_end=lambda: _end(watching, generation))
+            return JSONResponse(await answer.whole())
+        except ClientGoneError:
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        finally:
+            if not is_handed_on:
+                _end(watching, generation)
+
+    def _model_body(self) -> dict[str, Any]:
+        info = self._engine.info
+        return responses.model_body(info.model, self._created, info.max_model_len)
+
+
+class _Answering:
+    """Puts the pieces of a generation into the shape of its endpoint."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        shape: Shape,
+        asked: requests.ApiRequest,
+        echoes: list[str] | None,
+    ) -> None:
+        self._generation = generation
+        self._shape = shape
+        self._asked = asked
+        self._pieces = generation.pieces()
+        self._first: Piece | None = None
+        self._num_choices = asked.num_choices * len(generation.prompt_usages)
+        self._texts = [
+            echoes[i // asked.num_choices] if echoes else "" for i in range(self._num_choices)
+        ]
+
+    async def wait_for_first(self) -> None:
+        self._first = await anext(self._pieces)
+
+    async def _all(self) -> AsyncIterator[Piece]:
+        assert self._first is not None
+        yield self._first
+        async for piece in self._pieces:
+            yield piece
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        texts = self._texts
+        offsets = [len(text) for text in texts]
+        tokens: list[list[Any]] = [[] for _ in texts]
+        finish_reasons = ["stop"] * len(texts)
+        async for piece in self._all():
+            texts[piece.index] += piece.text
+            tokens[piece.index].extend(piece.logprobs or ())
+            finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
+        has_logprobs = self._asked.params.logprobs is not None
+        choices = [
+            self._shape.choice(
+                i,
+                texts[i],
+                self._shape.logprobs(tokens[i], offsets[i]) if has_logprobs else None,
+                finish_reasons[i],
+            )
+            for i in range(self._num_choices)
+        ]
+        return self._shape.response(choices, self._usage())
+
+    async def events(self) -> AsyncIterator[dict[str, Any]]:
+        """Yield the chunks of a stream; one at least for every step's output."""
+        offsets = [0] * self._num_choices
+        for i, echo in enumerate(self._texts):
+            first = self._shape.first_delta(i)
+            if first is not None:
+                yield self._chunk(first)
+            if echo:
+                offsets[i] = len(echo)
+                for choice in self._shape.delta(i, echo, None, None):
+                    yield self._chunk(choice)
+        async for piece in self._all():
+            logprobs = None
+            if self._asked.params.logprobs is not None and piece.logprobs:
+                logprobs = self._shape.logprobs(piece.logprobs, offsets[piece.index])
+            offsets[piece.index] += len(piece.text)
+            for choice in self._shape.delta(piece.index, piece.text, logprobs, piece.finish_reason):
+                yield self._chunk(choice)
+        if self._asked.with_stream_usage:
+            yield self._shape.usage_chunk(self._usage())
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        return self._shape.chunk(choice, has_usage_field=self._asked.with_stream_usage)
+
+    def _usage(self) -> dict[str, Any]:
+        generation = self._generation
+        return responses.usage_body(generation.prompt_usages, generation.num_completion_tokens)
+
+
+class EventStream(Response):
+    """Server-sent events, each sent as soon as it is there, and `[DONE]` at the end.
+
+    Args:
+        events: JSON objects; a `RequestError` from it becomes the last event.
+        on_end: called however the stream ends.
+    """
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, Any]], *, on_end: Callable[[], None]
+    ) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the stream."""
+
+        async def send_body(text: str, *, is_last: bool = False) -> None:
+            await send(
+                {"type": "http.response.body", "body": text.encode(), "more_body": not is_last}
+            )
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for event in self._events:
+                    await send_body(f"data: {_to_json(event)}\n\n")
+            except RequestError as error:
+                await send_body(f"data: {_to_json(_body_of(error))}\n\n", is_last=True)
+            else:
+                await send_body("data: [DONE]\n\n", is_last=True)
+        except (ClientGoneError, OSError):
+            pass
+        finally:
+            self._on_end()
+
+
+def build_app(api: Api) -> ASGIApp:
+    """Return the application with its routes and error shapes."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    handlers: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
+        ("GET", "/health", api.health),
+        ("GET", "/v1/models", api.models),
+        ("GET", "/v1/models/{name:path}", api.model),
+        ("POST", "/v1/completions", api.completions),
+        ("POST", "/v1/chat/completions", api.chat),
+    ]
+    for method, path, handler in handlers:
+        methods = [method, "HEAD"] if path == "/health" else [method]
+        app.add_route(path, handler, methods=methods)
+    app.add_exception_handler(RequestError, _on_request_error)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(Exception, _on_bug)
+    return RequestIds(app)
+
+
+class RequestIds:
+    """Gives every answer an `x-request-id`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                request_id = f"req_{uuid.uuid4().hex}".encode()
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)
+
+
+async def _read_body(request: Request) -> bytes:
+    """Return a body that is not too long and arrives in time."""
+    too_long = RequestError(
+        f"The request body is longer than {MAX_BODY_BYTES} bytes.",
+        code="request_too_large",
+        status=413,
+    )
+    declared = request.headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
+        raise too_long
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_BODY_BYTES:
+                    raise too_long
+    except TimeoutError:
+        raise RequestError(
+            "The request body did not arrive in time.", code="timeout", status=408
+        ) from None
+    return bytes(body)
+
+
+async def _watch(request: Request, generation: Generation) -> None:
+    """Cancel the generation when the client goes away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    generation.cancel()
+
+
+def _end(watching: asyncio.Task[None], generation: Generation) -> None:
+    watching.cancel()
+    generation.close()
+
+
+def _to_json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _body_of(error: RequestError) -> dict[str, Any]:
+    kind = responses.error_kind(error.status)
+    return error_body(str(error), kind=kind, param=error.param, code=error.code)
+
+
+async def _on_request_error(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestError)
+    headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else {}
+    return JSONResponse(_body_of(error), error.status, headers)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message, code = str(error.detail), None
+    if error.status_code == 404:
+        message, code = f"Unknown request URL: {request.method} {request.url.path}", "unknown_url"
+    elif error.status_code == 405:
+        message = f"Not allowed to {request.method} on {request.url.path}"
+        code = "method_not_supported"
+    body = error_body(message, kind=responses.error_kind(error.status_code), code=code)
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _on_bug(_request: Request, error: Exception) -> Response:
+    """Answer without a traceback; the log has it."""
+    body = error_body("The server had an error while processing your request", kind="server_error")
+    return JSONResponse(body, 500)

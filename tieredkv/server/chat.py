@@ -1,0 +1,108 @@
+"""Texts and messages to token ids, and single token ids to text, off the event loop.
+
+It knows the tokenizer and its chat template, no HTTP.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+
+from tieredkv.errors import RequestError
+from tieredkv.server.openai_requests import Prompt
+
+NUM_THREADS = 4
+CACHED_TOKEN_TEXTS = 65_536
+
+Result = TypeVar("Result")
+
+
+class Tokenization:
+    """One checkpoint's tokenizer, used by the event loop and its threads.
+
+    `encode` of a fast tokenizer leaves the interpreter lock to others, so a long prompt does not
+    hold up the streams of other requests.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self.token_text = functools.lru_cache(CACHED_TOKEN_TEXTS)(self._decode_one)
+
+    async def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the token ids of prompts; those that are token ids stay as they are."""
+        return await self._in_thread(lambda: [self._encode(prompt) for prompt in prompts])
+
+    async def encode_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_arguments: Mapping[str, Any],
+    ) -> list[int]:
+        """Return the token ids of a conversation, up to where the assistant's answer begins.
+
+        Raises:
+            RequestError: there is no chat template, or it refuses these messages.
+        """
+        if not self.tokenizer.chat_template:
+            raise RequestError(
+                "This model has no chat template, so it cannot answer chat requests. Use "
+                "/v1/completions instead.",
+                param="messages",
+                code="chat_template_missing",
+            )
+        return await self._in_thread(lambda: self._render(messages, tools, template_arguments))
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Return the text of a prompt that came as token ids."""
+        return await self._in_thread(lambda: str(self.tokenizer.decode(token_ids)))
+
+    def close(self) -> None:
+        """End the threads; what they are doing is not waited for."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        # Not a warning's matter: what does not fit the context is refused by the caller.
+        return list(self.tokenizer.encode(prompt, verbose=False))
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        template_arguments: Mapping[str, Any],
+    ) -> list[int]:
+        try:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,  # type: ignore[arg-type]
+                add_generation_prompt=True,
+                tokenize=False,
+                **template_arguments,
+            )
+        except jinja2.TemplateError as error:
+            reason = error.message or type(error).__name__
+            raise RequestError(
+                f"The model's chat template refuses these messages: {reason}",
+                param="messages",
+                code="invalid_value",
+            ) from None
+        except (TypeError, ValueError, KeyError):
+            raise RequestError(
+                "The model's chat template cannot render these messages.",
+                param="messages",
+                code="invalid_value",
+            ) from None
+        # The template has written the special tokens, the first one included.
+        return list(self.tokenizer.encode(str(text), add_special_tokens=False, verbose=False))
+
+    def _decode_one(self, token_id: int) -> str:
+        return str(self.tokenizer.decode([token_id]))

@@ -1,0 +1,226 @@
+"""The engine's process, as the server sees it: started, spoken to, and known to be dead.
+
+It knows frames and process ids, no HTTP and no text. Everything runs on the server's event loop.
+"""
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from tieredkv import errors
+from tieredkv.config import Settings
+from tieredkv.engine.messages import (
+    Abort,
+    EngineInfo,
+    EngineRequest,
+    ProgressReport,
+    Shutdown,
+    Start,
+    StartFailed,
+    StatsReply,
+    StepOutputs,
+    TokenOutput,
+    ToServer,
+)
+from tieredkv.errors import RequestError, TieredKVError
+from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, encode_frame
+from tieredkv.types import Progress
+
+logger = logging.getLogger(__name__)
+
+ENGINE_COMMAND = (sys.executable, "-P", "-m", "tieredkv.engine.process")
+EXIT_GRACE_S = 10.0
+_decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
+
+OutputQueue = asyncio.Queue[TokenOutput]
+
+
+class EngineClient:
+    """One engine process.
+
+    Every submitted request gets its outputs through the queue that came with it, and always an
+    output with a `finish_reason`: the engine's death is an output with "error".
+
+    Args:
+        on_progress: told how far loading and draining are.
+        command: starts the engine; the descriptor's number is appended.
+    """
+
+    def __init__(self, *, on_progress: Progress, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        self._on_progress = on_progress
+        self._queues: dict[str, OutputQueue] = {}
+        self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        ours, theirs = socket.socketpair()
+        try:
+            # Own session: Ctrl-C in the terminal reaches the server alone, which tells the engine.
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=sys.stderr,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._socket = ours
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._is_stopping = False
+        self.is_alive = True
+
+    async def start(self, settings: Settings, *, log_level: str = "INFO") -> EngineInfo:
+        """Load the model and return what the engine can do.
+
+        Raises:
+            TieredKVError: of the type that the engine refused with.
+        """
+        reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        self._send(Start(settings=settings, log_level=log_level))
+        self._reading = asyncio.create_task(self._read(reader))
+        return await asyncio.shield(self._info)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said last about itself."""
+        return self._info.result()
+
+    @property
+    def pid(self) -> int:
+        """The engine's process."""
+        return self._process.pid
+
+    def submit(self, request: EngineRequest, queue: OutputQueue) -> None:
+        """Hand a request to the engine; its outputs go to `queue`."""
+        if self._is_stopping:
+            queue.put_nowait(TokenOutput(request_id=request.request_id, finish_reason="abort"))
+            return
+        if not self.is_alive:
+            queue.put_nowait(_death_of(request.request_id))
+            return
+        self._queues[request.request_id] = queue
+        self._send(request)
+
+    def abort(self, request_id: str) -> None:
+        """Stop a request; nothing more of it is put into its queue."""
+        if self._queues.pop(request_id, None) is not None and self.is_alive:
+            self._send(Abort(request_id))
+
+    def stop(self, drain_timeout_s: float) -> None:
+        """Tell the engine to end every request, write what it promised, and exit; do not wait."""
+        if self.is_alive and not self._is_stopping and self._writer is not None:
+            self._is_stopping = True
+            self._send(Shutdown(drain_timeout_s))
+
+    def kill(self) -> None:
+        """End an engine that is still starting and has promised nothing."""
+        self._process.kill()
+
+    async def shutdown(self, drain_timeout_s: float) -> int:
+        """Stop, wait for the engine's end, and return its exit code."""
+        if self._writer is None:
+            self._socket.close()
+        else:
+            self.stop(drain_timeout_s)
+            if self._reading is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._reading, drain_timeout_s + EXIT_GRACE_S)
+            self._writer.close()
+        return await asyncio.to_thread(self._bury)
+
+    def _bury(self) -> int:
+        try:
+            return self._process.wait(EXIT_GRACE_S)
+        except subprocess.TimeoutExpired:
+            logger.error("the engine (pid %d) did not end in time and is killed", self.pid)
+            self._process.kill()
+            return self._process.wait()
+
+    def _send(self, message: msgspec.Struct) -> None:
+        assert self._writer is not None
+        self._writer.write(encode_frame(message))
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                (length,) = struct.unpack("<I", await reader.readexactly(4))
+                if length > MAX_ENGINE_FRAME_BYTES:
+                    logger.error("the engine sent a frame of %d bytes", length)
+                    break
+                self._take(_decoder.decode(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            self._mark_dead()
+
+    def _take(self, message: ToServer) -> None:
+        match message:
+            case StepOutputs(outputs):
+                for output in outputs:
+                    self._deliver(output)
+            case ProgressReport(stage, done, total):
+                self._on_progress(stage, done, total)
+            case EngineInfo():
+                if self._info.done():  # a later word replaces the first
+                    self._info = asyncio.get_running_loop().create_future()
+                self._info.set_result(message)
+            case StartFailed(error_type, text):
+                self._info.set_exception(_error_named(error_type, text))
+            case StatsReply():
+                logger.debug("an answer to no question")
+
+    def _deliver(self, output: TokenOutput) -> None:
+        finish = output.finish_reason
+        pick = self._queues.get if finish is None else self._queues.pop
+        queue = pick(output.request_id, None)
+        if queue is not None:
+            queue.put_nowait(output)
+
+    def _mark_dead(self) -> None:
+        self.is_alive = False
+        if not self._info.done():
+            self._info.set_exception(TieredKVError("the engine died while it was starting"))
+        for request_id, queue in self._queues.items():
+            queue.put_nowait(_death_of(request_id))
+        self._queues.clear()
+
+
+def _death_of(request_id: str) -> TokenOutput:
+    return TokenOutput(
+        request_id=request_id,
+        finish_reason="error",
+        error="The engine has stopped; restart the server",
+        error_code="engine_dead",
+    )
+
+
+def _error_named(error_type: str, message: str) -> TieredKVError:
+    """Return the error that the engine refused with, so that it reads as if raised here."""
+    kind = getattr(errors, error_type, TieredKVError)
+    if not issubclass(kind, TieredKVError) or issubclass(kind, errors.CorruptBlockError):
+        kind = TieredKVError
+    error: TieredKVError = kind(message)
+    return error
+
+
+STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}
+
+
+def error_of(output: TokenOutput) -> RequestError:
+    """Return what an output that ended with "error" or "abort" means to the caller."""
+    if output.finish_reason == "abort":
+        return RequestError("The server is shutting down", code="shutting_down", status=503)
+    return RequestError(
+        output.error or "The request failed",
+        code=output.error_code,
+        status=STATUS_OF_CODE.get(output.error_code or "", 400),
+    )

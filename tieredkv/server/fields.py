@@ -1,0 +1,232 @@
+"""Reading the fields of a JSON body, with OpenAI's error texts for what is not as it must be.
+
+It knows types and ranges, not what any field is for. `null` is the same as an absent field.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from tieredkv.errors import RequestError
+
+_TYPE_NAMES: dict[type, str] = {
+    str: "a string",
+    bool: "a boolean",
+    int: "an integer",
+    float: "a decimal",
+    list: "an array",
+    dict: "an object",
+    type(None): "null",
+}
+
+
+def parse_body(body: bytes) -> dict[str, Any]:
+    """Return the JSON object that a request's body is.
+
+    Raises:
+        RequestError: it is none.
+    """
+    try:
+        parsed = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        raise RequestError("We could not parse the JSON body of your request.") from None
+    if not isinstance(parsed, dict):
+        raise invalid_type("body", "an object", parsed, param=None)
+    return parsed
+
+
+def invalid_type(
+    path: str, expected: str, value: object, *, param: str | None = ""
+) -> RequestError:
+    """Return the error for a value of the wrong JSON type."""
+    got = _TYPE_NAMES.get(type(value), "something else")
+    return RequestError(
+        f"Invalid type for '{path}': expected {expected}, but got {got} instead.",
+        param=path if param == "" else param,
+        code="invalid_type",
+    )
+
+
+def invalid_value(path: str, value: str, supported: Sequence[str]) -> RequestError:
+    """Return the error for a string that is not one of those supported."""
+    quoted = [f"'{name}'" for name in supported]
+    listed = (
+        f"Supported values are: {', '.join(quoted[:-1])} and {quoted[-1]}."
+        if len(quoted) > 1
+        else f"Supported value is: {quoted[0]}."
+        if quoted
+        else "No value is supported."
+    )
+    return RequestError(f"Invalid value: '{value}'. {listed}", param=path, code="invalid_value")
+
+
+class Fields:
+    """The fields of one JSON object; `path` leads to it from the body."""
+
+    def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
+        self._body = body
+        self._path = path
+
+    @classmethod
+    def of(cls, value: object, path: str) -> "Fields":
+        """Return the fields of a value that must be an object."""
+        if not isinstance(value, dict):
+            raise invalid_type(path, "an object", value)
+        return cls(value, path)
+
+    def path(self, name: str) -> str:
+        """Return where a field stands, as error messages name it."""
+        return f"{self._path}.{name}" if self._path else name
+
+    def items(self) -> Iterable[tuple[str, Any]]:
+        """Return all fields, unchecked."""
+        return self._body.items()
+
+    def raw(self, name: str) -> Any:
+        """Return a field unchecked; None where it is absent."""
+        return self._body.get(name)
+
+    def required(self, name: str) -> Any:
+        """Return a field that must be there."""
+        value = self._body.get(name)
+        if value is None:
+            path = self.path(name)
+            raise RequestError(
+                f"Missing required parameter: '{path}'.",
+                param=path,
+                code="missing_required_parameter",
+            )
+        return value
+
+    def integer(
+        self, name: str, *, least: int | None = None, most: int | None = None
+    ) -> int | None:
+        """Return an integer within its range."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if type(value) is not int:
+            raise invalid_type(self.path(name), "an integer", value)
+        self._check_range(name, value, least, most, "integer")
+        return value
+
+    def number(
+        self, name: str, *, least: float | None = None, most: float | None = None
+    ) -> float | None:
+        """Return a number within its range."""
+        value = self.raw(name)
+        if value is None:
+            return None
+        if type(value) not in (int, float):
+            raise invalid_type(self.path(name), "a decimal", value)
+        self._check_range(name, value, least, most, "decimal")
+        try:
+            return float(value)
+        except OverflowError:
+            raise invalid_type(self.path(name), "a decimal", value) from None
+
+    def boolean(self, name: str) -> bool:
+        """Return a boolean; False where it is absent."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, bool):
+            raise invalid_type(self.path(name), "a boolean", value)
+        return bool(value)
+
+    def string(
+        self, name: str, *, most: int | None = None, is_required: bool = False
+    ) -> str | None:
+        """Return a string that is not empty and of at most `most` characters."""
+        value = self.required(name) if is_required else self.raw(name)
+        if value is None:
+            return None
+        path = self.path(name)
+        if not isinstance(value, str):
+            raise invalid_type(path, "a string", value)
+        if not value:
+            raise RequestError(
+                f"Invalid '{path}': empty string. Expected a string with minimum length 1, but "
+                "got an empty string instead.",
+                param=path,
+                code="empty_string",
+            )
+        if most is not None and len(value) > most:
+            raise RequestError(
+                f"Invalid '{path}': string too long. Expected a string with maximum length {most}, "
+                f"but got a string with length {len(value)} instead.",
+                param=path,
+                code="string_above_max_length",
+            )
+        return value
+
+    def choice(
+        self, name: str, supported: Sequence[str], *, is_required: bool = False
+    ) -> str | None:
+        """Return a string that is one of those supported."""
+        value = self.required(name) if is_required else self.raw(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise invalid_type(self.path(name), "a string", value)
+        if value not in supported:
+            raise invalid_value(self.path(name), value, supported)
+        return value
+
+    def array(
+        self, name: str, *, most: int | None = None, is_required: bool = False
+    ) -> list[Any] | None:
+        """Return an array of at most `most` items; an empty one is refused where it is required."""
+        value = self.required(name) if is_required else self.raw(name)
+        if value is None:
+            return None
+        path = self.path(name)
+        if not isinstance(value, list):
+            raise invalid_type(path, "an array", value)
+        if is_required and not value:
+            raise RequestError(
+                f"Invalid '{path}': empty array. Expected an array with minimum length 1, but got "
+                "an empty array instead.",
+                param=path,
+                code="empty_array",
+            )
+        if most is not None and len(value) > most:
+            raise RequestError(
+                f"Invalid '{path}': array too long. Expected an array with maximum length {most}, "
+                f"but got an array with length {len(value)} instead.",
+                param=path,
+                code="array_above_max_length",
+            )
+        return value
+
+    def object(self, name: str) -> "Fields | None":
+        """Return the fields of an object."""
+        value = self.raw(name)
+        return None if value is None else Fields.of(value, self.path(name))
+
+    def check_known(self, known: frozenset[str]) -> None:
+        """Refuse fields that nobody knows; the first is named."""
+        for name in self._body:
+            if name not in known:
+                path = self.path(name)
+                raise RequestError(
+                    f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter"
+                )
+
+    def _check_range(
+        self, name: str, value: float, least: float | None, most: float | None, kind: str
+    ) -> None:
+        path = self.path(name)
+        if least is not None and value < least:
+            raise RequestError(
+                f"Invalid '{path}': {kind} below minimum value. Expected a value >= {least}, but "
+                f"got {value} instead.",
+                param=path,
+                code=f"{kind}_below_min_value",
+            )
+        if most is not None and value > most:
+            raise RequestError(
+                f"Invalid '{path}': {kind} above maximum value. Expected a value <= {most}, but "
+                f"got {value} instead.",
+                param=path,
+                code=f"{kind}_above_max_value",
+            )

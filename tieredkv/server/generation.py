@@ -1,0 +1,160 @@
+"""The answers to one HTTP request while they are made: engine outputs in, pieces of text out.
+
+It knows stop strings and usage, neither HTTP nor JSON.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from tieredkv.engine.detokenizer import Detokenizer
+from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.server.engine_client import EngineClient, OutputQueue, error_of
+
+CANCELLED = TokenOutput(request_id="", finish_reason="cancelled")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection; nobody waits for the answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one step added to one answer."""
+
+    index: int
+    text: str
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """Whose request it is and how its prefix is kept; see `EngineRequest`."""
+
+    tenant: str
+    retention: str | None
+    cache_salt: str | None
+    prompt_cache_key: str | None
+
+
+class _Answer:
+    """One request to the engine and its text."""
+
+    def __init__(self, index: int, request: EngineRequest, detokenizer: Detokenizer) -> None:
+        self.index = index
+        self.request = request
+        self.detokenizer = detokenizer
+        self.num_tokens = 0
+        self.usage: RequestUsage | None = None
+
+    def take(self, output: TokenOutput) -> Piece:
+        self.num_tokens += len(output.token_ids)
+        self.usage = output.usage or self.usage
+        text = self.detokenizer.feed(output.token_ids)
+        finish_reason = output.finish_reason
+        if finish_reason is not None:
+            text += self.detokenizer.finish()
+        if self.detokenizer.stopped_by is not None:
+            finish_reason = "stop"
+        return Piece(self.index, text, output.logprobs, finish_reason)
+
+
+class Generation:
+    """All answers to one HTTP request; `close` releases whatever has not ended.
+
+    Args:
+        prompts: token ids; answer `i * n + j` is the j-th of the i-th prompt.
+        params: for each prompt, one for each of its answers.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Sequence[list[int]],
+        params: Sequence[Sequence[SamplingParams]],
+        origin: Origin,
+    ) -> None:
+        self._engine = engine
+        self._queue: OutputQueue = asyncio.Queue()
+        self._answers: list[_Answer] = []
+        self._firsts: list[_Answer] = []
+        for prompt, params_of_prompt in zip(prompts, params, strict=True):
+            self._firsts.append(self._add(tokenizer, prompt, params_of_prompt[0], origin))
+            for more in params_of_prompt[1:]:
+                self._add(tokenizer, prompt, more, origin)
+        self._unfinished = {answer.request.request_id: answer for answer in self._answers}
+        for answer in self._answers:
+            engine.submit(answer.request, self._queue)
+
+    def _add(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        prompt: list[int],
+        params: SamplingParams,
+        origin: Origin,
+    ) -> _Answer:
+        request = EngineRequest(
+            request_id=uuid.uuid4().hex,
+            prompt_token_ids=prompt,
+            params=params,
+            retention=origin.retention,
+            tenant=origin.tenant,
+            cache_salt=origin.cache_salt,
+            prompt_cache_key=origin.prompt_cache_key,
+        )
+        detokenizer = Detokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        self._answers.append(_Answer(len(self._answers), request, detokenizer))
+        return self._answers[-1]
+
+    async def pieces(self) -> AsyncIterator[Piece]:
+        """Yield pieces of all answers as they come, until all have ended.
+
+        Raises:
+            RequestError: the engine refused one of them, or it is shutting down or dead.
+            ClientGoneError: `cancel` was called.
+        """
+        while self._unfinished:
+            output = await self._queue.get()
+            if output is CANCELLED:
+                raise ClientGoneError
+            answer = self._unfinished.get(output.request_id)
+            if answer is None:  # what was under way when a stop string ended it
+                continue
+            if output.finish_reason in ("error", "abort"):
+                del self._unfinished[output.request_id]
+                raise error_of(output)
+            piece = answer.take(output)
+            if piece.finish_reason is not None:
+                del self._unfinished[output.request_id]
+                if output.finish_reason is None:
+                    self._engine.abort(output.request_id)
+            yield piece
+
+    def cancel(self) -> None:
+        """End `pieces` with `ClientGoneError` and give back what the engine holds."""
+        self.close()
+        self._queue.put_nowait(CANCELLED)
+
+    def close(self) -> None:
+        """Abort the answers that have not ended; twice is fine."""
+        for request_id in self._unfinished:
+            self._engine.abort(request_id)
+
+    @property
+    def prompt_usages(self) -> list[RequestUsage]:
+        """Where each prompt's tokens came from, as its first answer found them."""
+        return [
+            answer.usage or RequestUsage(prompt_tokens=len(answer.request.prompt_token_ids))
+            for answer in self._firsts
+        ]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens made so far, of all answers."""
+        return sum(answer.num_tokens for answer in self._answers)

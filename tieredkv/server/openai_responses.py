@@ -1,0 +1,221 @@
+"""OpenAI's responses: results to JSON, whole or in chunks.
+
+It knows shapes, no sockets and no engine.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from tieredkv.engine.messages import RequestUsage, TokenLogprob
+
+TokenText = Callable[[int], str]
+"""Gives the text of one token id."""
+
+LEAST_LOGPROB = -9999.0
+"""Stands for a token that could not have been chosen; JSON has no infinity."""
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def error_body(
+    message: str, *, kind: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the body of every answer that is an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_kind(status: int) -> str:
+    """Return the `type` that goes with a status."""
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> dict[str, Any]:
+    """Return a `usage` object; each prompt counts once, whatever the number of its answers.
+
+    `cached_tokens_by_tier` is an addition of ours, beside OpenAI's fields.
+    """
+    num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
+    by_tier = {
+        "device": sum(usage.device for usage in prompt_usages),
+        "host": sum(usage.host for usage in prompt_usages),
+        "disk": sum(usage.disk for usage in prompt_usages),
+    }
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(by_tier.values()),
+            "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
+            "cached_tokens_by_tier": by_tier,
+        },
+    }
+
+
+def model_body(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+    """Return one entry of `/v1/models`."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "tieredkv",
+        "max_model_len": max_model_len,
+    }
+
+
+class Shape:
+    """The shapes of one endpoint's answer; all chunks of it share id, time and model."""
+
+    id_prefix: str
+    object: str
+    chunk_object: str
+
+    def __init__(self, model: str, token_text: TokenText) -> None:
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = model
+        self._token_text = token_text
+
+    def response(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the whole answer."""
+        return {**self._envelope(self.object), "choices": choices, "usage": usage}
+
+    def chunk(self, choice: dict[str, Any], *, has_usage_field: bool) -> dict[str, Any]:
+        """Return one chunk; where usage is wanted, all but the last chunk say null."""
+        usage = {"usage": None} if has_usage_field else {}
+        return {**self._envelope(self.chunk_object), "choices": [choice], **usage}
+
+    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the last chunk of a stream whose usage is wanted."""
+        return {**self._envelope(self.chunk_object), "choices": [], "usage": usage}
+
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        """Return the choice that opens a stream, before the first token."""
+        raise NotImplementedError
+
+    def delta(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> list[dict[str, Any]]:
+        """Return the choices of the chunks that one step's output becomes."""
+        raise NotImplementedError
+
+    def choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str
+    ) -> dict[str, Any]:
+        """Return one answer in whole."""
+        raise NotImplementedError
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+        """Return the log-probabilities of some tokens, whose text starts at `text_offset`."""
+        raise NotImplementedError
+
+    def _envelope(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`."""
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        """Return None: text begins at once."""
+        return None
+
+    def delta(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> list[dict[str, Any]]:
+        """Return one choice."""
+        return [
+            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+        ]
+
+    def choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str
+    ) -> dict[str, Any]:
+        """Return one answer in whole."""
+        return self.delta(index, text, logprobs, finish_reason)[0]
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+        """Return parallel lists, as the older endpoint has them."""
+        texts = [self._token_text(token.token_id) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(text_offset)
+            text_offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {self._token_text(token_id): _finite(logprob) for token_id, logprob in token.top}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class ChatShape(Shape):
+    """`/v1/chat/completions`."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def first_delta(self, index: int) -> dict[str, Any] | None:
+        """Return the choice that names the role."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
+    ) -> list[dict[str, Any]]:
+        """Return the text's choice and, at the end, one with an empty delta."""
+        choices: list[dict[str, Any]] = []
+        if text or logprobs or finish_reason is None:
+            delta = {"content": text}
+            choices.append(
+                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            )
+        if finish_reason is not None:
+            choices.append(
+                {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}
+            )
+        return choices
+
+    def choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str
+    ) -> dict[str, Any]:
+        """Return one answer in whole."""
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": finish_reason,
+        }
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+        """Return one object a token."""
+        return {
+            "content": [
+                {
+                    **self._token(token.token_id, token.logprob),
+                    "top_logprobs": [self._token(*alternative) for alternative in token.top],
+                }
+                for token in tokens
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+        text = self._token_text(token_id)
+        encoded = None if _REPLACEMENT in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)

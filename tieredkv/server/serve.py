@@ -1,0 +1,210 @@
+"""Running a server: the socket, the engine's process, signals, and an orderly end.
+
+It knows processes and signals; terminals are the command line's business.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import uvicorn
+
+from tieredkv.config import Settings
+from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.messages import EngineInfo
+from tieredkv.errors import ConfigError
+from tieredkv.server.app import Api, build_app
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.engine_client import EngineClient
+from tieredkv.types import Progress
+
+logger = logging.getLogger(__name__)
+
+STREAMS_END_S = 5
+KEEP_ALIVE_S = 30
+EXIT_INTERRUPTED = 130
+
+OnReady = Callable[[str, EngineInfo], None]
+"""Told the URL and what the engine is, once requests are answered."""
+
+
+def serve(
+    settings: Settings,
+    *,
+    on_progress: Progress,
+    on_ready: OnReady,
+    is_strict: bool = False,
+    allows_open_access: bool = False,
+    log_level: str = "INFO",
+) -> int:
+    """Serve until SIGTERM or SIGINT and return the exit code.
+
+    The first signal stops accepting, ends the streams and lets the engine write what it promised;
+    a second one does not wait for that.
+
+    Args:
+        settings: model, tiers, address and keys.
+        on_progress: told how far loading and draining are.
+        on_ready: told once, when requests are answered.
+        is_strict: refuse unknown request fields.
+        allows_open_access: listen on an outside address without a key.
+        log_level: of the engine's process.
+
+    Raises:
+        TieredKVError: it cannot start; nothing stored was changed.
+    """
+    settings.check_server()
+    with contextlib.closing(bind(settings, allows_open_access=allows_open_access)) as sock:
+        server = _Server(settings, sock, on_progress, on_ready, is_strict, log_level)
+        try:
+            return asyncio.run(server.run())
+        except asyncio.CancelledError:
+            return EXIT_INTERRUPTED
+
+
+def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
+    """Take the address, before anything is loaded; nobody is answered yet.
+
+    Raises:
+        ConfigError: it cannot be had, or is open to others without a key.
+    """
+    host, port = settings.host, settings.port
+    where = f"{host}:{port}"
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"`host` = `{host}` is not an address of this machine: {error}") from None
+    is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
+    if not (is_loopback or settings.api_keys or allows_open_access):
+        raise ConfigError(
+            f"`host` = `{host}` can be reached by others and no API key is set\n"
+            "hint: give --api-key, or --allow-open-access if something else keeps others out"
+        )
+    sock = socket.socket(family, kind, protocol)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        reason = os.strerror(error.errno or 0)
+        raise ConfigError(
+            f"Cannot listen on {where}: {reason}\nhint: choose another --port"
+        ) from None
+    return sock
+
+
+class _HttpServer(uvicorn.Server):
+    """uvicorn's server without its own signal handlers; says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals to the loop; uvicorn would end the process by raising them again."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        await super().startup(sockets)
+        self._on_started()
+
+
+class _Server:
+    """One run of the server, on its event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        sock: socket.socket,
+        on_progress: Progress,
+        on_ready: OnReady,
+        is_strict: bool,
+        log_level: str,
+    ) -> None:
+        self._settings = settings
+        self._socket = sock
+        self._on_progress = on_progress
+        self._on_ready = on_ready
+        self._is_strict = is_strict
+        self._log_level = log_level
+        self._stop = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start, serve, end."""
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+
+        def on_signal() -> None:
+            if self._stop.is_set():
+                task.cancel()
+            self._stop.set()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal)
+        engine = EngineClient(on_progress=self._on_progress)
+        exit_code = 0
+        try:
+            if await self._has_started(engine):
+                exit_code = await self._serve(engine)
+        finally:
+            left = await engine.shutdown(self._settings.drain_timeout)
+        return exit_code or (1 if left else 0)
+
+    async def _has_started(self, engine: EngineClient) -> bool:
+        """Load model and tokenizer; False where a signal came first."""
+        # The engine has no use for the keys.
+        settings = replace(self._settings, api_keys=())
+        starting = asyncio.create_task(engine.start(settings, log_level=self._log_level))
+        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, settings.model))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                engine.kill()
+                return False
+            starting.result()
+            self._tokenization = Tokenization(await loading)
+        finally:
+            for task in (starting, loading, stopping):
+                task.cancel()
+        return True
+
+    async def _serve(self, engine: EngineClient) -> int:
+        api = Api(self._settings, engine, self._tokenization, is_strict=self._is_strict)
+        config = uvicorn.Config(
+            build_app(api),
+            loop="asyncio",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=STREAMS_END_S,
+        )
+        host, port = self._socket.getsockname()[:2]
+        url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        http = _HttpServer(config, lambda: self._on_ready(url, engine.info))
+        serving = asyncio.create_task(http.serve([self._socket]))
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+            # Both at once: the engine's last word to each request is what ends its stream.
+            engine.stop(self._settings.drain_timeout)
+            http.should_exit = True
+            await serving
+        finally:
+            stopping.cancel()
+            self._tokenization.close()
+        return 0
