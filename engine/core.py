@@ -6,7 +6,6 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import random
@@ -293,7 +292,7 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters: dict[str, object] = dataclasses.asdict(self.tiers.counters)
+        counters = self.tiers.counters.as_dict()
         counters["preemptions"] = self.scheduler.num_preemptions
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
@@ -426,7 +425,8 @@ class EngineCore:
             if is_first:
                 num_recomputed = 1 if row.row.write_from > row.start else 0
                 request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
-            if not request.output_ids or request.num_preemptions:
+            if not request.is_touched:
+                request.is_touched = True
                 self.cache.touch(request.prefix)
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
