@@ -9,7 +9,7 @@ import os
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -86,6 +86,7 @@ class StoreService:
         self._storing: dict[bytes, list[tuple[int, int]]] = {}  # hash -> jobs and pages that wait
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
+        self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._done_loads: list[PageDone] = []
         self._done_stores: list[PageDone] = []
@@ -136,11 +137,13 @@ class StoreService:
             self._commit()
             self._start_writes()
         self._send_done()
-        if self._touches and now - self._touched_since > _TOUCH_INTERVAL_S:
+        if self._touches_are_due:
             self._flush_touches()
-        if now >= self._next_sweep:
+        if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
-            self._attempt("sweep", lambda: self._store.sweep(self._clock.now()))
+            self._sweep = self._store.sweeping(self._clock.now())
+        if self._sweep is not None:
+            self._attempt("sweep", self._continue_sweep)
         self._verbs.turn()
         self._server.turn()
         if os.getppid() != self._argument.parent_pid:
@@ -155,7 +158,7 @@ class StoreService:
 
     def _idle_s(self) -> float:
         has_work = self._verbs.has_work or (self._loads and self._num_reading < self._max_reading)
-        if has_work:
+        if has_work or self._sweep is not None or self._touches_are_due:
             return 0.0
         if self._written:
             return max(0.0, self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
@@ -439,6 +442,11 @@ class StoreService:
             known = self._touches.get(touch.block_hash)
             self._touches[touch.block_hash] = touch if known is None else _merge(known, touch)
 
+    @property
+    def _touches_are_due(self) -> bool:
+        age_s = time.monotonic() - self._touched_since
+        return bool(self._touches) and age_s > _TOUCH_INTERVAL_S
+
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
         items = [self._touches.pop(key) for key in islice(list(self._touches), _TOUCHES_A_TURN)]
@@ -454,6 +462,13 @@ class StoreService:
     def _flush_all_touches(self) -> None:
         while self._touches:
             self._flush_touches()
+
+    def _continue_sweep(self) -> None:
+        assert self._sweep is not None, "a sweep is under way"
+        sweep, self._sweep = self._sweep, None
+        for _ in sweep:
+            self._sweep = sweep  # not at its end, and no fault ended it
+            break
 
     def _lookup(self, hashes: list[bytes]) -> list[BlockRecord | None]:
         try:
