@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.storage.conftest import (
@@ -186,9 +187,22 @@ def test_two_stores_of_one_block_are_both_answered(harness: Harness) -> None:
     items = store_items([record, record])
     client.store(items)
     assert [done.ok for done in mail.take(PageStored, 2)] == [True, True]
-    client.store(items[:1])
-    assert mail.take(PageStored)[0].ok
     assert client.stats().blocks == 1
+
+
+def test_a_block_that_is_there_is_not_written_again_but_its_claim_counts(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    record = make_record("a", 0)
+    mail.store([record])
+    written = client.stats().bytes_written
+    longer = msgspec.structs.replace(record, expires_at=record.expires_at + 50)
+    assert mail.store([longer], payload=lambda _: os.urandom(PAGE_BYTES))[0].ok
+    assert client.stats().bytes_written == written
+    (found,) = mail.lookup([record.block_hash])
+    assert found is not None and found.expires_at == pytest.approx(longer.expires_at)
+    (done,) = mail.load([record])
+    mail.assert_right(done)
 
 
 def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harness) -> None:
