@@ -380,8 +380,8 @@ class StoreService:
     def _leave_out_known(self, batch: list[tuple[int, StoreItem]]) -> list[tuple[int, StoreItem]]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
         stored = self._store.lookup([item.record.block_hash for _, item in batch])
-        known = []
-        left = []
+        known: list[tuple[int, StoreItem]] = []
+        left: list[tuple[int, StoreItem]] = []
         for (job, item), old in zip(batch, stored, strict=True):
             is_known = old is not None and old.computed_at >= item.record.computed_at
             (known if is_known else left).append((job, item))

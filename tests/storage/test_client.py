@@ -23,7 +23,7 @@ from tests.storage.conftest import (
     store_items,
     wait_until,
 )
-from tieredkv.errors import IntegrityError, StorageError, StoreBusyError
+from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client import (
     LookupDone,
     PageLoaded,
@@ -386,6 +386,36 @@ def test_a_folder_that_cannot_be_a_store_is_refused_with_its_path(tmp_path: Path
     with pytest.raises(StorageError, match="no store"):
         StoreClient(harness.options(path=str(tmp_path / "none"), create=False), harness.arena)
     harness.close()
+
+
+def test_a_store_of_another_version_or_open_to_others_is_refused_untouched(
+    harness: Harness,
+) -> None:
+    harness.open().close()
+    marker = harness.folder / "format.json"
+    text = marker.read_text()
+    marker.write_text('{"format": "tieredkv-store", "version": 99}')
+    with pytest.raises(FormatVersionError, match="99"):
+        harness.open()
+    assert marker.read_text() == '{"format": "tieredkv-store", "version": 99}'
+    marker.write_text(text)
+    harness.folder.chmod(0o777)
+    with pytest.raises(StorageError, match="writable by others"):
+        harness.open()
+    harness.folder.chmod(0o700)
+    harness.open().close()
+
+
+def test_more_blocks_than_the_budget_holds_stay_within_it(harness: Harness) -> None:
+    client = harness.open(budget_bytes=2 << 20)
+    mail = Mailbox(client)
+    chain = make_chain("a", NUM_PAGES)
+    done = mail.store(chain)
+    assert {event.reason for event in done if not event.ok} <= {"full"}
+    client.request_stats()
+    client.flush()
+    assert client.stats().bytes_files <= 2 << 20
+    assert mail.lookup([b"x" * 32]) == [None]
 
 
 def test_closing_finishes_the_stores_in_hand(harness: Harness) -> None:

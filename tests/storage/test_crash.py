@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -162,3 +163,19 @@ def test_an_index_that_kills_its_worker_is_set_aside_and_nothing_wrong_is_served
     assert payload not in held, "bytes that no index knows would never be erased"
     assert all(done.ok for done in mail.store(chain))
     assert all(done.ok for done in mail.load(chain))
+
+
+def test_a_folder_that_is_removed_under_the_worker_costs_its_blocks_and_no_more(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = [make_record("a", position) for position in range(4)]
+    mail.store(chain)
+    shutil.rmtree(harness.folder)
+    mail.store(chain[:1])  # noticed or not, it is answered
+    if client.pid is not None:
+        os.kill(client.pid, signal.SIGKILL)
+    mail.take(WorkerUp)
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * 4
+    assert all(done.ok for done in mail.store(chain))
