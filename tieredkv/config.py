@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.retention import RetentionPolicies, RetentionPolicy
 from tieredkv.types import HashAlgo, Tier
-from tieredkv.units import parse_bytes, parse_duration
+from tieredkv.units import exact_bytes, parse_bytes, parse_duration
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Fingerprint = Literal["full", "sample"]
@@ -99,13 +99,6 @@ def _parse_policies(value: object) -> object:
     return _require(value, isinstance(value, RetentionPolicies) and len(value) > 0)
 
 
-def _show_size(value: int) -> str:
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if value % (1 << power) == 0:
-            return f'"{value >> power}{unit}"'
-    return str(value)
-
-
 def _show_duration(seconds: float) -> str:
     for unit, length in (("h", 3600), ("m", 60), ("s", 1)):
         if seconds % length == 0 and (seconds or unit == "s"):
@@ -147,7 +140,7 @@ _BLOCK_SIZE = _Kind(
 _SIZE = _Kind(
     "a size above 0, for example '64MiB' or '2GB'",
     lambda v: _require(size := parse_bytes(v), size > 0),
-    _show_size,
+    lambda size: _quote(exact_bytes(size)),
 )
 _FRACTION = _Kind("a number above 0, up to 1", _parse_fraction)
 _DURATION = _duration("a duration above 0", lambda seconds: seconds > 0)
