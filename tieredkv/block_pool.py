@@ -95,7 +95,6 @@ class BlockPool:
         4. The evictable list holds exactly the blocks without use but with a hash; all are ready.
         5. A block in use is on no list: it links to itself.
         6. The index maps every hash of a block to that block, and nothing else: one block a hash.
-        7. The counts of free, evictable and used blocks add up to the size of the pool.
     """
 
     def __init__(
@@ -299,8 +298,6 @@ class BlockPool:
                 _ensure(self._index.get(block.block_hash) is block, 6, block)
         num_hashed = sum(block.block_hash is not None for block in self._blocks)
         _ensure(len(self._index) == num_hashed, 6, f"{len(self._index)} != {num_hashed}")
-        num_used = sum(block.ref_count > 0 for block in self._blocks)
-        _ensure(self.num_used == num_used, 7, f"{self.num_used} != {num_used}")
 
     def _check_links(self, blocks: _BlockList) -> set[int]:
         """Verify invariant 2 for one list and return the ids on it."""

@@ -4,7 +4,7 @@ Knows policies, claims and deadlines. A claim is the name of a policy that a req
 namespace asked for. Does not know blocks, nor the clock: every time is handed in.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -58,6 +58,9 @@ class RetentionPolicies:
 
     def __init__(self, policies: Iterable[RetentionPolicy]) -> None:
         self._policies = {policy.name: policy for policy in policies}
+        self._disk_policies = {
+            name: policy for name, policy in self._policies.items() if Tier.DISK in policy.tiers
+        }
 
     @classmethod
     def default(cls) -> "RetentionPolicies":
@@ -113,23 +116,15 @@ class RetentionPolicies:
         A claim of a policy that is not configured any more counts for nothing; a block without a
         claim that counts was expired when it was computed.
         """
-        return max(
-            (policy.deadline(computed_at, last_used) for policy in self._known(claims)),
-            default=computed_at,
-        )
+        return _latest(self._policies, claims, computed_at, last_used)
 
     def disk_deadline(
         self, claims: AbstractSet[str], computed_at: float, last_used: float
     ) -> float | None:
         """Return `deadline` by the claims that allow disk; None where the disk is forbidden."""
-        return max(
-            (
-                policy.deadline(computed_at, last_used)
-                for policy in self._known(claims)
-                if Tier.DISK in policy.tiers
-            ),
-            default=None,
-        )
+        if self._disk_policies.keys().isdisjoint(claims):
+            return None
+        return _latest(self._disk_policies, claims, computed_at, last_used)
 
     def longest(self, claims: AbstractSet[str]) -> str:
         """Return the name of the claim that keeps a block longest, in the most tiers.
@@ -137,10 +132,25 @@ class RetentionPolicies:
         Raises:
             ValueError: no claim is of a configured policy.
         """
-        return max(self._known(claims), key=lambda p: (p.absolute_s, p.idle_s, len(p.tiers))).name
+        known = [self._policies[name] for name in claims if name in self._policies]
+        return max(known, key=lambda p: (p.absolute_s, p.idle_s, len(p.tiers), p.name)).name
 
-    def _known(self, claims: AbstractSet[str]) -> list[RetentionPolicy]:
-        return [policy for name, policy in self._policies.items() if name in claims]
+
+def _latest(
+    policies: Mapping[str, RetentionPolicy],
+    claims: AbstractSet[str],
+    computed_at: float,
+    last_used: float,
+) -> float:
+    # A lookup asks this of thousands of blocks: a plain loop, no objects made.
+    latest = computed_at
+    for name in claims:
+        policy = policies.get(name)
+        if policy is not None:
+            deadline = policy.deadline(computed_at, last_used)
+            if deadline > latest:
+                latest = deadline
+    return latest
 
 
 def _enumerate(names: Iterable[str]) -> str:

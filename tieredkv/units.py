@@ -20,7 +20,7 @@ _SECONDS_PER_UNIT = {
     "h": Fraction(3600),
     "d": Fraction(86400),
 }
-_NUMBER = r"([0-9]{1,18}(?:\.[0-9]{1,18})?)"
+_NUMBER = r"([0-9]{1,30}(?:\.[0-9]{1,30})?)"
 _SIZE = re.compile(rf"{_NUMBER}\s*([kmgtp]?i?b)?", re.IGNORECASE)
 _DURATION = re.compile(rf"(?:{_NUMBER}\s*(?:ms|s|m|h|d)\s*)+|{_NUMBER}")
 _DURATION_PART = re.compile(rf"{_NUMBER}\s*(ms|s|m|h|d)?")

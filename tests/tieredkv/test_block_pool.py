@@ -153,7 +153,9 @@ def test_an_evicted_block_is_told_about_when_the_pool_is_whole_again() -> None:
     told: list[BlockHash] = []
     pool = BlockPool(3, on_evict=on_evict)
     pool.release(cache(pool, "a", "b", "c"))
-    pool.allocate(3)
+    blocks = pool.allocate(3)
+    assert blocks is not None
+    assert not any(block.is_ready for block in blocks)
     assert told == [named("c"), named("b"), named("a")]
 
 
@@ -280,53 +282,58 @@ def test_an_empty_pool_has_nothing_to_give() -> None:
     pool.check()
 
 
-def break_(change: str, pool: BlockPool) -> None:
-    used, idle, free = pool.block(0), pool.block(1), pool.block(2)
+def break_(change: str, used: Block, idle: Block, free: Block) -> None:
     match change:
         case "id":
             used.block_id = 9
-        case "ref_count":
+        case "negative use":
             used.ref_count = -1
-        case "links":
+        case "link":
             idle.next = idle
-        case "free ready":
+        case "left the list":
+            free.prev.next, free.next.prev = free.next, free.prev
+        case "free but ready":
             free.is_ready = True
+        case "free in use":
+            free.ref_count = 1
         case "evictable not ready":
             idle.is_ready = False
         case "lost use":
             used.ref_count = 0
+        case "used with a neighbour":
+            used.next = idle
         case "lost hash":
-            idle.block_hash = None
+            used.block_hash = None
         case "other hash":
             used.block_hash = named("other")
-        case "two blocks":
+        case "two blocks a hash":
             used.block_hash = idle.block_hash
-        case "used on a list":
-            free.ref_count = 1
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "invariant"),
     [
-        "id",
-        "ref_count",
-        "links",
-        "free ready",
-        "evictable not ready",
-        "lost use",
-        "lost hash",
-        "other hash",
-        "two blocks",
-        "used on a list",
+        ("id", 1),
+        ("negative use", 1),
+        ("link", 2),
+        ("left the list", 2),
+        ("free but ready", 3),
+        ("free in use", 3),
+        ("evictable not ready", 4),
+        ("lost use", 4),
+        ("used with a neighbour", 5),
+        ("lost hash", 6),
+        ("other hash", 6),
+        ("two blocks a hash", 6),
     ],
 )
-def test_check_finds_every_broken_invariant(change: str) -> None:
+def test_check_finds_every_broken_invariant(change: str, invariant: int) -> None:
     pool = BlockPool(4)
     pool.release(cache(pool, "used", "idle"))
     pool.acquire(pool.block(0))
     pool.check()
-    break_(change, pool)
-    with pytest.raises(IntegrityError, match="invariant"):
+    break_(change, pool.block(0), pool.block(1), pool.block(2))
+    with pytest.raises(IntegrityError, match=f"invariant {invariant} "):
         pool.check()
 
 
@@ -382,6 +389,24 @@ class PoolAgainstModel(RuleBasedStateMachine):
         else:
             assert ids([self.pool.insert(self.pool.block(block_id), named(name))]) == [block_id]
             self.hashes[block_id] = named(name)
+
+    @precondition(lambda self: self.free)
+    @rule(name=st.integers(0, 5), num_uses=st.integers(0, 2))
+    def compute_and_release(self, name: int, num_uses: int) -> None:
+        """Most of a block's life in one step, or too few runs would get to an eviction."""
+        block_id = self.free[0]
+        self.allocate(1, set())
+        block = self.pool.block(block_id)
+        if self.pool.insert(block, named(name)) is block:
+            self.hashes[block_id] = named(name)
+        self.pool.mark_ready(block)
+        self.ready.add(block_id)
+        if num_uses == 2:
+            self.pool.acquire(block)
+            self.refs[block_id] += 1
+        if num_uses:
+            self.pool.release([block])
+            self.end_use(block_id, len(self.lru))
 
     @precondition(lambda self: self.used())
     @rule(data=st.data())

@@ -182,6 +182,12 @@ def test_another_extra_is_another_block(
     assert (block_hash(ROOT, tokens, a) == block_hash(ROOT, tokens, b)) == (a == b)
 
 
+def test_the_order_of_extras_counts() -> None:
+    pairs = [("image", b"2"), ("image", b"1")]
+    tokens = pack_tokens([1])
+    assert block_hash(ROOT, tokens, pairs) != block_hash(ROOT, tokens, pairs[::-1])
+
+
 def test_an_unfilled_last_block_has_no_hash() -> None:
     assert chain_hashes(ROOT, range(15), 16) == []
     assert chain_hashes(ROOT, range(16), 16) == chain_hashes(ROOT, range(31), 16)

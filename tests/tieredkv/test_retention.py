@@ -92,6 +92,13 @@ def test_claims_of_policies_that_are_not_configured_any_more_count_for_nothing()
         POLICIES.longest({"gold"})
 
 
+def test_the_longest_of_equally_long_claims_is_always_the_same() -> None:
+    policies = RetentionPolicies([RetentionPolicy(name, 60.0, 60.0, RAM) for name in "badc"])
+    assert policies.longest({"a", "b", "c", "d"}) == "d"
+    wider = RetentionPolicies([*policies, RetentionPolicy("0", 60.0, 60.0, frozenset(Tier))])
+    assert wider.longest({"a", "0", "d"}) == "0"
+
+
 def test_an_unknown_value_is_refused_in_the_words_of_the_api() -> None:
     with pytest.raises(RequestError) as caught:
         POLICIES.get("48h")
