@@ -26,19 +26,6 @@ _INDEX_PAGE_BYTES = 4096
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-Answer = TypeVar("Answer")
-
-
-def run_to_end(steps: Generator[None, None, Answer]) -> Answer:
-    """Do all steps at once and return their answer."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer
-
-
 def headroom_bytes(num_blocks: int) -> int:
     """Bytes kept free for the index to grow in one transaction of `TXN_BLOCKS` changes.
 
@@ -352,3 +339,16 @@ class SlotAllocator:
             logger.warning("slot %s could not be erased, will try again: %s", extent, error)
             return False
         return True
+
+
+Answer = TypeVar("Answer")
+
+
+def run_to_end(steps: Generator[None, None, Answer]) -> Answer:
+    """Do all steps at once and return their answer."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            answer: Answer = end.value
+            return answer
