@@ -283,7 +283,7 @@ def _find_folder(name: str) -> Path:
         weights = [*_CONFIG_FILES, "*.safetensors"]
         return Path(
             huggingface_hub.snapshot_download(
-                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors"]
+                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors", "consolidated*"]
             )
         )
     except _HUB_ERRORS as error:
