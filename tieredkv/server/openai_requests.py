@@ -184,9 +184,7 @@ def unknown_model(name: str) -> RequestError:
     )
 
 
-def check_prompt(
-    prompt: list[int], *, max_model_len: int, vocab_size: int, is_chat: bool
-) -> None:
+def check_prompt(prompt: list[int], *, max_model_len: int, vocab_size: int, is_chat: bool) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     what = "messages" if is_chat else "prompt"
     if not prompt:
