@@ -23,6 +23,7 @@ MAX_STOPS = 4
 MAX_SALT_CHARS = 128
 MAX_CACHE_KEY_CHARS = 256
 MAX_SEED = 2**63
+MAX_TOP_K = 2**31 - 1
 
 
 def _names(text: str) -> frozenset[str]:
@@ -184,9 +185,7 @@ def unknown_model(name: str) -> RequestError:
     )
 
 
-def check_prompt(
-    prompt: list[int], *, max_model_len: int, vocab_size: int, is_chat: bool
-) -> None:
+def check_prompt(prompt: list[int], *, max_model_len: int, vocab_size: int, is_chat: bool) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     what = "messages" if is_chat else "prompt"
     if not prompt:
@@ -256,7 +255,7 @@ def _sampling_params(
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", least=0, most=2),
         "top_p": fields.number("top_p", least=0, most=1),
-        "top_k": fields.integer("top_k", least=-1),
+        "top_k": fields.integer("top_k", least=-1, most=MAX_TOP_K),
         "min_p": fields.number("min_p", least=0, most=1),
         "seed": fields.integer("seed", least=-MAX_SEED, most=MAX_SEED - 1),
         "min_tokens": fields.integer("min_tokens", least=0, most=max_tokens),

@@ -153,13 +153,14 @@ class _Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
         engine = EngineClient(on_progress=self._on_progress)
-        exit_code = 0
+        has_served = False
         try:
             if await self._has_started(engine):
-                exit_code = await self._serve(engine)
+                has_served = True
+                await self._serve(engine)
         finally:
-            left = await engine.shutdown(self._settings.drain_timeout)
-        return exit_code or (1 if left else 0)
+            engine_exit_code = await engine.shutdown(self._settings.drain_timeout)
+        return 1 if has_served and engine_exit_code else 0
 
     async def _has_started(self, engine: EngineClient) -> bool:
         """Load model and tokenizer; False where a signal came first."""
@@ -180,7 +181,7 @@ class _Server:
                 task.cancel()
         return True
 
-    async def _serve(self, engine: EngineClient) -> int:
+    async def _serve(self, engine: EngineClient) -> None:
         api = Api(self._settings, engine, self._tokenization, is_strict=self._is_strict)
         config = uvicorn.Config(
             build_app(api),
@@ -207,4 +208,3 @@ class _Server:
         finally:
             stopping.cancel()
             self._tokenization.close()
-        return 0
