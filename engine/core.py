@@ -6,7 +6,6 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 """
 
 import contextlib
-import dataclasses
 import logging
 import os
 import random
@@ -25,7 +24,7 @@ from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
-from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import (
     EngineInfo,
     EngineRequest,
@@ -87,14 +86,8 @@ class EngineCore:
 
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
         device = torch.device(settings.resolve_device(torch.cuda.is_available()))
-        self.model: LoadedModel = load_model(
-            settings.model,
-            dtype=settings.dtype,
-            device=str(device),
-            progress=lambda stage, share: progress(stage, round(100 * share), 100),
-            fingerprint=settings.fingerprint,
-        )
-        spec = self.kv_spec = self.model.kv_spec(settings.block_size)
+        found = find_model(settings.model, dtype=settings.dtype, device=str(device))
+        spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
@@ -105,6 +98,10 @@ class EngineCore:
         )
         stack.callback(self._arena.close)
         self._store = self._open_store(stack)
+        self.model: LoadedModel = found.load(
+            progress=lambda stage, share: progress(stage, round(100 * share), 100),
+            fingerprint=settings.fingerprint,
+        )
         num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
         self._pool = make_kv_pool(spec, num_blocks, device)
         self._runner = ModelRunner(self.model, self._pool, spec)
@@ -295,7 +292,7 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters: dict[str, object] = dataclasses.asdict(self.tiers.counters)
+        counters = self.tiers.counters.as_dict()
         counters["preemptions"] = self.scheduler.num_preemptions
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
@@ -428,7 +425,8 @@ class EngineCore:
             if is_first:
                 num_recomputed = 1 if row.row.write_from > row.start else 0
                 request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
-            if not request.output_ids or request.num_preemptions:
+            if not request.is_touched:
+                request.is_touched = True
                 self.cache.touch(request.prefix)
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)

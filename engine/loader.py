@@ -67,7 +67,7 @@ class LoadedModel:
         device: where it lies.
         vocab_size: number of logits.
         max_model_len: positions that the model was made for.
-        eos_token_ids: tokens that end an answer.
+        eos_token_ids: tokens that end an answer, all of them in the vocabulary.
     """
 
     name: str
@@ -96,6 +96,78 @@ class LoadedModel:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundModel:
+    """A model that can be loaded: its config was read and accepted, no weight was touched yet.
+
+    Attributes:
+        folder: where its files are, None for a model with drawn weights.
+        dtype, device: what it will be loaded as, and where.
+    """
+
+    name: str
+    config: PreTrainedConfig
+    shape: AttentionShape
+    dtype: str
+    device: torch.device
+    folder: Path | None
+
+    def kv_spec(self, block_size: int) -> KVSpec:
+        """Describe the keys and values of this model in blocks of `block_size` tokens."""
+        return KVSpec(
+            num_layers=self.shape.num_layers,
+            num_kv_heads=self.shape.num_kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+            block_size=block_size,
+        )
+
+    def load(
+        self,
+        *,
+        progress: Progress | None = None,
+        fingerprint: FingerprintMode = "full",
+        cache_dir: Path | None = DEFAULT_CACHE_DIR,
+    ) -> LoadedModel:
+        """Load or draw the weights; arguments and errors as for `load_model`."""
+        if self.folder is None:
+            return _load_random(self, progress)
+        cache_dir = None if cache_dir is None else cache_dir.expanduser()
+        return _load_folder(self, self.folder, progress, fingerprint, cache_dir)
+
+
+def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> FoundModel:
+    """Find a model and refuse what cannot be served; arguments and errors as for `load_model`."""
+    register_attention()
+    target = _resolve_device(device)
+    if dtype not in (None, "auto", *DTYPE_BYTES):
+        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
+    folder = None
+    if name == tiny.TINY_NAME:
+        config: PreTrainedConfig = tiny.tiny_config()
+    elif name.startswith(RANDOM_PREFIX):
+        config = _random_config(name)
+    else:
+        folder = _find_folder(name)
+        config = _read_config(name, folder)
+    check_config(name, config)
+    if folder is not None:
+        _weight_files(name, folder)
+    elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
+        raise ModelError(
+            f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
+            f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
+        )
+    return FoundModel(
+        name=name,
+        config=config,
+        shape=probe_attention(name, config),
+        dtype=_resolve_dtype(dtype, config, target),
+        device=target,
+        folder=folder,
+    )
+
+
 def load_model(
     name: str,
     *,
@@ -121,28 +193,8 @@ def load_model(
         ModelError: the model cannot be found, read, or served; before weights are allocated
             wherever the config tells.
     """
-    register_attention()
-    target = _resolve_device(device)
-    if dtype not in (None, "auto", *DTYPE_BYTES):
-        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
-    if name == tiny.TINY_NAME:
-        config: PreTrainedConfig = tiny.tiny_config()
-        return _load_random(name, config, _resolve_dtype(dtype, config, target), target, progress)
-    if name.startswith(RANDOM_PREFIX):
-        config = _random_config(name)
-        return _load_random(name, config, _resolve_dtype(dtype, config, target), target, progress)
-    folder = _find_folder(name)
-    config = _read_config(name, folder)
-    return _load_folder(
-        name,
-        folder,
-        config,
-        _resolve_dtype(dtype, config, target),
-        target,
-        progress,
-        fingerprint,
-        None if cache_dir is None else cache_dir.expanduser(),
-    )
+    found = find_model(name, dtype=dtype, device=device)
+    return found.load(progress=progress, fingerprint=fingerprint, cache_dir=cache_dir)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -231,7 +283,7 @@ def _find_folder(name: str) -> Path:
         weights = [*_CONFIG_FILES, "*.safetensors"]
         return Path(
             huggingface_hub.snapshot_download(
-                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors"]
+                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors", "consolidated*"]
             )
         )
     except _HUB_ERRORS as error:
@@ -266,18 +318,14 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
 
 
 def _load_folder(
-    name: str,
+    found: FoundModel,
     folder: Path,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
     progress: Progress | None,
     mode: FingerprintMode,
     cache_dir: Path | None,
 ) -> LoadedModel:
-    check_config(name, config)
+    name, config, device = found.name, found.config, found.device
     files = _weight_files(name, folder)
-    shape = probe_attention(name, config)
     tokenizer = _load_tokenizer(name, folder)
     digest = files_fingerprint(
         config.to_dict(), files, mode=mode, cache_dir=cache_dir, progress=progress
@@ -289,7 +337,7 @@ def _load_folder(
             model, info = _AUTO_MODEL.from_pretrained(
                 folder,
                 config=config,
-                dtype=getattr(torch, dtype),
+                dtype=getattr(torch, found.dtype),
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 trust_remote_code=False,
@@ -312,7 +360,7 @@ def _load_folder(
     if progress is not None:
         progress("loading weights", 1.0)
     eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
-    return _finish(name, model, config, tokenizer, digest, shape, dtype, eos_token_ids)
+    return _finish(found, model, tokenizer, digest, eos_token_ids)
 
 
 @contextlib.contextmanager
@@ -350,29 +398,17 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_random(
-    name: str,
-    config: PreTrainedConfig,
-    dtype: str,
-    device: torch.device,
-    progress: Progress | None,
-) -> LoadedModel:
+def _load_random(found: FoundModel, progress: Progress | None) -> LoadedModel:
     """Make a model with drawn weights, directly on the device and in its dtype."""
-    check_config(name, config)
-    shape = probe_attention(name, config)
-    if config.vocab_size < tiny.BYTE_VOCAB_SIZE:
-        raise ModelError(
-            f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
-            f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
-        )
+    config, device = found.config, found.device
     if progress is not None:
         progress("drawing weights", 0.0)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
-            config, dtype=getattr(torch, dtype), attn_implementation=ATTENTION_NAME
+            config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
         )
-    if name == tiny.TINY_NAME:
+    if found.name == tiny.TINY_NAME:
         seed = tiny.TINY_SEED
         tiny.init_tiny_weights(model)
     else:
@@ -382,7 +418,7 @@ def _load_random(
     tokenizer = tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
     if progress is not None:
         progress("drawing weights", 1.0)
-    return _finish(name, model, config, tokenizer, digest, shape, dtype, tiny.stop_token_ids())
+    return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
 
 
 @torch.no_grad()
@@ -399,31 +435,29 @@ def _draw_weights(model: nn.Module, seed: int) -> None:
 
 
 def _finish(
-    name: str,
+    found: FoundModel,
     model: Any,
-    config: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
     fingerprint: bytes,
-    shape: AttentionShape,
-    dtype: str,
     eos_token_ids: frozenset[int],
 ) -> LoadedModel:
+    config, shape = found.config, found.shape
     model.eval().requires_grad_(False)
     device = next(model.parameters()).device
     logger.info(
         "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s",
-        name,
+        found.name,
         config.model_type,
         shape.num_layers,
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
-        dtype,
+        found.dtype,
         device,
         fingerprint.hex()[:12],
     )
     return LoadedModel(
-        name=name,
+        name=found.name,
         model=model,
         hf_config=config,
         tokenizer=tokenizer,
@@ -432,11 +466,11 @@ def _finish(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
-        dtype=dtype,
+        dtype=found.dtype,
         device=device,
         vocab_size=config.vocab_size,
         max_model_len=_max_model_len(config),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < config.vocab_size),
     )
 
 

@@ -29,6 +29,7 @@ class Request:
 
     Attributes:
         token_ids: prompt, then what was generated.
+        is_touched: its chain was refreshed in every tier since it was admitted.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
 
@@ -41,6 +42,7 @@ class Request:
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     num_preemptions: int = 0
+    is_touched: bool = False
     usage: RequestUsage | None = None
     output_ids: list[int] = field(default_factory=list)
 

@@ -17,7 +17,8 @@ from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.model_runner import BatchRow
 from tieredkv.engine.request import Phase, Request
 from tieredkv.errors import IntegrityError
-from tieredkv.hashing import HashAlgo, chain_hashes
+from tieredkv.hashing import chain_hashes
+from tieredkv.types import HashAlgo
 
 logger = logging.getLogger(__name__)
 
@@ -76,19 +77,23 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
+        num_preemptions = self.num_preemptions
+        has_room = True
         # Decodes first: one token each, so that a long prefill holds up nobody's next token.
         for request in sorted(self.running, key=lambda r: r.is_prefilling):
             if budget <= 0:
                 break
             if request.phase is not Phase.RUNNING:  # preempted by an earlier one of this loop
                 continue
-            row = None
-            if self._has_room(request, scheduled):
-                row = self._next_row(request, budget, claimed)
+            if not self._has_room(request, scheduled):
+                has_room = False
+                continue
+            row = self._next_row(request, budget, claimed)
             if row is not None:
                 scheduled.append(row)
                 budget -= row.end - row.start
-        self._admit(budget, claimed, scheduled)
+        if has_room and num_preemptions == self.num_preemptions:
+            self._admit(budget, claimed, scheduled)
         return scheduled
 
     def complete(self, scheduled: ScheduledRow) -> None:
@@ -131,15 +136,13 @@ class Scheduler:
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix):
                 continue
-            if self.cache.is_room_coming:
+            if self.cache.is_room_coming(request.prefix):
                 return False
             in_step = {id(row.request) for row in scheduled}
             victim = self.running[-1]
             if victim is not request and id(victim) not in in_step:
                 self._preempt(victim)
-            elif any(other.prefix.is_protected for other in self.waiting):
-                self._unprotect(self.waiting)
-            else:
+            elif not self._unprotect(self.waiting):
                 return False
         return True
 
@@ -148,10 +151,8 @@ class Scheduler:
         size, prefix = self._block_size, request.prefix
         num_chain = len(prefix.hashes)
         start = request.num_computed_tokens
-        while start % size == 0 and start // size < num_chain:
-            if not prefix.blocks[start // size].is_ready:
-                break
-            start += size
+        while start // size < num_chain and prefix.blocks[start // size].is_ready:
+            start = (start // size + 1) * size
         request.num_computed_tokens = start
         write_from = start
         if start >= request.num_tokens:  # wholly cached: only the last token's logits are missing
@@ -179,15 +180,18 @@ class Scheduler:
         return ScheduledRow(request, start, end, row)
 
     def _admit(self, budget: int, claimed: set[int], scheduled: list[ScheduledRow]) -> None:
+        has_admitted = False
         while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
             request = self.waiting[0]
             if not self.cache.is_settled(request.prefix):
                 break
             num_blocks = -(-request.num_tokens // self._block_size)
             if not self.cache.admit(request.prefix, num_blocks):
-                if not self.running and not self.cache.is_room_coming:
-                    self._unprotect(list(self.waiting)[1:])
+                is_stuck = not self.running and not self.cache.is_room_coming(request.prefix)
+                if is_stuck and self._unprotect(islice(self.waiting, 1, None)):
+                    continue
                 break
+            has_admitted = True
             self.waiting.popleft()
             request.phase = Phase.RUNNING
             self.running.append(request)
@@ -195,13 +199,20 @@ class Scheduler:
             if row is not None:
                 scheduled.append(row)
                 budget -= row.end - row.start
-        for request in islice(self.waiting, NUM_PROTECTED_REQUESTS):
-            self.cache.protect(request.prefix)
+        if has_admitted:
+            for request in islice(self.waiting, NUM_PROTECTED_REQUESTS):
+                self.cache.protect(request.prefix)
 
-    def _unprotect(self, requests: Iterable[Request]) -> None:
-        """Let go of what is held for queued requests, so that one before them can go on."""
-        for request in requests:
+    def _unprotect(self, requests: Iterable[Request]) -> bool:
+        """Let go of what is held for queued requests, so that one before them can go on.
+
+        Returns:
+            Whether anything was held.
+        """
+        protected = [request for request in requests if request.prefix.is_protected]
+        for request in protected:
             self.cache.unprotect(request.prefix)
+        return bool(protected)
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the head of the queue; its full blocks stay cached."""
@@ -225,6 +236,7 @@ class Scheduler:
                 )
             )
         request.phase = Phase.WAITING
+        request.is_touched = False
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)
         self.cache.arrive(prefix)

@@ -118,7 +118,7 @@ def paged_decode_attention(
         f"block_tables {_describe(block_tables)} for {q.shape[0]} queries",
     )
     if not q.shape[0]:
-        return torch.empty_like(q)
+        return q.new_empty(q.shape)
     if workspace is not None:
         num_requests, num_heads, head_dim = q.shape
         numel = decode_workspace_numel(
@@ -133,7 +133,7 @@ def paged_decode_attention(
     arguments = (q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len)
     if not _use_triton(backend, q):
         return reference.paged_decode_attention(*arguments)
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     _triton("decode_attention").paged_decode_attention(*arguments, out, workspace)
     return out
 
@@ -219,7 +219,7 @@ def paged_prefill_attention(
             f"{max_query_len} in {max_context_len}",
         )
     if not q.shape[0] or not num_requests:
-        return torch.empty_like(q)
+        return q.new_empty(q.shape)
     paged = _Paged(q, k_cache, v_cache, block_tables, query_start_lens, context_lens, scale)
     wants_dense = backend == "cudnn" or (backend == "auto" and prefill_dense.is_available(q))
     if wants_dense and spans is not None:
@@ -228,7 +228,7 @@ def paged_prefill_attention(
         raise ShapeError("backend `cudnn` needs `spans`: the host must know the lengths")
     if not _use_triton(backend, q):
         return reference.paged_prefill_attention(*paged, max_query_len, max_context_len)
-    out = torch.empty_like(q)
+    out = q.new_empty(q.shape)
     _triton("prefill_attention").paged_prefill_attention(
         *paged, max_query_len, max_context_len, out
     )
@@ -249,7 +249,7 @@ class _Paged(NamedTuple):
 
 def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBackend) -> Tensor:
     """Send each chunk to the dense path or to Triton, neighbours of one kind in one launch."""
-    out = torch.empty_like(paged.q)
+    out = paged.q.new_empty(paged.q.shape)
     is_dense = [backend == "cudnn" or s.query_len >= prefill_dense.MIN_QUERY_TOKENS for s in spans]
     starts = list(itertools.accumulate((s.query_len for s in spans), initial=0))
     for row, span in enumerate(spans):

@@ -133,10 +133,9 @@ def _gather(cache: Tensor, block_table: Tensor, context_len: int, padded_len: in
     block_size = cache.shape[1]
     num_blocks = -(-context_len // block_size)
     blocks = cache.new_empty(-(-padded_len // block_size), *cache.shape[1:])
-    # Eight bytes an element where they fit: fewer and wider accesses than by the cache's dtype.
-    wide = torch.int64 if cache.is_cuda else cache.dtype
+    # As eight-byte elements: fewer and wider accesses than by the cache's dtype.
     table = block_table[:num_blocks]
-    torch.index_select(cache.view(wide), 0, table, out=blocks[:num_blocks].view(wide))
+    torch.index_select(cache.view(torch.int64), 0, table, out=blocks[:num_blocks].view(torch.int64))
     tokens = blocks.flatten(0, 1)
     tokens[context_len:].zero_()
     return tokens[:padded_len]

@@ -47,7 +47,7 @@ def paged_prefill_attention(
     max_context_len: int,
 ) -> Tensor:
     """Attend each request's chunk causally to its context; see `launch.paged_prefill_attention`."""
-    out = torch.zeros_like(q)
+    out = q.new_zeros(q.shape)
     starts, lens = query_start_lens.tolist(), context_lens.tolist()
     for row, context_len in enumerate(lens):
         start, end = starts[row], starts[row + 1]
@@ -79,7 +79,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     num_queries, num_heads, head_dim = q.shape
     context_len, num_kv_heads, _ = k.shape
     if num_queries == 1:  # a group's heads are the rows of one call: nothing to mask
-        rows = q.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        rows = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out = F.scaled_dot_product_attention(
             rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale
         )

@@ -18,15 +18,17 @@ class Block:
     Attributes:
         block_id: index in the pool's memory.
         ref_count: users; 0 means that it is in the free list.
+        pin_count: copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
     """
 
-    __slots__ = ("_next", "_prev", "block_hash", "block_id", "is_ready", "ref_count")
+    __slots__ = ("_next", "_prev", "block_hash", "block_id", "is_ready", "pin_count", "ref_count")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
+        self.pin_count = 0
         self.block_hash: BlockHash | None = None
         self.is_ready = False
         self._prev: Block = self
@@ -51,7 +53,8 @@ class BlockPool:
 
     Invariants (`check`):
         1. links are consistent both ways, and no block is in the list twice;
-        2. the free list holds exactly the blocks with ref_count 0;
+        2. the free list holds exactly the blocks with ref_count 0, but for pinned ones that lost
+           their hash: those come back with `unpin`;
         3. the index maps exactly the hashed blocks, each under its own hash;
         4. a free block is either empty or hashed and ready, and in the list of its kind;
         5. the counters agree with the lists.
@@ -136,7 +139,7 @@ class BlockPool:
             return None
         if num_needed > 0:
             for block in self.evictable():
-                if can_evict is None or can_evict(block):
+                if not block.pin_count and (can_evict is None or can_evict(block)):
                     victims.append(block)
                     if len(victims) == num_needed:
                         break
@@ -196,17 +199,16 @@ class BlockPool:
                     self._unindex(block)
                 self._append(block)
 
-    def release_to_front(self, block: Block) -> None:
-        """Take the last user from a block and make it the next to be evicted."""
-        assert block.ref_count == 1, block
-        block.ref_count = 0
-        if not block.is_ready:
-            self._unindex(block)
-        if block.block_hash is None:
+    def pin(self, block: Block) -> None:
+        """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""
+        block.pin_count += 1
+
+    def unpin(self, block: Block) -> None:
+        """Take back one `pin`."""
+        assert block.pin_count > 0, block
+        block.pin_count -= 1
+        if block.ref_count == 0 and block.block_hash is None:
             self._append(block)
-        else:
-            self._link(block, self._evictable)
-            self._num_evictable += 1
 
     def touch(self, chain: Iterable[Block]) -> None:
         """Make a chain's evictable blocks (given head first) the youngest, its head last to go."""
@@ -251,7 +253,9 @@ class BlockPool:
             if seen != count:
                 raise IntegrityError(f"{seen} blocks in a list that counts {count}")
         for block in self._blocks:
-            if (block.ref_count == 0) != (block.block_id in free) or block.ref_count < 0:
+            is_pinned_only = block.pin_count > 0 and block.block_hash is None
+            is_free = block.ref_count == 0 and not is_pinned_only
+            if is_free != (block.block_id in free) or min(block.ref_count, block.pin_count) < 0:
                 raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
@@ -263,6 +267,8 @@ class BlockPool:
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
+        if block.block_hash is None and block.pin_count:
+            return
         if block.block_hash is None:
             block.is_ready = False
             self._link(block, self._empty._prev)

@@ -4,6 +4,7 @@ The interpreter multiplies the raw bits of bfloat16, so on a CPU Triton runs in 
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +112,20 @@ def test_a_request_without_queries_is_skipped(
         relative_error(attend(case, spans, backend=backend), case.oracle())
         < TOLERANCE[torch.float16]
     )
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference", "cudnn"])
+def test_queries_may_be_strided_and_the_answer_is_contiguous(
+    make_case: MakeCase, relative_error: RelativeError, backend: str
+) -> None:
+    spans = [(4, 20), (1, 18)]
+    case = make_case(
+        spans, num_heads=4, num_kv_heads=2, head_dim=64, block_size=16, dtype=torch.float16
+    )
+    heads_first = replace(case, q=case.q.transpose(0, 1).contiguous().transpose(0, 1))
+    out = attend(heads_first, spans, backend=backend)
+    assert out.is_contiguous()
+    assert relative_error(out, case.oracle()) < TOLERANCE[torch.float16]
 
 
 def test_chunks_give_what_one_prefill_gives(

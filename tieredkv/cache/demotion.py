@@ -12,13 +12,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import PageStored
-from tieredkv.storage.messages import StoreItem, TouchItem
+from tieredkv.storage.messages import StoreItem
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 logger = logging.getLogger(__name__)
@@ -26,11 +27,20 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.0005
 
 
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """One page lent to the store, and for whom: another entry of this hash may come meanwhile."""
+
+    page: Block
+    entry: Entry
+    expires_at: float
+
+
 class Demoter:
     """Keeps a reserve of clean blocks in VRAM and in host memory.
 
-    Invariants (`check`): a block being copied and a page being written are held; no more pages
-    are lent for writing than the cap.
+    Invariants (`check`): a page being written is pinned; no more pages are lent for writing than
+    the cap.
     """
 
     def __init__(
@@ -49,7 +59,7 @@ class Demoter:
         self._is_write_behind = is_write_behind
         self._behind: deque[BlockHash] = deque()
         self._copying: set[int] = set()
-        self._writing: dict[int, tuple[Block, BlockHash, float]] = {}
+        self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
         self._warned: set[str] = set()
 
@@ -133,51 +143,44 @@ class Demoter:
     def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
         tiers = self._tiers
-        for block, _ in reversed(pairs):
+        for block, page in pairs:
             self._copying.discard(block.block_id)
-            if block.ref_count == 1 and block.block_hash is not None:
-                tiers.device.release_to_front(block)
-            else:
-                tiers.device.release([block])
-        for _, page in pairs:
-            entry = tiers.directory.get(page.block_hash)
-            if entry is not None:
+            tiers.device.unpin(block)
+            if page.block_hash is not None:  # else expired or evicted by hand meanwhile
                 tiers.host.mark_ready(page)
                 tiers.counters.demoted_host_blocks += 1
-            elif page.block_hash is not None:
-                tiers.host.drop(page.block_hash)
             tiers.host.release([page])
         self._is_stale = True
 
     def on_page_stored(self, event: PageStored) -> None:
         """Take a page back from the store: acknowledged on disk, or refused for a reason."""
         tiers = self._tiers
-        page, block_hash, expires_at = self._writing.pop(event.page_id)
-        entry = tiers.directory.get(block_hash)
+        write = self._writing.pop(BlockHash(event.block_hash))
+        assert write.page.block_id == event.page_id, (write.page.block_id, event.page_id)
+        entry = write.entry
+        tiers.host.unpin(write.page)
         if event.ok:
             tiers.counters.demoted_disk_blocks += 1
-            if entry is not None:
-                self._settle_on_disk(entry, expires_at)
+            if tiers.directory.get(entry.block_hash) is entry:
+                self._settle_on_disk(entry, write.expires_at)
             else:  # expired or evicted by hand while it was written
                 assert tiers.store is not None
-                tiers.store.delete([block_hash], "evicted")
+                tiers.store.delete([entry.block_hash], "evicted")
         else:
             tiers.counters.store_failures[event.reason] += 1
             if event.reason not in self._warned:
                 self._warned.add(event.reason)
                 logger.warning("a block could not be written to disk (%s)", event.reason)
-            if entry is not None:
-                entry.is_droppable = True
-        if page.ref_count == 1 and page.block_hash is not None:
-            tiers.host.release_to_front(page)
-        else:
-            tiers.host.release([page])
+            entry.is_droppable = True
         self._is_stale = True
 
     def drop_oldest(self, num_blocks: int) -> None:
-        """Give up the demotion of the oldest dirty device blocks, so that they can be evicted."""
+        """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
+
+        At least a reserve of them: the next allocation must not wait in its turn.
+        """
         for index, block in enumerate(self._tiers.device.evictable()):
-            if index >= num_blocks:
+            if index >= max(num_blocks, self._device_reserve):
                 return
             entry = self._tiers.directory.get(block.block_hash)
             if entry is not None and not self.is_device_clean(block):
@@ -239,22 +242,28 @@ class Demoter:
             for entry in tiers.directory.entries()
             if not entry.is_on_disk and tiers.directory.disk_deadline(entry, now) is not None
         ]
-        entries.sort(key=lambda entry: (-entry.last_used, entry.position))
-        for entry in entries:
+        recency = {entry.block_hash: entry.last_used for entry in entries}
+        for entry in sorted(entries, key=lambda entry: -entry.position):
             entry.is_droppable = False
+            if entry.parent_hash in recency:  # a chain is as new as its newest block
+                parent = recency[entry.parent_hash]
+                recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
+        entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
         wanted = deque(entry.block_hash for entry in entries)
         while wanted and time.monotonic() < deadline:
             self._poll()
             self._persist_some(wanted)
+            if not self.num_under_way:  # host pages that come later stand in the way
+                self.write(tiers.host.num_blocks)
             on_progress(len(entries) - len(wanted), len(entries))
             time.sleep(POLL_S)
         return sum(not entry.is_on_disk for entry in entries)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        for page, block_hash, _ in self._writing.values():
-            if page.ref_count < 1:
-                raise IntegrityError(f"page of {block_hash.hex()[:12]} is written but not held")
+        for block_hash, write in self._writing.items():
+            if write.page.pin_count < 1:
+                raise IntegrityError(f"page of {block_hash.hex()[:12]} is written but not pinned")
         if len(self._writing) > self._write_cap:
             raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
 
@@ -290,13 +299,13 @@ class Demoter:
         tiers = self._tiers
         pairs: list[tuple[Block, Block]] = []
         for block in blocks:
-            if block.block_id in self._copying:
-                continue
+            assert block.block_hash is not None
+            if block.block_id in self._copying or tiers.host.lookup(block.block_hash) is not None:
+                continue  # a page is being filled already, from here or from disk
             pages = tiers.host.allocate(1, can_evict=self.is_host_clean)
             if pages is None:
                 break
-            assert block.block_hash is not None
-            tiers.device.acquire(block)
+            tiers.device.pin(block)
             tiers.host.insert(pages[0], block.block_hash)
             self._copying.add(block.block_id)
             pairs.append((block, pages[0]))
@@ -317,13 +326,13 @@ class Demoter:
             if len(self._writing) >= self._write_cap:
                 break
             entry = tiers.directory.get(page.block_hash)
-            if entry is None or page.block_id in self._writing:
+            if entry is None or entry.block_hash in self._writing:
                 continue
             expires_at = tiers.directory.disk_deadline(entry, now)
             if expires_at is None:
                 continue
-            tiers.host.acquire(page)
-            self._writing[page.block_id] = (page, entry.block_hash, expires_at)
+            tiers.host.pin(page)
+            self._writing[entry.block_hash] = _Write(page, entry, expires_at)
             record = tiers.directory.record(
                 entry, size_bytes=tiers.block_bytes, expires_at=expires_at
             )
@@ -337,20 +346,9 @@ class Demoter:
         tiers = self._tiers
         assert tiers.store is not None
         entry.disk_expires_at = expires_at
-        until = tiers.directory.disk_deadline(entry, tiers.clock.now())
-        if until is not None and until > expires_at:
-            entry.disk_expires_at = until
-            retention = tiers.directory.longest(entry)
-            tiers.store.touch(
-                [
-                    TouchItem(
-                        block_hash=entry.block_hash,
-                        last_used=entry.last_used,
-                        expires_at=until,
-                        retention=retention,
-                    )
-                ]
-            )
+        item = tiers.touch_item(entry, tiers.clock.now())
+        if entry.disk_expires_at > expires_at:
+            tiers.store.touch([item])
 
     def _drop_clean(self, pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
         """Forget the clean blocks of a pool that nobody uses; return how many."""

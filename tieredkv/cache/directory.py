@@ -67,43 +67,47 @@ class Directory:
         return list(self._entries.values())
 
     def add(self, entry: Entry) -> Entry:
-        """Insert an entry; one that is there already gains the new one's claims instead."""
+        """Insert an entry; one that is there already gains the new one's claims instead.
+
+        Its age then counts from the earlier of the two: whichever copy is served is no older.
+        """
         known = self._entries.get(entry.block_hash)
         if known is not None:
             known.claims |= entry.claims
+            known.computed_at = min(known.computed_at, entry.computed_at)
             known.last_used = max(known.last_used, entry.last_used)
             known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
-            return known
+            entry = known
         self._entries[entry.block_hash] = entry
         heapq.heappush(self._deadlines, (self.deadline(entry), entry.block_hash))
+        if len(self._deadlines) > 2 * len(self._entries) + 64:
+            self._deadlines = [(self.deadline(e), h) for h, e in self._entries.items()]
+            heapq.heapify(self._deadlines)
         return entry
 
-    def add_loaded(self, record: BlockRecord) -> Entry:
-        """Insert the entry of a block that came from disk; its age still counts from its compute.
+    def entry_of(self, record: BlockRecord) -> Entry:
+        """Return the entry of a block on disk, without inserting it.
 
         A retention that is no longer configured falls back to what the record itself allows: the
-        entry then lives by the disk's deadline, through the sweep of the disk tier.
+        entry then lives by the disk's deadline.
         """
-        return self.add(
-            Entry(
-                block_hash=BlockHash(record.block_hash),
-                parent_hash=BlockHash(record.parent_hash),
-                root=BlockHash(record.root),
-                namespace=record.namespace,
-                position=record.position,
-                computed_at=record.computed_at,
-                last_used=record.last_used,
-                claims=frozenset({record.retention}) & self._policies.names,
-                disk_expires_at=record.expires_at,
-                hits=record.hits,
-            )
+        return Entry(
+            block_hash=BlockHash(record.block_hash),
+            parent_hash=BlockHash(record.parent_hash),
+            root=BlockHash(record.root),
+            namespace=record.namespace,
+            position=record.position,
+            computed_at=record.computed_at,
+            last_used=record.last_used,
+            claims=frozenset({record.retention}) & self._policies.names,
+            disk_expires_at=record.expires_at,
+            hits=record.hits,
         )
 
     def claim(self, entry: Entry, retention: str, now: float) -> None:
         """Note that a request with this retention used the block now."""
-        if retention not in entry.claims:
-            entry.claims |= {retention}
-            entry.is_droppable = False
+        entry.claims |= {retention}
+        entry.is_droppable = False
         entry.last_used = max(entry.last_used, now)
         entry.hits += 1
 
@@ -115,7 +119,8 @@ class Directory:
         """Return when the entry becomes unreachable."""
         if not entry.claims:
             return entry.disk_expires_at
-        return self._policies.deadline(entry.claims, entry.computed_at, entry.last_used)
+        until = self._policies.deadline(entry.claims, entry.computed_at, entry.last_used)
+        return max(until, entry.disk_expires_at)
 
     def is_expired(self, entry: Entry, now: float) -> bool:
         """Return whether the entry may no longer be served."""
@@ -130,9 +135,11 @@ class Directory:
         """Return whether a policy that asked for the block lets it into this tier."""
         return any(tier in self._policies.get(name).tiers for name in entry.claims)
 
-    def longest(self, entry: Entry) -> str:
-        """Return the name of the longest policy that asked for the block."""
-        return self._policies.longest(entry.claims)
+    def disk_retention(self, entry: Entry) -> str:
+        """Return the name of the longest of its policies that allow the disk; there is one."""
+        return self._policies.longest(
+            [name for name in entry.claims if self._policies.get(name).may_use_disk]
+        )
 
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return what the store is told of the block."""
@@ -143,7 +150,7 @@ class Directory:
             namespace=entry.namespace,
             position=entry.position,
             size_bytes=size_bytes,
-            retention=self.longest(entry),
+            retention=self.disk_retention(entry),
             computed_at=entry.computed_at,
             expires_at=expires_at,
             last_used=entry.last_used,
@@ -152,7 +159,7 @@ class Directory:
 
     def due(self, now: float) -> list[Entry]:
         """Return the entries whose time has come; cost follows what expires, not what is held."""
-        due = []
+        due: dict[BlockHash, Entry] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, block_hash = heapq.heappop(self._deadlines)
             entry = self._entries.get(block_hash)
@@ -160,10 +167,10 @@ class Directory:
                 continue
             deadline = self.deadline(entry)
             if deadline <= now:
-                due.append(entry)
+                due[block_hash] = entry
             else:
                 heapq.heappush(self._deadlines, (deadline, block_hash))
-        return due
+        return list(due.values())
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tieredkv.block_pool import Block
+from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import PageLoaded
@@ -34,7 +35,6 @@ class Promotion:
     record: BlockRecord | None
     give_up_at: float
     page: Block | None = None
-    is_copying: bool = False
     is_settled: bool = False
 
 
@@ -43,6 +43,7 @@ class _Read:
     """One page being filled from disk, and the promotions that want it."""
 
     page: Block
+    record: BlockRecord
     waiting: list[Promotion] = field(default_factory=list)
 
 
@@ -53,7 +54,7 @@ class Promoter:
     of that, so that what is queued can never starve what is running.
 
     Invariants (`check`): every promotion under way holds its device block; every read holds its
-    page; inbound pages stay within the cap.
+    page; reads stay within the cap.
     """
 
     def __init__(
@@ -78,6 +79,11 @@ class Promoter:
     def num_reads(self) -> int:
         """Pages being filled from disk."""
         return len(self._reads)
+
+    @property
+    def has_unstarted_reads(self) -> bool:
+        """Whether a promotion from disk waits for a page."""
+        return bool(self._to_read)
 
     @property
     def is_idle(self) -> bool:
@@ -126,17 +132,13 @@ class Promoter:
         return held
 
     def pump(self) -> None:
-        """Start the reads and the copies that there is room for; give up what is late."""
+        """Start the reads and copies that there is room for; give up what is late or unwanted."""
         self._give_up()
         items: list[LoadItem] = []
         while self._to_read and self._num_inbound() < self.inbound_cap:
             promotion = self._to_read[0]
             if promotion.is_settled:
                 self._to_read.popleft()
-                continue
-            if promotion.block.ref_count == 1:
-                self._to_read.popleft()
-                self._settle(promotion)
                 continue
             page = self._tiers.host.lookup(promotion.block_hash)
             if page is not None and page.is_ready:
@@ -157,45 +159,49 @@ class Promoter:
         tiers = self._tiers
         block_hash = BlockHash(event.block_hash)
         read = self._reads.pop(block_hash)
-        assert read.page.block_id == event.page_id, (read.page.block_id, event.page_id)
-        reason = event.reason
-        is_good = event.ok and event.record is not None
-        if is_good:
-            assert event.record is not None
-            entry = tiers.directory.add_loaded(event.record)
-            if tiers.directory.is_expired(entry, tiers.clock.now()):
-                tiers.expire(entry)
-                is_good, reason = False, "expired"
-            elif read.page.block_hash != block_hash:
-                tiers.forget_if_absent(block_hash)  # evicted by hand or expired while it was read
-                is_good, reason = False, "evicted"
-            else:
-                tiers.host.mark_ready(read.page)
-        if not is_good:
+        page, record = read.page, event.record
+        assert page.block_id == event.page_id, (page.block_id, event.page_id)
+        reason = ""
+        if not event.ok or record is None:
+            reason = event.reason
+        elif page.block_hash is None:
+            reason = "evicted"  # by hand, or expired, while it was read
+        elif record.expires_at <= tiers.clock.now():
+            reason = "expired"
+        else:
+            tiers.directory.add(tiers.directory.entry_of(record))
+            tiers.host.mark_ready(page)
+        if not page.is_ready:
             self._count_failure(reason)
-            if tiers.host.lookup(block_hash) is read.page:
+            if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         for promotion in read.waiting:
             if promotion.is_settled:
                 continue
-            if is_good:
+            if page.is_ready:
                 tiers.counters.promoted_disk_blocks += 1
-                self._take_page(promotion, read.page)
+                self._take_page(promotion, page)
             else:
-                self._fail(promotion, reason, is_counted=True)
-        tiers.host.release([read.page])
+                self._settle(promotion)
+        tiers.host.release([page])
 
     def on_copied(self, promotions: list[Promotion]) -> None:
         """Hand over blocks whose bytes are in VRAM."""
         tiers = self._tiers
         self._num_pages_copying -= len(promotions)
         for promotion in promotions:
-            assert promotion.page is not None
             tiers.device.mark_ready(promotion.block)
-            tiers.host.release([promotion.page])
-            promotion.page = None
-            promotion.is_copying = False
             self._settle(promotion)
+        tiers.host.release([p.page for p in reversed(promotions) if p.page is not None])
+
+    def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
+        """Let go of the blocks that the filter wants and that are being read just now."""
+        tiers = self._tiers
+        for block_hash, read in self._reads.items():
+            if tiers.host.lookup(block_hash) is read.page and is_wanted(
+                tiers.directory.entry_of(read.record)
+            ):
+                tiers.host.drop(block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -205,8 +211,8 @@ class Promoter:
         for block_hash, read in self._reads.items():
             if read.page.ref_count < 1:
                 raise IntegrityError(f"page of {block_hash.hex()[:12]} is read into but not held")
-        if self._num_inbound() > self.inbound_cap + self._tiers.host.num_blocks:
-            raise IntegrityError(f"{self._num_inbound()} inbound pages, cap {self.inbound_cap}")
+        if len(self._reads) > self.inbound_cap:
+            raise IntegrityError(f"{len(self._reads)} pages read, cap {self.inbound_cap}")
 
     def _num_inbound(self) -> int:
         return len(self._reads) + len(self._to_copy) + self._num_pages_copying
@@ -214,12 +220,12 @@ class Promoter:
     def _begin_read(
         self, block_hash: BlockHash, record: BlockRecord, items: list[LoadItem]
     ) -> Block | None:
-        pages = self._allocate_page()
+        pages = self._tiers.host.allocate(1, can_evict=self._is_host_clean)
         if pages is None:
             return None
-        page = pages[0]
+        (page,) = pages
         self._tiers.host.insert(page, block_hash)
-        self._reads[block_hash] = _Read(page)
+        self._reads[block_hash] = _Read(page, record)
         items.append(
             LoadItem(
                 block_hash=block_hash,
@@ -231,9 +237,6 @@ class Promoter:
             )
         )
         return page
-
-    def _allocate_page(self) -> list[Block] | None:
-        return self._tiers.host.allocate(1, can_evict=self._is_host_clean)
 
     def _submit(self, items: list[LoadItem]) -> None:
         if items:
@@ -252,11 +255,9 @@ class Promoter:
             assert promotion.page is not None
             if promotion.block.ref_count == 1:  # every request that wanted it is gone
                 self._tiers.host.release([promotion.page])
-                promotion.page = None
                 self._settle(promotion)
-                continue
-            promotion.is_copying = True
-            batch.append(promotion)
+            else:
+                batch.append(promotion)
         self._to_copy = []
         if batch:
             self._num_pages_copying += len(batch)
@@ -265,19 +266,18 @@ class Promoter:
             self._tiers.transfer.promote(pairs, batch)
 
     def _give_up(self) -> None:
-        """Fail the promotions whose read is late; their pages stay on loan."""
+        """End the promotions whose read is late or that nobody wants; pages stay on loan."""
         now = time.monotonic()
-        late = [
-            p
-            for p in self._promotions.values()
-            if p.give_up_at <= now and p.page is None and not p.is_copying
-        ]
-        for promotion in late:
-            self._fail(promotion, "timeout")
+        for promotion in list(self._promotions.values()):
+            if promotion.page is not None:
+                continue
+            if promotion.block.ref_count == 1:
+                self._settle(promotion)
+            elif promotion.give_up_at <= now:
+                self._fail(promotion, "timeout")
 
-    def _fail(self, promotion: Promotion, reason: str, *, is_counted: bool = False) -> None:
-        if not is_counted:
-            self._count_failure(reason)
+    def _fail(self, promotion: Promotion, reason: str) -> None:
+        self._count_failure(reason)
         self._settle(promotion)
 
     def _settle(self, promotion: Promotion) -> None:

@@ -99,9 +99,10 @@ class TieredCache:
             tiers, load_timeout_s=load_timeout_s, is_host_clean=self.demoter.is_host_clean
         )
         self._lookups: dict[int, Prefix] = {}
+        self._overdue: set[int] = set()
         self._num_held_blocks = 0
         self._num_held_pages = 0
-        self._short_since: float | None = None
+        self._short_since: dict[Prefix, float] = {}
         self._other_events: list[Event] = []
 
     # Arrival
@@ -117,14 +118,18 @@ class TieredCache:
             return True
         if time.monotonic() < prefix.lookup_give_up_at:
             return False
-        self._lookups.pop(prefix.lookup_job, None)
+        del self._lookups[prefix.lookup_job]
+        self._overdue.add(prefix.lookup_job)
         prefix.lookup_job = None
         self.tiers.counters.load_failures["lookup_timeout"] += 1
         return True
 
     def protect(self, prefix: Prefix) -> None:
-        """Hold what a queued request wants against eviction, up to half of each pool in all."""
-        if prefix.held_blocks or prefix.held_pages or prefix.is_admitted:
+        """Hold what a queued request wants against eviction, up to half of each pool in all.
+
+        Nothing is held while an allocation waits for room: what is queued comes after it.
+        """
+        if prefix.is_protected or prefix.is_admitted or self._short_since:
             return
         device, host = self.tiers.device, self.tiers.host
         now = self.tiers.clock.now()
@@ -172,17 +177,15 @@ class TieredCache:
         tiers, now = self.tiers, self.tiers.clock.now()
         chain: list[Block | None] = []
         for block_hash in prefix.hashes:
+            entry = tiers.directory.get(block_hash)
+            if entry is not None and tiers.directory.is_expired(entry, now):
+                tiers.expire(entry)
             block = tiers.device.lookup(block_hash)
-            if block is not None and block.is_ready:
-                entry = tiers.directory.get(block_hash)
-                if entry is not None and tiers.directory.is_expired(entry, now):
-                    tiers.expire(entry)
-                    block = None
             if block is not None:
                 tiers.device.acquire(block)
             chain.append(block)
         found = [block for block in chain if block is not None]
-        fresh = self._allocate(num_blocks - len(found))
+        fresh = self._allocate(prefix, num_blocks - len(found))
         if fresh is None:
             tiers.device.release(found[::-1])
             return False
@@ -203,14 +206,13 @@ class TieredCache:
         self.promoter.pump()
         return True
 
-    @property
-    def is_room_coming(self) -> bool:
-        """Whether device blocks are about to become free without taking them from a request."""
-        return self._short_since is not None or self.demoter.is_copying
+    def is_room_coming(self, prefix: Prefix) -> bool:
+        """Whether what was refused to it is about to become free without taking it from others."""
+        return prefix in self._short_since
 
     def extend(self, prefix: Prefix) -> bool:
         """Add one private block to an admitted request's table; False if there is no room yet."""
-        fresh = self._allocate(1)
+        fresh = self._allocate(prefix, 1)
         if fresh is None:
             return False
         prefix.blocks.extend(fresh)
@@ -255,32 +257,17 @@ class TieredCache:
     def touch(self, prefix: Prefix) -> None:
         """Refresh the whole chain in every tier that has it, and note the request's retention."""
         tiers, now = self.tiers, self.tiers.clock.now()
-        pages: list[Block] = []
         items: list[TouchItem] = []
         for block_hash in prefix.hashes:
             entry = tiers.directory.get(block_hash)
             if entry is None:
                 continue
             tiers.directory.claim(entry, prefix.retention, now)
-            page = tiers.host.lookup(block_hash)
-            if page is not None:
-                pages.append(page)
             if entry.is_on_disk:
-                until = tiers.directory.disk_deadline(entry, now)
-                if until is not None:
-                    entry.disk_expires_at = max(entry.disk_expires_at, until)
-                retention = tiers.directory.longest(entry) if until is not None else None
-                items.append(
-                    TouchItem(
-                        block_hash=block_hash,
-                        last_used=now,
-                        expires_at=until,
-                        retention=retention,
-                    )
-                )
+                items.append(tiers.touch_item(entry, now))
             else:
                 self.demoter.note_computed(entry)
-        tiers.host.touch(pages)
+        tiers.host.touch(self._pages(prefix))
         if items and tiers.store is not None:
             tiers.store.touch(items)
 
@@ -289,7 +276,9 @@ class TieredCache:
         if prefix.lookup_job is not None:
             self._lookups.pop(prefix.lookup_job, None)
             prefix.lookup_job = None
+        self._short_since.pop(prefix, None)
         self.unprotect(prefix)
+        self.tiers.host.touch(self._pages(prefix))
         self.tiers.device.release(prefix.blocks[::-1])
         prefix.blocks = []
         prefix.sources = []
@@ -321,6 +310,8 @@ class TieredCache:
         for entry in self.tiers.directory.due(self.tiers.clock.now()):
             self.tiers.expire(entry)
         self.promoter.pump()
+        if self.promoter.has_unstarted_reads:
+            self.demoter.note_change()
         self.demoter.pump()
 
     def take_events(self) -> list[Event]:
@@ -334,12 +325,17 @@ class TieredCache:
         return self.promoter.is_idle and self.demoter.is_idle and not self._lookups
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> int:
-        """Make the blocks that the filter wants unreachable in VRAM and host memory; count them."""
+        """Make the blocks that the filter wants unreachable in VRAM and host memory; count them.
+
+        Those that are being read from disk do not arrive; those that are being written to it are
+        deleted there once they are.
+        """
         wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
         for entry in wanted:
             self.tiers.device.drop(entry.block_hash)
             self.tiers.host.drop(entry.block_hash)
             self.tiers.directory.forget(entry.block_hash)
+        self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)
 
@@ -353,22 +349,28 @@ class TieredCache:
         self.promoter.check()
         self.demoter.check()
         for entry in tiers.directory.entries():
-            block_hash = entry.block_hash
-            if tiers.device.lookup(block_hash) is None and tiers.host.lookup(block_hash) is None:
-                raise IntegrityError(f"entry {block_hash.hex()[:12]} is in no RAM tier")
+            if not tiers.is_in_ram(entry.block_hash):
+                raise IntegrityError(f"entry {entry.block_hash.hex()[:12]} is in no RAM tier")
         for pool in (tiers.device, tiers.host):
             for block in pool.evictable():
                 if tiers.directory.get(block.block_hash) is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
         if self._num_held_blocks > tiers.device.num_blocks // 2:
             raise IntegrityError(f"{self._num_held_blocks} device blocks held for the queue")
+        if self._num_held_pages > tiers.host.num_blocks // 2:
+            raise IntegrityError(f"{self._num_held_pages} host pages held for the queue")
 
     # Inside
 
     def _ask(self, prefix: Prefix) -> None:
-        """Ask the disk for what no RAM tier has and the disk was not asked for yet."""
+        """Ask the disk for what no RAM tier has and the disk was not asked for yet.
+
+        While an answer is overdue nobody else waits for one: a disk that hangs costs one timeout.
+        """
         tiers = self.tiers
         if tiers.store is None or not self._can_load or prefix.lookup_job is not None:
+            return
+        if self._overdue:
             return
         unknown = [
             block_hash
@@ -385,6 +387,7 @@ class TieredCache:
         self._lookups[prefix.lookup_job] = prefix
 
     def _on_lookup_done(self, event: LookupDone) -> None:
+        self._overdue.discard(event.job)
         prefix = self._lookups.pop(event.job, None)
         if prefix is None:
             return
@@ -404,11 +407,6 @@ class TieredCache:
         tiers = self.tiers
         record = prefix.records.get(block_hash)
         page = tiers.host.lookup(block_hash)
-        if page is not None and page.is_ready:
-            entry = tiers.directory.get(block_hash)
-            if entry is not None and tiers.directory.is_expired(entry, now):
-                tiers.expire(entry)
-                page = None
         if page is None and record is not None and record.expires_at <= now:
             record = None
         if page is None and record is None:
@@ -416,7 +414,16 @@ class TieredCache:
         self.promoter.start(block, block_hash, record)
         return Tier.DISK if record is not None else Tier.HOST
 
+    def _pages(self, prefix: Prefix) -> list[Block]:
+        """Return the host pages of a chain, head first."""
+        pages = (self.tiers.host.lookup(block_hash) for block_hash in prefix.hashes)
+        return [page for page in pages if page is not None]
+
     def _add_computed(self, prefix: Prefix, index: int, now: float) -> None:
+        known = self.tiers.directory.get(prefix.hashes[index])
+        if known is not None and self.tiers.directory.is_expired(known, now):
+            self.tiers.host.drop(known.block_hash)
+            self.tiers.directory.forget(known.block_hash)
         entry = self.tiers.directory.add(
             Entry(
                 block_hash=prefix.hashes[index],
@@ -431,30 +438,33 @@ class TieredCache:
         )
         self.demoter.note_computed(entry)
 
-    def _allocate(self, num_blocks: int) -> list[Block] | None:
+    def _allocate(self, prefix: Prefix, num_blocks: int) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
         device = self.tiers.device
         blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
-        if blocks is None and device.num_free < num_blocks:
-            self._short_since = None  # requests hold the rest: waiting for a demotion cannot help
-        elif blocks is None:
+        if blocks is None and device.num_free >= num_blocks:
             self.demoter.demote(num_blocks)
             self.poll()
             blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
             if blocks is None:
-                blocks = self._wait_or_drop(num_blocks)
+                return self._wait_or_drop(prefix, num_blocks)
+        # If there are none, requests hold the rest: waiting for a demotion cannot help.
+        self._short_since.pop(prefix, None)
         if blocks is not None:
-            self._short_since = None
             self.demoter.note_change()
         return blocks
 
-    def _wait_or_drop(self, num_blocks: int) -> list[Block] | None:
+    def _wait_or_drop(self, prefix: Prefix, num_blocks: int) -> list[Block] | None:
         now = time.monotonic()
-        if self._short_since is None:
-            self._short_since = now
+        if prefix not in self._short_since:
+            self._short_since[prefix] = now
             self.tiers.counters.allocation_waits += 1
         self.demoter.write(num_blocks)
-        if now - self._short_since < PATIENCE_S:
+        if now - self._short_since[prefix] < PATIENCE_S:
             return None
         self.demoter.drop_oldest(num_blocks)
-        return self.tiers.device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
+        blocks = self.tiers.device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
+        if blocks is not None:
+            del self._short_since[prefix]
+            self.demoter.note_change()
+        return blocks

@@ -1,13 +1,14 @@
 """The parts that promotion and demotion share, and the counters that they keep."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from tieredkv.block_pool import Block, BlockPool
+from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
+from tieredkv.storage.messages import TouchItem
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash
 
@@ -31,6 +32,11 @@ class CacheCounters:
     expired_blocks: int = 0
     load_failures: Counter[str] = field(default_factory=Counter)
     store_failures: Counter[str] = field(default_factory=Counter)
+
+    def as_dict(self) -> dict[str, object]:
+        """Return the counts as plain numbers and dicts of numbers."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
 
 @dataclass(slots=True)
@@ -60,10 +66,28 @@ class Tiers:
             return None
         return entry
 
+    def touch_item(self, entry: Entry, now: float) -> TouchItem:
+        """Return what the disk is to be told of a use of a block that it has, and note it."""
+        until = self.directory.disk_deadline(entry, now)
+        if until is None:
+            return TouchItem(block_hash=entry.block_hash, last_used=entry.last_used)
+        entry.disk_expires_at = max(entry.disk_expires_at, until)
+        return TouchItem(
+            block_hash=entry.block_hash,
+            last_used=entry.last_used,
+            expires_at=until,
+            retention=self.directory.disk_retention(entry),
+        )
+
     def forget_if_absent(self, block_hash: BlockHash) -> None:
-        """Drop the entry once neither RAM tier holds the block."""
-        if self.device.lookup(block_hash) is None and self.host.lookup(block_hash) is None:
+        """Drop the entry once neither RAM tier holds the block's bytes."""
+        if not self.is_in_ram(block_hash):
             self.directory.forget(block_hash)
+
+    def is_in_ram(self, block_hash: BlockHash) -> bool:
+        """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
+        copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
+        return any(copy is not None and copy.is_ready for copy in copies)
 
     def expire(self, entry: Entry) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
@@ -71,8 +95,3 @@ class Tiers:
         self.host.drop(entry.block_hash)
         self.directory.forget(entry.block_hash)
         self.counters.expired_blocks += 1
-
-
-def release_to_pool(pool: BlockPool, blocks: list[Block]) -> None:
-    """Release blocks of one chain, head first in `blocks`, so that the tail is evicted first."""
-    pool.release(blocks[::-1])

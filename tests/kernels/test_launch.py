@@ -1,0 +1,30 @@
+"""The front door on a machine that lacks Triton."""
+
+import subprocess
+import sys
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None  # what an import of it would raise without it
+import torch
+from tieredkv.errors import ModelError
+from tieredkv.kernels import launch
+
+cache = torch.zeros(2, 16, 2, 32)
+k = torch.ones(1, 2, 32)
+launch.store_kv(k, k, cache, cache.clone(), torch.tensor([17]))
+assert cache[1, 1].eq(1).all() and cache.sum() == 64
+try:
+    launch.store_kv(k, k, cache, cache.clone(), torch.tensor([17]), backend="triton")
+except ModelError as error:
+    sys.stdout.write(str(error))
+"""
+
+
+def test_without_triton_the_reference_serves_and_the_kernels_say_what_is_missing() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    assert "`store_kv` kernel cannot be loaded" in result.stdout
+    assert "hint: Triton is needed" in result.stdout
