@@ -299,6 +299,8 @@ def test_requests_that_cannot_be_served_have_their_status(
         client.completions.create(**GREEDY, prompt="")
     with pytest.raises(openai.BadRequestError, match="token id 999 is not in the model's"):
         client.completions.create(**GREEDY, prompt=[999])
+    with pytest.raises(openai.BadRequestError, match="are 1408 answers; this server takes at most"):
+        client.completions.create(**GREEDY, prompt=["a"] * 11, n=128)
     with server.client("wrong") as stranger, pytest.raises(openai.AuthenticationError) as key:
         stranger.models.list()
     assert key.value.code == "invalid_api_key"

@@ -138,6 +138,7 @@ class _Server:
         self._is_strict = is_strict
         self._log_level = log_level
         self._stop = asyncio.Event()
+        self._is_forced = False
 
     async def run(self) -> int:
         """Start, serve, end."""
@@ -147,19 +148,21 @@ class _Server:
 
         def on_signal() -> None:
             if self._stop.is_set():
+                self._is_forced = True
                 task.cancel()
             self._stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
         engine = EngineClient(on_progress=self._on_progress)
-        has_served = False
+        has_served, engine_exit_code = False, 0
         try:
             if await self._has_started(engine):
                 has_served = True
                 await self._serve(engine)
         finally:
-            engine_exit_code = await engine.shutdown(self._settings.drain_timeout)
+            if not self._is_forced:  # else the engine drains by itself, its server being gone
+                engine_exit_code = await engine.shutdown(self._settings.drain_timeout)
         return 1 if has_served and engine_exit_code else 0
 
     async def _has_started(self, engine: EngineClient) -> bool:
