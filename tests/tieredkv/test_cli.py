@@ -14,7 +14,14 @@ from click.testing import CliRunner
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
 from tieredkv.config import Settings
-from tieredkv.errors import ConfigError, ModelError, StorageError, StoreBusyError, TieredKVError
+from tieredkv.errors import (
+    ConfigError,
+    ModelError,
+    StorageError,
+    StoreBusyError,
+    StoreUnreachableError,
+    TieredKVError,
+)
 
 VERBS = ["serve", "generate", "bench ttft", "df", "ls", "evict", "verify", "doctor", "config show"]
 
@@ -97,7 +104,8 @@ def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
         (ConfigError("a"), 2),
         (ModelError("a"), 2),
         (StorageError("a"), 1),
-        (StoreBusyError("a"), 3),
+        (StoreBusyError("a"), 1),
+        (StoreUnreachableError("a"), 3),
         (TieredKVError("a"), 1),
         (KeyboardInterrupt(), 130),
     ],
