@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -183,6 +184,23 @@ def ask(folder: Path, verb: str, *arguments: str) -> dict[str, object]:
     assert result.returncode == 0, result.stderr
     answer: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
     return answer
+
+
+def test_a_flipped_byte_is_found_counted_and_exit_code_1(stored: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(stored, copy)
+    [segment] = [path for path in copy.rglob("*") if path.stat().st_size > 20 * 16 * 2048]
+    with segment.open("r+b") as file:
+        file.seek(10_000)
+        byte = file.read(1)[0]
+        file.seek(10_000)
+        file.write(bytes([byte ^ 1]))
+    found = tieredkv("verify", "--disk-dir", str(copy), "--json")
+    assert found.returncode == 1
+    counts = json.loads(found.stdout.splitlines()[-1])
+    assert (counts["checked"], counts["bad"], counts["repaired"]) == (20, 1, 1)
+    assert sum(counts["by_reason"].values()) == 1
+    assert ask(copy, "verify")["checked"] == 19
 
 
 def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None:

@@ -150,6 +150,8 @@ class _Server:
             if self._stop.is_set():
                 self._is_forced = True
                 task.cancel()
+            else:
+                logger.info("stopping: streams end, then what was promised is written to disk")
             self._stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
