@@ -183,20 +183,25 @@ class FakeStore(StoreClient):
         """Place a chain on disk, as an earlier process left it."""
         now, parent = self._clock.now(), root_of(name)
         for position, block_hash in enumerate(chain_of(name, length)):
-            record = BlockRecord(
-                block_hash=block_hash,
-                parent_hash=parent,
-                root=root_of(name),
-                namespace=b"ns",
-                position=position,
-                size_bytes=BLOCK_BYTES,
-                retention=retention,
-                computed_at=now - age_s,
-                expires_at=now - age_s + DAY_S,
-                last_used=now - age_s,
+            self.put_block(
+                BlockRecord(
+                    block_hash=block_hash,
+                    parent_hash=parent,
+                    root=root_of(name),
+                    namespace=b"ns",
+                    position=position,
+                    size_bytes=BLOCK_BYTES,
+                    retention=retention,
+                    computed_at=now - age_s,
+                    expires_at=now - age_s + DAY_S,
+                    last_used=now - age_s,
+                )
             )
-            self.blocks[block_hash] = record, payload_of(block_hash)
             parent = block_hash
+
+    def put_block(self, record: BlockRecord) -> None:
+        """Place one block on disk, with its right bytes."""
+        self.blocks[BlockHash(record.block_hash)] = record, payload_of(record.block_hash)
 
     def check(self) -> None:
         pages = [job.item.page_id for job in self.jobs]

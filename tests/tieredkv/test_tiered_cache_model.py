@@ -171,7 +171,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
 
 TestTieredCache = TieredCacheMachine.TestCase
 TestTieredCache.settings = settings(
-    max_examples=60,
+    max_examples=200,
     print_blob=False,
     stateful_step_count=60,
     deadline=None,
