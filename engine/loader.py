@@ -67,7 +67,7 @@ class LoadedModel:
         device: where it lies.
         vocab_size: number of logits.
         max_model_len: positions that the model was made for.
-        eos_token_ids: tokens that end an answer.
+        eos_token_ids: tokens that end an answer, all of them in the vocabulary.
     """
 
     name: str
@@ -283,7 +283,7 @@ def _find_folder(name: str) -> Path:
         weights = [*_CONFIG_FILES, "*.safetensors"]
         return Path(
             huggingface_hub.snapshot_download(
-                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors"]
+                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors", "consolidated*"]
             )
         )
     except _HUB_ERRORS as error:
@@ -470,7 +470,7 @@ def _finish(
         device=device,
         vocab_size=config.vocab_size,
         max_model_len=_max_model_len(config),
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < config.vocab_size),
     )
 
 

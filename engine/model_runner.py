@@ -16,13 +16,17 @@ from torch import Tensor
 
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMetadata
 from tieredkv.engine.loader import LoadedModel
-from tieredkv.errors import ConfigError
+from tieredkv.engine.suitability import TESTED_MODEL_TYPES
+from tieredkv.errors import ConfigError, ModelError
 from tieredkv.kernels.launch import Span
 from tieredkv.types import KVSpec
 
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT_BYTES = 16
+_MAX_PAGING_ERROR = 0.1
+"""Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
+
 _SLACK_BYTES = 256 << 20
 """Kept free beside the measured peak, for fragments and what libraries allocate later."""
 
@@ -81,6 +85,7 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, kv_pool: Tensor, kv_spec: KVSpec) -> None:
         self._loaded = loaded
+        self._kv_spec = kv_spec
         self._model = loaded.model
         self._device = loaded.device
         self._block_size = kv_spec.block_size
@@ -135,6 +140,7 @@ class ModelRunner:
         lengths = np.array([len(row.token_ids) for row in prefills], dtype=np.int32)
         starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
         tokens, positions, slots = self._flatten(decodes, prefills, decode_tables, prefill_tables)
+        assert 0 <= tokens.min() <= tokens.max() < self._loaded.vocab_size, "unknown token ids"
         uploaded = self._upload(
             tokens,
             positions,
@@ -211,14 +217,19 @@ class ModelRunner:
             max_num_batched_tokens: tokens of the largest step.
             max_context_len: the longest context that will be served.
             progress: told what is being done and how far it is.
+
+        Raises:
+            ModelError: the model's type is not among the tested ones and fails `check_paging`.
         """
+        if self._loaded.hf_config.model_type not in TESTED_MODEL_TYPES:
+            check_paging(self._loaded, self._kv_spec)
         chunk = min(max_num_batched_tokens, max_context_len)
         far = max_context_len - 1
         steps = [[self.idle_row(2, 0), self.idle_row(1, 0)]]
         if self._device.type == "cuda":
             steps += [[self.idle_row(1, start)] for start in {min(n, far) for n in (15, 1023, far)}]
             steps += [[self.idle_row(1, min(100, far))] * n for n in (2, 16, 64)]
-            sizes = {min(size, chunk) for size in (17, 64, 256, 1024, chunk)} - {1}
+            sizes = {min(1 << n, chunk) for n in range(4, 17)} - {1}
             steps += [[self.idle_row(size, 0)] for size in sizes]
             steps += [[self.idle_row(size, max_context_len - size)] for size in sizes]
         for i, step in enumerate(steps):
@@ -235,6 +246,40 @@ class ModelRunner:
         end = start + num_tokens
         table = array("i", bytes(4 * -(-end // self._block_size)))
         return BatchRow([0] * num_tokens, start, table, write_from=end)
+
+
+def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
+    """See that a prompt in pieces, beside another one, gives the logits of the prompt as a whole.
+
+    It does not where tokens meet outside of attention: in a convolution, a token shift, or
+    positions that are counted instead of read.
+
+    Raises:
+        ModelError: it does not.
+    """
+    num_tokens, num_blocks = 24, -(-24 // kv_spec.block_size)
+    pool = make_kv_pool(kv_spec, 2 * num_blocks, loaded.device).zero_()
+    runner = ModelRunner(loaded, pool, kv_spec)
+    draw = np.random.default_rng(0)
+    ids, other = draw.integers(0, loaded.vocab_size, (2, num_tokens)).tolist()
+    table, beside = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
+    whole = runner.execute([BatchRow(ids, 0, table, all_logits=True)])
+    pool.zero_()
+    parts = [
+        runner.execute(
+            [
+                BatchRow(other[start:end], start, beside, needs_logits=False),
+                BatchRow(ids[start:end], start, table, all_logits=True),
+            ]
+        )
+        for start, end in ((0, 11), (11, 12), (12, num_tokens))
+    ]
+    error = (torch.cat(parts) - whole).abs().mean() / whole.std()
+    if not error < _MAX_PAGING_ERROR:
+        raise ModelError(
+            f"model `{loaded.name}` cannot be served: in pieces a prompt gives other logits than "
+            f"as a whole, so `{loaded.hf_config.model_type}` mixes tokens outside of attention"
+        )
 
 
 def _kept_indices(

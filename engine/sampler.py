@@ -8,7 +8,7 @@ knows nothing of text.
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -16,6 +16,9 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.sampling_params import SamplingParams
+
+_MAX_GROUP_NUMEL = 1 << 22
+"""Logits that are turned into probabilities at a time: 32 MiB a tensor."""
 
 
 class SampledToken(NamedTuple):
@@ -123,9 +126,12 @@ class Sampler:
                 is_plain = state.params.top_p == 1.0 and state.params.top_k <= 0
                 (plain if is_plain else filtered).append(i)
         for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
-            if rows:
-                drawn = draw(_rows(logits, rows), [states[i] for i in rows])
-                chosen[torch.tensor(rows, device=logits.device)] = drawn
+            # In groups, so that float64 copies of the logits take little of the device's memory.
+            group = max(1, _MAX_GROUP_NUMEL // logits.shape[-1])
+            for first in range(0, len(rows), group):
+                part = rows[first : first + group]
+                drawn = draw(_rows(logits, part), [states[i] for i in part])
+                chosen[torch.tensor(part, device=logits.device)] = drawn
         return chosen
 
 
@@ -165,31 +171,56 @@ def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
 
 
 def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """Apply penalties, biases and bans; copies only if a row has any."""
-    adjusted = logits
+    """Apply penalties, biases and bans, each kind to all rows at once; without any, no copy.
+
+    Repetition comes first, since it scales the model's own logits.
+    """
+    scaled = _Cells()
+    shifted = _Cells()
+    banned = _Cells()
     for row, state in enumerate(states):
         params = state.params
-        has_penalty = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        is_banned = state.num_output_tokens < params.min_tokens and state.end_token_ids
-        has_repetition = params.repetition_penalty != 1.0 and state.seen_token_ids
-        if not (has_penalty or has_repetition or params.logit_bias or is_banned):
-            continue
-        adjusted = logits.clone() if adjusted is logits else adjusted
-        line = adjusted[row]
-        if has_repetition:
-            ids = torch.tensor(sorted(state.seen_token_ids), device=line.device)
-            seen, factor = line[ids], params.repetition_penalty
-            line[ids] = torch.where(seen > 0, seen / factor, seen * factor)
-        if has_penalty and state.output_counts:
-            ids = torch.tensor(list(state.output_counts), device=line.device)
-            counts = torch.tensor(list(state.output_counts.values()), device=line.device)
-            line[ids] -= params.frequency_penalty * counts + params.presence_penalty
-        if params.logit_bias:
-            ids = torch.tensor(list(params.logit_bias), device=line.device)
-            line[ids] += torch.tensor(list(params.logit_bias.values()), device=line.device)
-        if is_banned:
-            line[torch.tensor(sorted(state.end_token_ids), device=line.device)] = -math.inf
+        if params.repetition_penalty != 1.0:
+            scaled.add(row, dict.fromkeys(state.seen_token_ids, params.repetition_penalty))
+        shifts = dict(params.logit_bias or {})
+        if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
+            for token_id, count in state.output_counts.items():
+                penalty = params.frequency_penalty * count + params.presence_penalty
+                shifts[token_id] = shifts.get(token_id, 0.0) - penalty
+        shifted.add(row, shifts)
+        if state.num_output_tokens < params.min_tokens:
+            banned.add(row, dict.fromkeys(state.end_token_ids, -math.inf))
+    if not (scaled.values or shifted.values or banned.values):
+        return logits
+    adjusted = logits.clone()
+    if scaled.values:
+        at, factor = scaled.upload(logits)
+        seen = adjusted[at]
+        adjusted[at] = torch.where(seen > 0, seen / factor, seen * factor)
+    for cells in (shifted, banned):
+        if cells.values:
+            at, value = cells.upload(logits)
+            adjusted[at] += value
     return adjusted
+
+
+class _Cells:
+    """Single cells of the logits and a number for each; no cell twice."""
+
+    def __init__(self) -> None:
+        self._rows: list[int] = []
+        self._token_ids: list[int] = []
+        self.values: list[float] = []
+
+    def add(self, row: int, cells: Mapping[int, float]) -> None:
+        self._rows += [row] * len(cells)
+        self._token_ids += cells.keys()
+        self.values += cells.values()
+
+    def upload(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        rows = torch.tensor(self._rows, device=logits.device)
+        token_ids = torch.tensor(self._token_ids, device=logits.device)
+        return (rows, token_ids), torch.tensor(self.values, device=logits.device)
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:

@@ -17,7 +17,8 @@ from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.model_runner import BatchRow
 from tieredkv.engine.request import Phase, Request
 from tieredkv.errors import IntegrityError
-from tieredkv.hashing import HashAlgo, chain_hashes
+from tieredkv.hashing import chain_hashes
+from tieredkv.types import HashAlgo
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,10 @@ It knows segments, slot sizes and the budget; it does not know which block deser
 
 import errno
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from typing import TypeVar
 
 from tieredkv.errors import IntegrityError, StoreFullError
 from tieredkv.storage.codec import Extent, Located
@@ -262,6 +263,10 @@ class SlotAllocator:
 
     def erase_dirty(self, *, keep: int | None = None) -> int:
         """Erase the dirty slots, but those of size `keep`; answer how many bytes went."""
+        return run_to_end(self.erasing(keep=keep))
+
+    def erasing(self, *, keep: int | None = None) -> Generator[None, None, int]:
+        """`erase_dirty` in steps, for a thread that has other work in between."""
         waiting = [
             (slot_bytes, extent)
             for slot_bytes, extents in self.dirty.items()
@@ -270,7 +275,12 @@ class SlotAllocator:
         ]
         erased_bytes = 0
         for start in range(0, len(waiting), TXN_BLOCKS):
-            batch = waiting[start : start + TXN_BLOCKS]
+            # NOTE: since the last step a slot may have been lent again.
+            batch = [
+                (slot_bytes, extent)
+                for slot_bytes, extent in waiting[start : start + TXN_BLOCKS]
+                if extent in self.dirty.get(slot_bytes, {})
+            ]
             self._failpoint("erase:before")
             erased = [(size, extent) for size, extent in batch if self._erase(extent)]
             self._failpoint("erase:done")
@@ -283,6 +293,7 @@ class SlotAllocator:
             for slot_bytes, extent in erased:
                 del self.dirty[slot_bytes][extent]
                 erased_bytes += slot_bytes
+            yield
         if waiting:
             self.measure()
         return erased_bytes
@@ -328,3 +339,16 @@ class SlotAllocator:
             logger.warning("slot %s could not be erased, will try again: %s", extent, error)
             return False
         return True
+
+
+Answer = TypeVar("Answer")
+
+
+def run_to_end(steps: Generator[None, None, Answer]) -> Answer:
+    """Do all steps at once and return their answer."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            answer: Answer = end.value
+            return answer

@@ -7,7 +7,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Literal, Self
 
 import msgspec
@@ -15,7 +15,7 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery
-from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes
+from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes, run_to_end
 from tieredkv.storage.codec import (
     Located,
     check_record,
@@ -377,6 +377,10 @@ class BlockStore:
         Costs in proportion to what expires; after a damaged record was met, the index's secondary
         keys are made again once.
         """
+        return run_to_end(self.sweeping(now))
+
+    def sweeping(self, now: float | None = None) -> Generator[None, None, SweepResult]:
+        """`sweep` in steps, for a thread that has other work in between."""
         now = self._clock.now() if now is None else now
         num_expired, is_more = 0, True
         while is_more:
@@ -392,22 +396,32 @@ class BlockStore:
                 txn.set_clock_mark(now)
                 needs_rebuild = txn.meta("needs_rebuild") is not None
             is_more = len(due) == TXN_BLOCKS
+            yield
         if needs_rebuild:
             self._rebuild()
-        erased_bytes = self._slots.erase_dirty()
+        erased_bytes = yield from self._slots.erasing()
         self._slots.remove_empty_segments()
         self._num_expired += num_expired
         return SweepResult(num_expired, erased_bytes)
 
     def evict(self, which: EvictFilter) -> EvictResult:
         """Drop and erase what an operator chose; blocks of a chain go tail first."""
+        return run_to_end(self.evicting(which))
+
+    def evicting(self, which: EvictFilter) -> Generator[None, None, EvictResult]:
+        """`evict` in steps, for a thread that has other work in between."""
         with self._index.reading() as txn:
             located, unknown_ids = select_blocks(txn, which, self._clock.now())
-        num_evicted, freed_bytes = len(located), sum(each.slot_bytes for each in located)
-        if not which.dry_run:
-            num_evicted = self.delete([each.record.block_hash for each in located], "operator")
-            self._slots.erase_dirty()
-            self._slots.remove_empty_segments()
+        hashes = [each.record.block_hash for each in located]
+        freed_bytes = sum(each.slot_bytes for each in located)
+        if which.dry_run:
+            return EvictResult(len(hashes), freed_bytes, unknown_ids)
+        num_evicted = 0
+        for start in range(0, len(hashes), TXN_BLOCKS):
+            num_evicted += self.delete(hashes[start : start + TXN_BLOCKS], "operator")
+            yield
+        yield from self._slots.erasing()
+        self._slots.remove_empty_segments()
         return EvictResult(num_evicted, freed_bytes, unknown_ids)
 
     # --- looking at it ------------------------------------------------------------------------

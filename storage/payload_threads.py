@@ -14,9 +14,8 @@ from queue import SimpleQueue
 from tieredkv.errors import StorageError
 from tieredkv.storage.codec import Located
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import LoadItem
+from tieredkv.storage.messages import LoadItem, StoreItem
 from tieredkv.storage.results import Slot
-from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +35,9 @@ class ReadTask:
 class WriteTask:
     """One payload to be written from a page; `checksum` is set once it was."""
 
+    job: int
+    item: StoreItem
     slot: Slot
-    record: BlockRecord
     page: memoryview
     checksum: bytes | None = None
     error: StorageError | None = None
@@ -95,7 +95,7 @@ class PayloadThreads:
     def _keep_writing(self) -> None:
         while (task := self._writes.get()) is not None:
             try:
-                task.checksum = self._store.write_payload(task.slot, task.record, task.page)
+                task.checksum = self._store.write_payload(task.slot, task.item.record, task.page)
             except StorageError as error:
                 task.error = error
             except Exception as error:

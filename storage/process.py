@@ -15,6 +15,9 @@ import msgspec
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import LaunchArgument, StoreOptions
 
+EXIT_FAILED = 1
+"""The worker cannot go on, for a reason that says nothing about the index."""
+
 EXIT_REFUSED = 3
 """The worker told its channel why it will not serve this store."""
 

@@ -9,7 +9,7 @@ import os
 import selectors
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -32,7 +32,7 @@ from tieredkv.storage.messages import (
     TouchItem,
 )
 from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
-from tieredkv.storage.results import Slot, StoreStats
+from tieredkv.storage.results import StoreStats
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -53,8 +53,8 @@ class StoreService:
     Every method runs on the index thread. Work in hand moves through queues: a load waits in
     `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a slot, is
     written by a thread, waits in `_written` for its group's transaction and is answered after it.
-    Between two turns nothing takes longer than one transaction, so that a lookup never waits for a
-    long load, store, or verify.
+    Nothing but `ls` takes longer than one transaction at a time, so that a lookup never waits for a
+    long load, store, sweep, eviction or verify.
     """
 
     def __init__(
@@ -78,14 +78,15 @@ class StoreService:
 
         self._loads: deque[tuple[int, LoadItem]] = deque()
         self._num_reading = 0
-        self._writes: deque[StoreItem | Callable[[], None]] = deque()
-        self._reserved: deque[tuple[BlockRecord, int, Slot]] = deque()  # with pages
+        self._writes: deque[tuple[int, StoreItem] | Callable[[], None]] = deque()
+        self._reserved: deque[WriteTask] = deque()
         self._num_writing = 0
-        self._written: list[tuple[Slot, BlockRecord, bytes]] = []  # with checksums
+        self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._storing: dict[bytes, list[tuple[int, int]]] = {}  # hash -> jobs and pages that wait
+        self._storing: dict[bytes, int] = {}  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
+        self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._done_loads: list[PageDone] = []
         self._done_stores: list[PageDone] = []
@@ -136,11 +137,13 @@ class StoreService:
             self._commit()
             self._start_writes()
         self._send_done()
-        if self._touches and now - self._touched_since > _TOUCH_INTERVAL_S:
+        if self._touches_are_due:
             self._flush_touches()
-        if now >= self._next_sweep:
+        if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
-            self._attempt("sweep", lambda: self._store.sweep(self._clock.now()))
+            self._sweep = self._store.sweeping(self._clock.now())
+        if self._sweep is not None:
+            self._attempt("sweep", self._continue_sweep)
         self._verbs.turn()
         self._server.turn()
         if os.getppid() != self._argument.parent_pid:
@@ -155,7 +158,7 @@ class StoreService:
 
     def _idle_s(self) -> float:
         has_work = self._verbs.has_work or (self._loads and self._num_reading < self._max_reading)
-        if has_work:
+        if has_work or self._sweep is not None or self._touches_are_due:
             return 0.0
         if self._written:
             return max(0.0, self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
@@ -230,7 +233,7 @@ class StoreService:
             self._loads.clear()
             self._writes.clear()
             while self._reserved:
-                self._store.abandon(self._reserved.popleft()[-1])
+                self._store.abandon(self._reserved.popleft().slot)
 
     def _is_drained(self) -> bool:
         has_reads = self._loads or self._num_reading
@@ -315,16 +318,13 @@ class StoreService:
     # --- stores ------------------------------------------------------------------------------
 
     def _accept_store(self, job: int, item: StoreItem) -> None:
-        record = item.record
-        block_hash = record.block_hash
-        if record.retention not in self._options.disk_retentions:
+        if item.record.retention not in self._options.disk_retentions:
             # NOTE: the last gate of the promise that such a block never touches a disk.
-            self._end_store(job, block_hash, item.page_id, "retention")
-        elif block_hash in self._storing:
-            self._storing[block_hash].append((job, item.page_id))
+            self._done_stores.append(_stored(job, item, "retention"))
         else:
-            self._storing[block_hash] = [(job, item.page_id)]
-            self._writes.append(item)
+            block_hash = item.record.block_hash
+            self._storing[block_hash] = self._storing.get(block_hash, 0) + 1
+            self._writes.append((job, item))
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
@@ -335,9 +335,8 @@ class StoreService:
         max_writing = 1 if self._num_reading else self._options.num_writers
         while self._num_writing < max_writing:
             if self._reserved:
-                record, page_id, slot = self._reserved.popleft()
                 self._num_writing += 1
-                self._threads.write(WriteTask(slot, record, self._page(page_id)))
+                self._threads.write(self._reserved.popleft())
             elif self._writes and not callable(self._writes[0]):
                 if not self._reserve():
                     return
@@ -351,41 +350,59 @@ class StoreService:
 
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
-        batch: list[StoreItem] = []
+        batch: list[tuple[int, StoreItem]] = []
         while self._writes and len(batch) < _MAX_GROUP_BLOCKS:
-            item = self._writes[0]
-            if callable(item):
+            head = self._writes[0]
+            if callable(head):
                 break
-            batch.append(item)
+            batch.append(head)
             self._writes.popleft()
         try:
-            slots = self._store.reserve_many([item.record for item in batch])
+            batch = self._leave_out_known(batch)
+            slots = self._store.reserve_many([item.record for _, item in batch])
         except StorageError as error:
             self._report("store", error)
             reason = "full" if isinstance(error, StoreFullError) else "io_error"
-            for item in batch:
-                self._end_stores(item.record.block_hash, reason)
+            for job, item in batch:
+                self._end_store(job, item, reason)
             return True
         waiting = []
-        for item, slot in zip(batch, slots, strict=True):
+        for (job, item), slot in zip(batch, slots, strict=True):
             if slot is not None:
-                self._reserved.append((item.record, item.page_id, slot))
+                self._reserved.append(WriteTask(job, item, slot, self._page(item.page_id)))
             elif self._reserved or self._num_writing or self._written:
-                waiting.append(item)  # room comes when these are committed
+                waiting.append((job, item))  # room comes when these are committed
             else:
-                self._end_stores(item.record.block_hash, "full")
+                self._end_store(job, item, "full")
         self._writes.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
+
+    def _leave_out_known(self, batch: list[tuple[int, StoreItem]]) -> list[tuple[int, StoreItem]]:
+        """Acknowledge blocks that are there already, with their claims; nothing is written."""
+        stored = self._store.lookup([item.record.block_hash for _, item in batch])
+        known: list[tuple[int, StoreItem]] = []
+        left: list[tuple[int, StoreItem]] = []
+        for (job, item), old in zip(batch, stored, strict=True):
+            is_known = old is not None and old.computed_at >= item.record.computed_at
+            (known if is_known else left).append((job, item))
+        records = [item.record for _, item in known]
+        if records:
+            self._store.claim_or_touch(
+                [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
+            )
+        for job, item in known:
+            self._end_store(job, item, "")
+        return left
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
         if task.checksum is not None:
             if not self._written:
                 self._written_since = time.monotonic()
-            self._written.append((task.slot, task.record, task.checksum))
+            self._written.append(task)
         else:
             self._store.abandon(task.slot)
-            self._end_stores(task.record.block_hash, "io_error")
+            self._end_store(task.job, task.item, "io_error")
             if task.error is not None:
                 self._report("store", task.error)
 
@@ -401,22 +418,21 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
+        rows = [(task.slot, task.item.record, task.checksum or b"") for task in group]
         try:
-            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(group)]
+            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(rows)]
         except StorageError as error:
             self._report("commit", error)
             reasons = ["io_error"] * len(group)
-        for (_, record, _), reason in zip(group, reasons, strict=True):
-            self._end_stores(record.block_hash, reason)
+        for task, reason in zip(group, reasons, strict=True):
+            self._end_store(task.job, task.item, reason)
 
-    def _end_stores(self, block_hash: bytes, reason: str) -> None:
-        for job, page_id in self._storing.pop(block_hash):
-            self._end_store(job, block_hash, page_id, reason)
-
-    def _end_store(self, job: int, block_hash: bytes, page_id: int, reason: str) -> None:
-        self._done_stores.append(
-            PageDone(job=job, block_hash=block_hash, page_id=page_id, ok=not reason, reason=reason)
-        )
+    def _end_store(self, job: int, item: StoreItem, reason: str) -> None:
+        block_hash = item.record.block_hash
+        self._storing[block_hash] -= 1
+        if not self._storing[block_hash]:
+            del self._storing[block_hash]
+        self._done_stores.append(_stored(job, item, reason))
 
     def _end_flush(self, job: int) -> None:
         self._flush_all_touches()
@@ -439,6 +455,11 @@ class StoreService:
             known = self._touches.get(touch.block_hash)
             self._touches[touch.block_hash] = touch if known is None else _merge(known, touch)
 
+    @property
+    def _touches_are_due(self) -> bool:
+        age_s = time.monotonic() - self._touched_since
+        return bool(self._touches) and age_s > _TOUCH_INTERVAL_S
+
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
         items = [self._touches.pop(key) for key in islice(list(self._touches), _TOUCHES_A_TURN)]
@@ -454,6 +475,13 @@ class StoreService:
     def _flush_all_touches(self) -> None:
         while self._touches:
             self._flush_touches()
+
+    def _continue_sweep(self) -> None:
+        assert self._sweep is not None, "a sweep is under way"
+        sweep, self._sweep = self._sweep, None
+        for _ in sweep:
+            self._sweep = sweep  # not at its end, and no fault ended it
+            break
 
     def _lookup(self, hashes: list[bytes]) -> list[BlockRecord | None]:
         try:
@@ -499,6 +527,16 @@ class StoreService:
 def is_damage(error: BaseException) -> bool:
     """Whether an error comes from an index that contradicts itself."""
     return isinstance(error.__cause__, _DAMAGE)
+
+
+def _stored(job: int, item: StoreItem, reason: str) -> PageDone:
+    return PageDone(
+        job=job,
+        block_hash=item.record.block_hash,
+        page_id=item.page_id,
+        ok=not reason,
+        reason=reason,
+    )
 
 
 def _merge(first: TouchItem, second: TouchItem) -> TouchItem:

@@ -104,22 +104,18 @@ class Verbs:
             client, work = running
             end = time.monotonic() + _SLICE_S
             try:
-                while not client.is_gone and time.monotonic() < end:
+                while time.monotonic() < end:
                     next(work)
             except StopIteration:
                 self._slices.remove(running)
             except Exception as error:
                 self._slices.remove(running)
                 client.fail(error)
-            else:
-                if client.is_gone:
-                    self._slices.remove(running)
-                    work.close()
 
     def _verify(self, client: ControlClient, repair: bool) -> Generator[None, None, None]:
         verification = self._store.verification(repair=repair)
         next_report = 0.0
-        while verification.step(1):
+        while not client.is_gone and verification.step(1):
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 client.progress(verification.result.checked, verification.total)
@@ -158,8 +154,8 @@ class Verbs:
     def _evict(
         self, client: ControlClient, wanted: EvictFilter, engine: dict[str, Any] | None
     ) -> None:
-        def finish() -> None:
-            result = self._store.evict(wanted)
+        def work() -> Generator[None, None, None]:
+            result = yield from self._store.evicting(wanted)
             said = _said(engine)
             client.answer(
                 {
@@ -174,7 +170,7 @@ class Verbs:
                 }
             )
 
-        self._after_writes(lambda: client.attempt(finish))
+        self._after_writes(lambda: self._slices.append((client, work())))
 
 
 def _said(engine: dict[str, Any] | None) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import EngineMessage, LaunchArgument
-from tieredkv.storage.process import EXIT_DAMAGED, EXIT_REFUSED
+from tieredkv.storage.process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
 from tieredkv.storage.service import StoreService, is_damage
 
 logger = logging.getLogger(__name__)
@@ -56,11 +56,9 @@ def main(arguments: list[str]) -> int:
         return EXIT_DAMAGED
     try:
         service.run()
-    except StorageError as error:
-        if not is_damage(error):
-            raise
-        logger.error("%s", error)
-        return EXIT_DAMAGED
+    except OSError as error:  # the folder went away, or its disk: the next start tries again
+        logger.error("the store of `%s` failed: %s", argument.options.path, error)
+        return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
     return 0
 
 

@@ -1,7 +1,10 @@
 """The layers of the code and its public names, held by tests."""
 
+import ast
+import io
 import subprocess
 import sys
+import tokenize
 from pathlib import Path
 
 import tieredkv
@@ -30,7 +33,7 @@ def test_importing_the_package_loads_neither_torch_nor_a_top_level_folder() -> N
     code = (
         "import sys, tieredkv, tieredkv.cli; "
         "bad = {'torch', 'engine', 'kernels', 'storage'} & set(sys.modules); "
-        "sys.exit(', '.join(sorted(bad)))"
+        "sys.exit(', '.join(sorted(bad)) or None)"
     )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -42,6 +45,34 @@ def test_the_code_stays_within_its_budget() -> None:
         for folder in ("tieredkv", "engine", "kernels", "storage")
         for path in (ROOT / folder).glob("**/*.py")
     ]
-    lines = {path.resolve(): len(path.read_text().splitlines()) for path in files}
+    lines = {path.resolve(): code_lines(path) for path in files}
     assert sum(lines.values()) < 12_000
     assert max(lines.values()) <= 600, max(lines, key=lambda path: lines[path])
+
+
+def code_lines(path: Path) -> int:
+    """Count the lines that bear code: no blank lines, comments or docstrings."""
+    source = path.read_text()
+    docstrings = {
+        line
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    no_code = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    bearing = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(source).readline)
+        if token.type not in no_code
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    return len(bearing - docstrings)

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from tieredkv.errors import ConfigError
-from tieredkv.hashing import HashAlgo
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.types import Tier
+from tieredkv.types import HashAlgo, Tier
 from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
 
 ENVIRONMENT_PREFIX = "TIEREDKV_"

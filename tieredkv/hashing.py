@@ -16,14 +16,13 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 import xxhash
 
 from tieredkv.errors import RequestError
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, HashAlgo
 
-HashAlgo = Literal["sha256", "xxh3_128"]
 Extra = tuple[str, bytes]
 """Kind and id of what else a block depends on, such as `("lora", digest)`."""
 

@@ -6,7 +6,7 @@ Sizes are bytes, times are wall-clock seconds since the epoch, unless a name say
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NewType
+from typing import Literal, NewType
 
 import msgspec
 
@@ -18,6 +18,9 @@ BlockId = NewType("BlockId", int)
 
 PageId = NewType("PageId", int)
 """Index of a block-sized page in the host arena."""
+
+HashAlgo = Literal["sha256", "xxh3_128"]
+"""SHA-256, or the fast one that is not collision-resistant: for a single trusted tenant only."""
 
 PAGE_ALIGNMENT_BYTES = 4096
 """Arena pages and disk slots start and end on multiples of this, as O_DIRECT asks."""

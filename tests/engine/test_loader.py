@@ -61,6 +61,13 @@ def test_weights_are_cast_to_the_dtype_asked_for(folder: Path) -> None:
     assert {parameter.dtype for parameter in loaded.model.parameters()} == {torch.bfloat16}
 
 
+def test_end_tokens_that_the_model_does_not_have_are_left_out(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [8, 32000]}))
+    (folder / "generation_config.json").unlink()
+    assert load(folder).eos_token_ids == {8, 257}
+
+
 def test_progress_is_told(folder: Path) -> None:
     seen: list[tuple[str, float]] = []
     load(folder, progress=lambda what, done: seen.append((what, done)))

@@ -1,5 +1,6 @@
 """The paged engine against transformers' own generation, token for token and logit for logit."""
 
+import json
 import random
 from array import array
 from pathlib import Path
@@ -14,10 +15,12 @@ from tieredkv.engine.loader import LoadedModel, load_model
 from tieredkv.engine.model_runner import (
     BatchRow,
     ModelRunner,
+    check_paging,
     make_kv_pool,
     num_device_blocks,
     profile_peak_bytes,
 )
+from tieredkv.errors import ModelError
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64
@@ -200,6 +203,34 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
     assert seen == sorted(seen)
     assert seen[-1] == 1.0
     assert harness.pool.isnan().all()
+
+
+def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:
+    loaded = load_model(str(checkpoints("llama")), device="cpu", cache_dir=None)
+    spec = loaded.kv_spec(BLOCK_SIZE)
+    check_paging(loaded, spec)
+    layer: torch.nn.Module = loaded.model.get_submodule("model.layers.0")
+    layer.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
+    with pytest.raises(ModelError, match="`llama` mixes tokens outside of attention"):
+        check_paging(loaded, spec)
+
+
+def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_path: Path) -> None:
+    config = {"model_type": "granite", "vocab_size": 300, "hidden_size": 64}
+    config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    harness = Harness(load_model(f"random:{tmp_path}", device="cpu"))
+    harness.runner.warm_up(max_num_batched_tokens=16, max_context_len=64)
+    layer: torch.nn.Module = harness.loaded.model.get_submodule("model.layers.0")
+    layer.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
+    with pytest.raises(ModelError, match="`granite` mixes tokens outside of attention"):
+        harness.runner.warm_up(max_num_batched_tokens=16, max_context_len=64)
+
+
+def test_a_token_id_beyond_the_vocabulary_never_reaches_the_device(checkpoints: Any) -> None:
+    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    with pytest.raises(AssertionError, match="unknown token ids"):
+        harness.runner.execute([BatchRow([1, 300], 0, harness.table(2))])
 
 
 def test_a_row_that_its_blocks_cannot_hold_is_our_bug(checkpoints: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from tieredkv.engine import sampler
 from tieredkv.engine.sampler import SampledToken, Sampler, SamplerState, score
 from tieredkv.engine.sampling_params import SamplingParams
 
@@ -103,6 +104,43 @@ def test_a_seeded_request_is_the_same_in_any_batch(params: dict[str, Any]) -> No
         expected = sample_one(logits[3], alone)
         tokens = Sampler().sample(logits, [*mates[:3], batched, *mates[3:]])
         assert tokens[3].token_id == expected
+
+
+def test_large_batches_are_drawn_in_groups_without_a_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    logits = random_logits(30)
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9, "frequency_penalty": 1.0}]
+
+    def draw() -> list[int]:
+        tokens = Sampler().sample(logits, [state(i, **kinds[i % 3]) for i in range(30)])
+        return [token.token_id for token in tokens]
+
+    expected = draw()
+    monkeypatch.setattr(sampler, "_MAX_GROUP_NUMEL", 3 * VOCAB)
+    assert draw() == expected
+
+
+def test_each_row_is_adjusted_by_its_own_parameters() -> None:
+    rows: list[dict[str, Any]] = [
+        {"presence_penalty": 1.0, "logit_bias": {0: -0.5}},
+        {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+        {"min_tokens": 9, "stop_token_ids": (3, 4), "logit_bias": {3: 100.0}},
+        {},
+    ]
+
+    def states() -> list[SamplerState]:
+        made = [state(temperature=0.0, **params) for params in rows]
+        for row_state in made:
+            for token_id in (0, 2, 2):
+                row_state.append(token_id)
+        return made
+
+    logits = random_logits(4, seed=3)
+    together = Sampler().sample(logits, states())
+    apart = [sample_one(line, one) for line, one in zip(logits, states(), strict=True)]
+    assert [token.token_id for token in together] == apart
+    assert apart[2] not in (3, 4)
 
 
 def test_a_seeded_request_goes_on_as_it_was_after_a_preemption() -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.storage.conftest import (
@@ -22,7 +23,7 @@ from tests.storage.conftest import (
     store_items,
     wait_until,
 )
-from tieredkv.errors import IntegrityError, StorageError, StoreBusyError
+from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client import (
     LookupDone,
     PageLoaded,
@@ -186,9 +187,22 @@ def test_two_stores_of_one_block_are_both_answered(harness: Harness) -> None:
     items = store_items([record, record])
     client.store(items)
     assert [done.ok for done in mail.take(PageStored, 2)] == [True, True]
-    client.store(items[:1])
-    assert mail.take(PageStored)[0].ok
     assert client.stats().blocks == 1
+
+
+def test_a_block_that_is_there_is_not_written_again_but_its_claim_counts(harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    record = make_record("a", 0)
+    mail.store([record])
+    written = client.stats().bytes_written
+    longer = msgspec.structs.replace(record, expires_at=record.expires_at + 50)
+    assert mail.store([longer], payload=lambda _: os.urandom(PAGE_BYTES))[0].ok
+    assert client.stats().bytes_written == written
+    (found,) = mail.lookup([record.block_hash])
+    assert found is not None and found.expires_at == pytest.approx(longer.expires_at)
+    (done,) = mail.load([record])
+    mail.assert_right(done)
 
 
 def test_pages_stay_on_loan_to_a_stopped_worker_until_it_goes_on(harness: Harness) -> None:
@@ -372,6 +386,36 @@ def test_a_folder_that_cannot_be_a_store_is_refused_with_its_path(tmp_path: Path
     with pytest.raises(StorageError, match="no store"):
         StoreClient(harness.options(path=str(tmp_path / "none"), create=False), harness.arena)
     harness.close()
+
+
+def test_a_store_of_another_version_or_open_to_others_is_refused_untouched(
+    harness: Harness,
+) -> None:
+    harness.open().close()
+    marker = harness.folder / "format.json"
+    text = marker.read_text()
+    marker.write_text('{"format": "tieredkv-store", "version": 99}')
+    with pytest.raises(FormatVersionError, match="99"):
+        harness.open()
+    assert marker.read_text() == '{"format": "tieredkv-store", "version": 99}'
+    marker.write_text(text)
+    harness.folder.chmod(0o777)
+    with pytest.raises(StorageError, match="writable by others"):
+        harness.open()
+    harness.folder.chmod(0o700)
+    harness.open().close()
+
+
+def test_more_blocks_than_the_budget_holds_stay_within_it(harness: Harness) -> None:
+    client = harness.open(budget_bytes=2 << 20)
+    mail = Mailbox(client)
+    chain = make_chain("a", NUM_PAGES)
+    done = mail.store(chain)
+    assert {event.reason for event in done if not event.ok} <= {"full"}
+    client.request_stats()
+    client.flush()
+    assert client.stats().bytes_files <= 2 << 20
+    assert mail.lookup([b"x" * 32]) == [None]
 
 
 def test_closing_finishes_the_stores_in_hand(harness: Harness) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -70,8 +71,7 @@ def test_a_worker_killed_a_hundred_times_loses_nothing_acknowledged(harness: Har
 
 ENGINE = textwrap.dedent(
     """
-    import sys, time
-    import msgspec
+    import os, sys, time
     from tieredkv.storage.client import PageStored, StoreClient
     from tieredkv.storage.host import HostArena
     from tieredkv.storage.messages import StoreItem, StoreOptions
@@ -80,7 +80,14 @@ ENGINE = textwrap.dedent(
 
     arena = HostArena(16, 32768)
     client = StoreClient(StoreOptions(path=sys.argv[1], budget_bytes=64 << 20), arena)
-    print("pid", client.pid, flush=True)
+    child = 0
+    if sys.argv[2] == "forked":  # the child holds a copy of the worker's channel
+        child = os.fork()
+        if child == 0:
+            os.close(1)
+            time.sleep(60)
+            os._exit(0)
+    print("pids", client.pid, child, flush=True)
     number = 0
     while True:
         items, now = [], time.time()
@@ -105,12 +112,14 @@ ENGINE = textwrap.dedent(
 )
 
 
-def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(harness: Harness) -> None:
-    engine = subprocess.Popen(
-        [sys.executable, "-c", ENGINE, str(harness.folder)], stdout=subprocess.PIPE, text=True
-    )
+@pytest.mark.parametrize("how", ["alone", "forked"])
+def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(
+    harness: Harness, how: str
+) -> None:
+    command = [sys.executable, "-c", ENGINE, str(harness.folder), how]
+    engine = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert engine.stdout is not None
-    worker_pid = int(engine.stdout.readline().split()[1])
+    worker_pid, child_pid = map(int, engine.stdout.readline().split()[1:])
     stored: list[bytes] = []
     while len(stored) < 200:
         word, key = engine.stdout.readline().split()
@@ -125,6 +134,8 @@ def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(harness: Harnes
     engine.wait()
     engine.stdout.close()
     wait_until(lambda: not is_alive(worker_pid), timeout_s=10)
+    if child_pid:
+        os.kill(child_pid, signal.SIGKILL)
     mail = Mailbox(harness.open())
     records = [record for record in mail.lookup(stored) if record is not None]
     assert len(records) == len(stored), "an acknowledged block is gone"
@@ -162,3 +173,19 @@ def test_an_index_that_kills_its_worker_is_set_aside_and_nothing_wrong_is_served
     assert payload not in held, "bytes that no index knows would never be erased"
     assert all(done.ok for done in mail.store(chain))
     assert all(done.ok for done in mail.load(chain))
+
+
+def test_a_folder_that_is_removed_under_the_worker_costs_its_blocks_and_no_more(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = [make_record("a", position) for position in range(4)]
+    mail.store(chain)
+    shutil.rmtree(harness.folder)
+    mail.store(chain[:1])  # noticed or not, it is answered
+    if client.pid is not None:
+        os.kill(client.pid, signal.SIGKILL)
+    mail.take(WorkerUp)
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * 4
+    assert all(done.ok for done in mail.store(chain))

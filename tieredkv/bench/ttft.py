@@ -36,6 +36,7 @@ import torch
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.engine.llm import LLM, RequestOutput
+from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import Progress
@@ -43,6 +44,8 @@ from tieredkv.types import Progress
 ARMS = ("cold", "device", "host", "disk", "restart")
 SUFFIX_TOKENS = 64
 OUTPUT_TOKENS = 8
+MIN_RAM_BYTES = 32 << 20
+MIN_DISK_BYTES = 256 << 20
 TIER_OF_ARM = {"device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 
 
@@ -198,20 +201,21 @@ def measure_restart(spec: TTFTSpec, stored: list[Stored], progress: Progress) ->
 
 
 def run(
-    spec: TTFTSpec, *, command: str, disk_dir: Path | None, progress: Progress
-) -> dict[str, object]:
+    spec: TTFTSpec, *, command: str, disk_dir: Path | None = None, commit: str | None = None
+) -> dict[str, Any]:
     """Run the whole bench in processes of its own and return its report.
 
     Args:
         spec: what to measure; its `disk_dir` is filled in here.
         command: the command line, for the report.
         disk_dir: folder under which the store is made; the system's temporary folder if None.
-        progress: told which process is at work.
+        commit: of the source, for a tree without its own history.
 
     Raises:
         TieredKVError: a process failed; the message is its own.
     """
     spec.check()
+    sizes = _sizes(spec)
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=disk_dir) as folder:
         path = Path(folder)
         limits = {
@@ -219,7 +223,7 @@ def run(
             "disk_read_GBps": raw.disk_read_GBps(path, num_bytes=_raw_bytes()),
         }
         spec = msgspec.structs.replace(
-            spec, settings={**spec.settings, "disk_dir": str(path / "store")}
+            spec, settings={**sizes, **spec.settings, "disk_dir": str(path / "store")}
         )
         measured = msgspec.convert(_child({"spec": spec}), Measured, strict=False)
         if "restart" in spec.arms:
@@ -229,12 +233,12 @@ def run(
                 rows[length] = msgspec.convert(answer, list[Sample])
             measured.samples["restart"] = rows
         page_cache = "bypassed" if raw.has_block_device(path) else "warm"
-    return _report(spec, measured, limits, page_cache, command)
+    return _report(spec, measured, limits, page_cache, command, commit or raw.commit())
 
 
 def _warm_up(bench: _Bench) -> None:
     """Serve an unrelated prompt, so that no figure pays for first-time work."""
-    bench.run(_tokens(bench, "warm-up", 0, min(256, max(bench.spec.prefix_tokens))))
+    bench.run(_tokens(bench, "warm-up", 0, max(bench.spec.prefix_tokens) + SUFFIX_TOKENS))
     bench.llm.core.evict()
 
 
@@ -321,7 +325,8 @@ def _report(
     limits: dict[str, float | None],
     page_cache: str,
     command: str,
-) -> dict[str, object]:
+    commit: str,
+) -> dict[str, Any]:
     """Return the bench's JSON document."""
     rows = [
         _row(arm, length, measured.samples[arm][length], measured.token_bytes, page_cache)
@@ -330,7 +335,7 @@ def _report(
     ]
     return {
         "hardware": raw.hardware(),
-        "commit": raw.commit(),
+        "commit": commit,
         "command": command,
         "model": measured.info["model"],
         "dtype": measured.info["dtype"],
@@ -390,11 +395,10 @@ def _row(
     }
 
 
-def problems(report: dict[str, object]) -> list[str]:
+def problems(report: dict[str, Any]) -> list[str]:
     """Return what a report proves wrong: unequal tokens or bytes, or another tier than claimed."""
     found = []
-    rows: list[dict[str, object]] = report["rows"]  # type: ignore[assignment]
-    for row in rows:
+    for row in report["rows"]:
         where = f"{row['arm']} at {row['prefix_tokens']} tokens"
         if not row["tokens_equal_cold"]:
             found.append(f"{where}: the output tokens differ from the cold ones")
@@ -419,6 +423,28 @@ def _child(job: dict[str, object]) -> object:
     if isinstance(answer, dict) and "error" in answer:
         raise TieredKVError(f"{answer['error_type']}: {answer['error']}")
     return answer
+
+
+def _sizes(spec: TTFTSpec) -> dict[str, int]:
+    """Return tier sizes that hold what is measured; what the caller sets comes before them.
+
+    Raises:
+        ModelError, ConfigError: the model cannot be served.
+    """
+    settings = spec.settings
+    found = find_model(
+        str(settings["model"]),
+        dtype=settings.get("dtype", "auto"),
+        device=str(settings.get("device", "auto")),
+    )
+    token_bytes = found.kv_spec(int(settings.get("block_size", 16))).token_bytes
+    longest = max(spec.prefix_tokens) + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
+    kept = sum(spec.prefix_tokens) * spec.repeats
+    return {
+        "device_size": max(MIN_RAM_BYTES, 2 * longest * token_bytes),
+        "host_size": max(MIN_RAM_BYTES, 3 * longest * token_bytes // 2),
+        "disk_size": MIN_DISK_BYTES + 5 * kept * token_bytes // 4,
+    }
 
 
 def _raw_bytes() -> int:

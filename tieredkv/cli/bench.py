@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import json_option, print_json, print_table
 from tieredkv.cli.settings_options import settings_of, settings_options
 
@@ -24,6 +23,7 @@ def bench() -> None:
 @click.option("--prefix-tokens", default="512,2048", show_default=True, help="Lengths to measure.")
 @click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Prefixes of each length.")
+@click.option("--commit", help="Commit to report, for a tree without its history.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
 @settings_options("model", "cache", "scheduler", without=("seed", "restore"))
 @json_option
@@ -33,6 +33,7 @@ def ttft(
     arms: str,
     repeats: int,
     bench_seed: int,
+    commit: str | None,
     config_path: str | None,
     as_json: bool,
     **settings: Any,
@@ -63,29 +64,60 @@ def ttft(
         spec,
         command=shlex.join(["tieredkv", *sys.argv[1:]]),
         disk_dir=Path(disk_dir) if disk_dir else None,
-        progress=terminal_progress(),
+        commit=commit,
     )
-    rows: list[dict[str, Any]] = report["rows"]  # type: ignore[assignment]
+    return show_ttft(report, as_json=as_json)
+
+
+def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
+    """Print a TTFT report as a table, what it proves wrong, and its JSON; return the exit code."""
+    from tieredkv.bench.ttft import problems
+
+    cold = {r["prefix_tokens"]: r["ttft_ms"]["p50"] for r in report["rows"] if r["arm"] == "cold"}
+    limits = report["raw"]
     print_table(
-        ["arm", "prefix tokens", "TTFT p50 ms", "min ms", "cached tokens"],
         [
-            [
-                row["arm"],
-                str(row["prefix_tokens"]),
-                f"{row['ttft_ms']['p50']:.1f}",
-                f"{row['ttft_ms']['min']:.1f}",
-                str(row["cached_tokens"]),
-            ]
-            for row in rows
+            "arm",
+            "prefix tokens",
+            "TTFT p50 ms",
+            "min ms",
+            "vs cold",
+            "cached tokens",
+            "loaded GB/s",
+            "tokens equal",
+            "KV bytes equal",
         ],
-        numbers=4,
+        [_ttft_row(row, cold.get(row["prefix_tokens"])) for row in report["rows"]],
+        numbers=8,
     )
-    problems = run_ttft.problems(report)
-    for problem in problems:
+    disk = limits["disk_read_GBps"]
+    click.echo(
+        f"{report['model']}, {report['dtype']}, blocks of {report['block_size']} tokens; raw limits"
+        f" of this run: host to device {limits['h2d_GBps']} GB/s, disk "
+        f"{'not measured (no O_DIRECT)' if disk is None else f'{disk} GB/s'}"
+    )
+    found = problems(report)
+    for problem in found:
         click.echo(f"error: {problem}", err=True)
     if as_json:
         print_json(report)
-    return 1 if problems else 0
+    return 1 if found else 0
+
+
+def _ttft_row(row: dict[str, Any], cold_ms: float | None) -> list[str]:
+    p50 = row["ttft_ms"]["p50"]
+    is_hit = row["arm"] != "cold"
+    return [
+        row["arm"],
+        str(row["prefix_tokens"]),
+        f"{p50:.1f}",
+        f"{row['ttft_ms']['min']:.1f}",
+        f"{cold_ms / p50:.1f}x" if is_hit and cold_ms else "-",
+        str(row["cached_tokens"]),
+        f"{row['bytes_loaded'] / p50 / 1e6:.2f}" if row["bytes_loaded"] else "-",
+        ("yes" if row["tokens_equal_cold"] else "NO") if is_hit else "-",
+        ("yes" if row["kv_bytes_equal"] else "NO") if is_hit else "-",
+    ]
 
 
 def _lengths(text: str) -> list[int]:

@@ -8,6 +8,7 @@ import msgspec
 
 from tieredkv.cli.output import json_option, print_json, print_table
 from tieredkv.cli.settings_options import settings_of, settings_options
+from tieredkv.types import Tier
 
 SECRET = {"api_keys"}
 
@@ -42,7 +43,7 @@ def show(model: str | None, config_path: str | None, as_json: bool, **settings: 
         policy.name: {
             "idle_s": policy.idle_s,
             "absolute_s": policy.absolute_s,
-            "tiers": sorted(policy.tiers),
+            "tiers": [tier for tier in Tier if tier in policy.tiers],
         }
         for policy in loaded.settings.policies
     }

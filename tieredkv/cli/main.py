@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import click
 
 import tieredkv
-from tieredkv.cli import bench, config, doctor, generate, serve, store
+from tieredkv.cli import bench, config, demo, doctor, generate, serve, store
 from tieredkv.errors import ConfigError, ModelError, RequestError, StoreBusyError, TieredKVError
 
 EXIT_PROBLEM = 1
@@ -24,6 +24,7 @@ tieredkv serves language models and keeps their prompt cache: in GPU memory, in 
 memory and on a local SSD, for as long as each request asked.
 
 Try it without a GPU or a checkpoint:
+  tieredkv demo                                        one prompt from every tier, timed
   tieredkv generate tiny-random "Once upon a time" --max-tokens 8
   tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
 
@@ -62,6 +63,7 @@ for command in (
     serve.serve,
     generate.generate,
     bench.bench,
+    demo.demo,
     store.df,
     store.ls,
     store.evict,

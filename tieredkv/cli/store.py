@@ -86,6 +86,9 @@ def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
     if as_json:
         print_json(answer)
         return
+    if not answer["chains"]:
+        click.echo("nothing is stored")
+        return
     now = store.clock.now()
     rows = [
         [

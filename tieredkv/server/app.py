@@ -151,11 +151,15 @@ class Api:
     ) -> Generation:
         """Hand the prompts to the engine."""
         info = self._engine.info
+        asked.params.check_vocabulary(info.vocab_size)
         params: list[list[SamplingParams]] = []
         seed = secrets.randbits(62)
         for i, prompt in enumerate(prompts):
-            requests.check_length(
-                len(prompt), info.max_model_len, is_chat=isinstance(asked, requests.ChatRequest)
+            requests.check_prompt(
+                prompt,
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                is_chat=isinstance(asked, requests.ChatRequest),
             )
             room = info.max_model_len - len(prompt)
             max_tokens = min(asked.max_tokens or default_max_tokens or room, room)

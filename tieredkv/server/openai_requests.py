@@ -184,23 +184,31 @@ def unknown_model(name: str) -> RequestError:
     )
 
 
-def check_length(num_prompt_tokens: int, max_model_len: int, *, is_chat: bool) -> None:
-    """Refuse a prompt that is empty or leaves no room for an answer."""
+def check_prompt(prompt: list[int], *, max_model_len: int, vocab_size: int, is_chat: bool) -> None:
+    """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     what = "messages" if is_chat else "prompt"
-    if num_prompt_tokens == 0:
+    if not prompt:
         raise RequestError(
             f"Invalid '{what}': the prompt is empty. At least one token is needed.",
             param=what,
             code="invalid_value",
         )
-    if num_prompt_tokens >= max_model_len:
+    if len(prompt) >= max_model_len:
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, your {what} "
-            f"resulted in {num_prompt_tokens} tokens and at least one must be generated. Please "
+            f"resulted in {len(prompt)} tokens and at least one must be generated. Please "
             f"reduce the length of the {what}.",
             param=what,
             code="context_length_exceeded",
         )
+    for token_id in (min(prompt), max(prompt)):
+        if not 0 <= token_id < vocab_size:
+            raise RequestError(
+                f"Invalid '{what}': token id {token_id} is not in the model's vocabulary of "
+                f"{vocab_size} tokens.",
+                param=what,
+                code="invalid_value",
+            )
 
 
 def _common(

@@ -1,0 +1,375 @@
+"""What the server accepts, what it refuses and in which words; no engine is needed for it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tieredkv.config import Settings
+from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.errors import ConfigError, RequestError
+from tieredkv.retention import RetentionPolicies
+from tieredkv.server import openai_requests as requests
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.fields import parse_body
+from tieredkv.server.openai_responses import ChatShape, CompletionShape, usage_body
+from tieredkv.server.serve import bind
+
+POLICIES = Settings().retention_policies()
+USER = {"role": "user", "content": "hi"}
+
+
+def completion(**fields: Any) -> requests.CompletionRequest:
+    return requests.read_completion({"prompt": "a", **fields}, policies=POLICIES)
+
+
+def chat(*messages: object, **fields: Any) -> requests.ChatRequest:
+    return requests.read_chat({"messages": list(messages), **fields}, policies=POLICIES)
+
+
+REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
+    (
+        {"prompt_cache_retention": "48h"},
+        "Invalid value: '48h'. Supported values are: 'in_memory' and '24h'.",
+        "prompt_cache_retention",
+        "invalid_value",
+    ),
+    (
+        {"max_tokens": "5"},
+        "Invalid type for 'max_tokens': expected an integer, but got a string instead.",
+        "max_tokens",
+        "invalid_type",
+    ),
+    (
+        {"max_tokens": 0},
+        "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 "
+        "instead.",
+        "max_tokens",
+        "integer_below_min_value",
+    ),
+    (
+        {"temperature": 2.5},
+        "Invalid 'temperature': decimal above maximum value. Expected a value <= 2, but got 2.5 "
+        "instead.",
+        "temperature",
+        "decimal_above_max_value",
+    ),
+    (
+        {"temperature": True},
+        "Invalid type for 'temperature': expected a decimal, but got a boolean instead.",
+        "temperature",
+        "invalid_type",
+    ),
+    (
+        {"stream": "yes"},
+        "Invalid type for 'stream': expected a boolean, but got a string instead.",
+        "stream",
+        "invalid_type",
+    ),
+    (
+        {"stream_options": {"include_usage": True}},
+        "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
+        "stream_options",
+        "invalid_value",
+    ),
+    (
+        {"stop": ["a"] * 5},
+        "Invalid 'stop': array too long. Expected an array with maximum length 4, but got an "
+        "array with length 5 instead.",
+        "stop",
+        "array_above_max_length",
+    ),
+    (
+        {"stop": [1]},
+        "Invalid type for 'stop[0]': expected a string, but got an integer instead.",
+        "stop",
+        "invalid_type",
+    ),
+    (
+        {"n": 129},
+        "Invalid 'n': integer above maximum value. Expected a value <= 128, but got 129 instead.",
+        "n",
+        "integer_above_max_value",
+    ),
+    (
+        {"logit_bias": {"x": 1}},
+        "Invalid key in 'logit_bias': 'x'. You should only be submitting non-negative integers.",
+        "logit_bias",
+        "invalid_value",
+    ),
+    (
+        {"prompt": None},
+        "Missing required parameter: 'prompt'.",
+        "prompt",
+        "missing_required_parameter",
+    ),
+    (
+        {"prompt": {"a": 1}},
+        "Invalid type for 'prompt': expected a string or an array, but got an object instead.",
+        "prompt",
+        "invalid_type",
+    ),
+    (
+        {"prompt": ["a", 1]},
+        "Invalid type for 'prompt[1]': expected a string, but got an integer instead.",
+        "prompt",
+        "invalid_type",
+    ),
+    (
+        {"prompt": [1, True]},
+        "Invalid type for 'prompt[1]': expected an integer, but got a boolean instead.",
+        "prompt",
+        "invalid_type",
+    ),
+    (
+        {"cache_salt": ""},
+        "Invalid 'cache_salt': empty string. Expected a string with minimum length 1, but got an "
+        "empty string instead.",
+        "cache_salt",
+        "empty_string",
+    ),
+    (
+        {"echo": True, "logprobs": 1},
+        "'echo' together with 'logprobs' is not supported.",
+        "echo",
+        "unsupported_parameter",
+    ),
+    ({"suffix": "x"}, "'suffix' is not supported.", "suffix", "unsupported_parameter"),
+    ({"best_of": 2}, "'best_of' must be equal to 'n'.", "best_of", "unsupported_parameter"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message", "param", "code"), REFUSED_COMPLETIONS)
+def test_a_bad_value_is_refused_in_the_words_of_openai(
+    fields: dict[str, Any], message: str, param: str, code: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        completion(**fields)
+    assert (str(caught.value), caught.value.param, caught.value.code) == (message, param, code)
+    assert caught.value.status == 400
+
+
+REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"messages": []},
+        "Invalid 'messages': empty array. Expected an array with minimum length 1, but got an "
+        "empty array instead.",
+        "messages",
+    ),
+    (
+        {"messages": [{"role": "wizard", "content": "hi"}]},
+        "Invalid value: 'wizard'. Supported values are: 'system', 'developer', 'user', "
+        "'assistant' and 'tool'.",
+        "messages[0].role",
+    ),
+    (
+        {"messages": [{"role": "user"}]},
+        "Missing required parameter: 'messages[0].content'.",
+        "messages[0].content",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+        "Invalid value: 'image_url'. Supported values are: 'text' and 'refusal'.",
+        "messages[0].content[0].type",
+    ),
+    (
+        {"messages": ["hi"]},
+        "Invalid type for 'messages[0]': expected an object, but got a string instead.",
+        "messages[0]",
+    ),
+    (
+        {"messages": [USER], "top_logprobs": 2},
+        "'top_logprobs' is only allowed when 'logprobs' is true.",
+        "top_logprobs",
+    ),
+    (
+        {"messages": [USER], "tool_choice": "required"},
+        "'tool_choice' can only be 'none' or 'auto'.",
+        "tool_choice",
+    ),
+    (
+        {"messages": [USER], "response_format": {"type": "json_object"}},
+        "Invalid value: 'json_object'. Supported value is: 'text'.",
+        "response_format.type",
+    ),
+    (
+        {"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        "Unknown parameter: 'chat_template_kwargs.chat_template'.",
+        "chat_template_kwargs.chat_template",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "message", "param"), REFUSED_CHATS)
+def test_a_bad_conversation_is_refused_and_the_place_is_named(
+    body: dict[str, Any], message: str, param: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        requests.read_chat(body, policies=POLICIES)
+    assert (str(caught.value), caught.value.param) == (message, param)
+
+
+BROKEN_BODIES = [b"", b"{", b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000, b"{1:2}", b"NaN"]
+
+
+@pytest.mark.parametrize("body", BROKEN_BODIES, ids=range(len(BROKEN_BODIES)))
+def test_a_body_that_is_no_json_is_refused_in_one_sentence(body: bytes) -> None:
+    with pytest.raises(RequestError, match=r"^We could not parse the JSON body of your request\.$"):
+        parse_body(body)
+
+
+def test_every_form_of_prompt_becomes_a_list_of_prompts() -> None:
+    forms: list[tuple[object, list[object]]] = [
+        ("ab", ["ab"]),
+        (["ab", "c"], ["ab", "c"]),
+        ([1, 2], [[1, 2]]),
+        ([[1], [2, 3]], [[1], [2, 3]]),
+    ]
+    for prompt, expected in forms:
+        assert completion(prompt=prompt).prompts == expected
+
+
+def test_null_is_the_same_as_absent_and_unknown_fields_are_ignored() -> None:
+    names = ["max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "logprobs"]
+    assert completion(**dict.fromkeys(names), of_tomorrow=1) == completion()
+
+
+def test_a_strict_server_refuses_unknown_fields_and_other_spellings() -> None:
+    def read(**fields: object) -> requests.CompletionRequest:
+        body = {"prompt": "a", **fields}
+        return requests.read_completion(body, policies=POLICIES, is_strict=True)
+
+    with pytest.raises(RequestError, match=r"^Unknown parameter: 'of_tomorrow'\.$"):
+        read(of_tomorrow=1)
+    with pytest.raises(RequestError, match=r"^Invalid value: 'in-memory'\. Supported values"):
+        read(prompt_cache_retention="in-memory")
+    assert completion(prompt_cache_retention="in-memory").retention == "in_memory"
+
+
+def test_max_completion_tokens_goes_before_max_tokens() -> None:
+    assert chat(USER, max_tokens=5, max_completion_tokens=7).max_tokens == 7
+    assert chat(USER, max_tokens=5).max_tokens == 5
+    assert chat(USER).max_tokens is None
+
+
+def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
+    asked = completion(seed=7, n=3)
+    assert [asked.params_of(j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
+    assert completion(n=2).params_of(1, 16, fallback_seed=99).seed == 100
+
+
+def test_messages_take_the_form_that_templates_know() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    function = {"name": "f", "arguments": '{"x": 1}'}
+    asked = chat(
+        {"role": "developer", "content": parts},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "1"},
+    )
+    parsed = {"name": "f", "arguments": {"x": 1}}
+    assert asked.messages == [
+        {"role": "system", "content": "a\nb"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c1", "type": "function", "function": parsed}],
+        },
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code"),
+    [([], "invalid_value"), ([1] * 8, "context_length_exceeded"), ([9], "invalid_value")],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        requests.check_prompt(prompt, max_model_len=8, vocab_size=9, is_chat=False)
+    assert (caught.value.code, caught.value.param) == (code, "prompt")
+
+
+def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
+    requests.check_prompt([1] * 7, max_model_len=8, vocab_size=9, is_chat=False)
+
+
+def test_usage_sums_the_tiers_and_names_each() -> None:
+    usages = [
+        RequestUsage(prompt_tokens=40, device=16, disk=16, written_tokens=8),
+        RequestUsage(prompt_tokens=20, host=16),
+    ]
+    assert usage_body(usages, 5) == {
+        "prompt_tokens": 60,
+        "completion_tokens": 5,
+        "total_tokens": 65,
+        "prompt_tokens_details": {
+            "cached_tokens": 48,
+            "cache_write_tokens": 8,
+            "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
+        },
+    }
+
+
+def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
+    tokens = [
+        TokenLogprob(token_id=97, logprob=-0.5, top=[(97, -0.5), (98, float("-inf"))]),
+        TokenLogprob(token_id=233, logprob=-1.0),
+    ]
+    text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
+    assert CompletionShape("m", text).logprobs(tokens, 3) == {
+        "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
+        "token_logprobs": [-0.5, -1.0],
+        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {}],
+        "text_offset": [3, 4],
+    }
+    content = ChatShape("m", text).logprobs(tokens, 0)["content"]
+    assert content[0]["bytes"] == [97]
+    assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
+    assert content[1]["bytes"] is None
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (None, "This model has no chat template, so it cannot answer chat requests"),
+        ("{{ raise_exception('take turns') }}", "template refuses these messages: take turns"),
+    ],
+)
+def test_what_a_chat_template_cannot_do_is_said(template: str | None, sentence: str) -> None:
+    tokenizer = load_tokenizer("tiny-random")
+    tokenizer.chat_template = template
+    tokenization = Tokenization(tokenizer)
+    with pytest.raises(RequestError, match=sentence):
+        asyncio.run(tokenization.encode_chat([USER], None, {}))
+    tokenization.close()
+
+
+def test_an_open_address_needs_a_key_or_a_flag() -> None:
+    with pytest.raises(ConfigError, match=r"`host` = `0\.0\.0\.0` can be reached by others"):
+        bind(Settings(host="0.0.0.0", port=0), allows_open_access=False)
+    for settings, allows in (
+        (Settings(host="0.0.0.0", port=0), True),
+        (Settings(host="0.0.0.0", port=0, api_keys=("k",)), False),
+        (Settings(host="localhost", port=0), False),
+    ):
+        bind(settings, allows_open_access=allows).close()
+
+
+def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
+    with bind(Settings(port=0), allows_open_access=False) as taken:
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"Cannot listen on 127\.0\.0\.1:{port}: Address"):
+            bind(Settings(port=port), allows_open_access=False)
+
+
+def test_the_operators_policies_are_the_supported_values() -> None:
+    only_memory = RetentionPolicies([POLICIES.get("in_memory")])
+    with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
+        requests.read_completion(
+            {"prompt": "a", "prompt_cache_retention": "24h"}, policies=only_memory
+        )

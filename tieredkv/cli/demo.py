@@ -1,0 +1,48 @@
+"""`tieredkv demo`: the main job on this machine, in a minute or two."""
+
+import click
+
+from tieredkv.cli.bench import ARMS, show_ttft
+from tieredkv.cli.output import json_option
+
+CPU_MODEL, CPU_PREFIX_TOKENS = "tiny-random", 2048
+GPU_MODEL, GPU_PREFIX_TOKENS = "random:llama-3.2-1b", 8192
+REPEATS = 3
+
+
+@click.command()
+@json_option
+def demo(as_json: bool) -> int:
+    """Serve a prompt cold, then from VRAM, host memory, disk, and disk after a restart.
+
+    Without a GPU a small random model is made on the spot and VRAM is an ordinary memory pool;
+    with one, a random model of 1B parameters. Exit 1 if tokens or KV bytes differ, or a tier is
+    not the one that the arm claims. The JSON is that of `bench ttft`.
+    """
+    import torch
+
+    from tieredkv.bench import ttft
+
+    on_gpu = torch.cuda.is_available()
+    model = GPU_MODEL if on_gpu else CPU_MODEL
+    length = GPU_PREFIX_TOKENS if on_gpu else CPU_PREFIX_TOKENS
+    click.echo(
+        f"Serving prompts of {length} + {ttft.SUFFIX_TOKENS} tokens with {model} on "
+        f"{'the GPU' if on_gpu else 'this CPU'}: cold, then with the prefix in each tier, then "
+        "from disk in a new process.",
+        err=True,
+    )
+    spec = ttft.TTFTSpec(
+        prefix_tokens=[length],
+        arms=ARMS.split(","),
+        repeats=REPEATS,
+        settings={"model": model, "restore": "load"},
+    )
+    command = f"tieredkv bench ttft --model {model} --prefix-tokens {length} --repeats {REPEATS}"
+    report = ttft.run(spec, command=command)
+    status = show_ttft(report, as_json=True)
+    p50 = {row["arm"]: row["ttft_ms"]["p50"] for row in report["rows"]}
+    slower = [arm for arm in p50 if arm != "cold" and p50[arm] >= p50["cold"]]
+    if slower:
+        click.echo(f"warning: not faster than cold: {', '.join(slower)}", err=True)
+    return status
