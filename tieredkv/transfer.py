@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from tieredkv.errors import IntegrityError
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 
@@ -31,7 +32,7 @@ class BlockTransfer(Generic[Tag]):
     far: a block about to be overwritten may still be read by a running kernel, and a block about
     to be copied out may still be written by one. Elsewhere a copy is done when the call returns.
 
-    Invariant (`check`): the byte counters are multiples of `block_bytes`.
+    Invariant (`check`): a copy that was started is either pending or was reported by `poll`.
     """
 
     def __init__(self, copier: BlockCopier, *, device: torch.device, block_bytes: int) -> None:
@@ -42,6 +43,8 @@ class BlockTransfer(Generic[Tag]):
         self._out_stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._promotions: deque[_Pending[Tag]] = deque()
         self._demotions: deque[_Pending[Tag]] = deque()
+        self._num_started = 0
+        self._num_reported = 0
         self.bytes_promoted = 0
         self.bytes_demoted = 0
 
@@ -64,6 +67,7 @@ class BlockTransfer(Generic[Tag]):
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._copier.copy_in(pairs, stream)
+        self._num_started += 1
         self._promotions.append(_Pending(self._record(stream), tag))
         self.bytes_promoted += len(pairs) * self._block_bytes
 
@@ -73,12 +77,15 @@ class BlockTransfer(Generic[Tag]):
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._copier.copy_out(pairs, stream)
+        self._num_started += 1
         self._demotions.append(_Pending(self._record(stream), tag))
         self.bytes_demoted += len(pairs) * self._block_bytes
 
     def poll(self) -> tuple[list[Tag], list[Tag]]:
         """Return the tags of promotions and of demotions completed since the last call."""
-        return _completed(self._promotions), _completed(self._demotions)
+        promoted, demoted = _completed(self._promotions), _completed(self._demotions)
+        self._num_reported += len(promoted) + len(demoted)
+        return promoted, demoted
 
     def synchronize(self) -> None:
         """Wait until everything started so far has arrived; `poll` then reports it."""
@@ -87,9 +94,13 @@ class BlockTransfer(Generic[Tag]):
                 stream.synchronize()
 
     def check(self) -> None:
-        """Verify the invariants of the class docstring."""
-        assert self.bytes_promoted % self._block_bytes == 0, self.bytes_promoted
-        assert self.bytes_demoted % self._block_bytes == 0, self.bytes_demoted
+        """Raise IntegrityError if the invariant of the class docstring is broken."""
+        num_pending = len(self._promotions) + len(self._demotions)
+        if self._num_started != self._num_reported + num_pending:
+            raise IntegrityError(
+                f"{self._num_started} copies started, {self._num_reported} reported, "
+                f"{num_pending} pending"
+            )
 
     def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         if stream is None:

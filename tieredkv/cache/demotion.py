@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
@@ -174,6 +175,17 @@ class Demoter:
             entry.is_droppable = True
         self._is_stale = True
 
+    def make_room(self, num_blocks: int) -> None:
+        """Empty clean device blocks, oldest first, until so many are empty.
+
+        NOTE: an allocation that is larger than the host tier gets its room bit by bit. Blocks left
+        where they are would be dirty again when the next ones push their pages out.
+        """
+        device = self._tiers.device
+        self._drop_clean(
+            device, self.is_device_clean, at_most=max(0, num_blocks - device.num_empty)
+        )
+
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
 
@@ -183,7 +195,7 @@ class Demoter:
             if index >= max(num_blocks, self._device_reserve):
                 return
             entry = self._tiers.directory.get(block.block_hash)
-            if entry is not None and not self.is_device_clean(block):
+            if entry is not None and not block.pin_count and not self.is_device_clean(block):
                 entry.is_droppable = True
                 self._tiers.counters.demotions_dropped += 1
 
@@ -350,13 +362,15 @@ class Demoter:
         if entry.disk_expires_at > expires_at:
             tiers.store.touch([item])
 
-    def _drop_clean(self, pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
-        """Forget the clean blocks of a pool that nobody uses; return how many."""
-        dropped = 0
-        for block in list(pool.evictable()):
-            if block.block_hash is not None and is_clean(block):
-                block_hash = block.block_hash
-                pool.drop(block_hash)
-                self._tiers.forget_if_absent(block_hash)
-                dropped += 1
-        return dropped
+    def _drop_clean(
+        self, pool: BlockPool, is_clean: Callable[[Block], bool], *, at_most: int | None = None
+    ) -> int:
+        """Forget clean blocks of a pool that nobody uses, oldest first; return how many."""
+        free = (block for block in pool.evictable() if not block.pin_count and is_clean(block))
+        victims = list(islice(free, at_most))
+        for block in victims:
+            block_hash = block.block_hash
+            assert block_hash is not None, block
+            pool.drop(block_hash)
+            self._tiers.forget_if_absent(block_hash)
+        return len(victims)

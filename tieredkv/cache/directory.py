@@ -11,6 +11,8 @@ from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
+SLACK = 64
+
 
 @dataclass(slots=True)
 class Entry:
@@ -44,7 +46,8 @@ class Directory:
     """Entries by block hash, and the order in which they expire.
 
     Invariants (`check`): every entry is under its own hash; every entry has a deadline queued no
-    later than its own, so that the sweep cannot miss it.
+    later than its own, so that the sweep cannot miss it; few of those queued are of entries that
+    have left.
     """
 
     def __init__(self, policies: RetentionPolicies) -> None:
@@ -57,6 +60,11 @@ class Directory:
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._entries
+
+    @property
+    def num_queued(self) -> int:
+        """Deadlines queued, those of entries that have left included."""
+        return len(self._deadlines)
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -80,7 +88,7 @@ class Directory:
             entry = known
         self._entries[entry.block_hash] = entry
         heapq.heappush(self._deadlines, (self.deadline(entry), entry.block_hash))
-        if len(self._deadlines) > 2 * len(self._entries) + 64:
+        if len(self._deadlines) > 2 * len(self._entries) + SLACK:
             self._deadlines = [(self.deadline(e), h) for h, e in self._entries.items()]
             heapq.heapify(self._deadlines)
         return entry

@@ -445,6 +445,7 @@ class TieredCache:
         if blocks is None and device.num_free >= num_blocks:
             self.demoter.demote(num_blocks)
             self.poll()
+            self.demoter.make_room(num_blocks)
             blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
             if blocks is None:
                 return self._wait_or_drop(prefix, num_blocks)

@@ -1,0 +1,303 @@
+"""The scheduler over a real cache with a stand-in for the model, and a disk that misbehaves."""
+
+import random
+
+import pytest
+
+from tests.fake_store import Rig, root_of
+from tieredkv.cache import tiered
+from tieredkv.cache.tiered import Prefix
+from tieredkv.engine.request import Phase, Request
+from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.scheduler import ScheduledRow, Scheduler
+from tieredkv.hashing import chain_hashes
+from tieredkv.types import BlockHash, BlockRecord
+
+SIZE = 4
+
+
+class Loop:
+    """The engine's loop without a model: a row is computed by writing its blocks' right bytes."""
+
+    def __init__(
+        self, rig: Rig, *, max_num_batched_tokens: int = 64, max_num_seqs: int = 8
+    ) -> None:
+        self.rig = rig
+        self.scheduler = Scheduler(
+            rig.cache,
+            block_size=SIZE,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            hash_algo="sha256",
+        )
+        self.finished: list[str] = []
+        self.num_computed_tokens = 0
+
+    def add(self, name: str, num_tokens: int, *, max_tokens: int = 1, seed: int = 0) -> Request:
+        """Queue a request; prompts of one seed share their prefix."""
+        token_ids = prompt_of(seed, num_tokens)
+        root = root_of("scheduler")
+        hashes = chain_hashes(root, token_ids, SIZE, algo="sha256")
+        params = SamplingParams(max_tokens=max_tokens)
+        request = Request(
+            request_id=name,
+            params=params,
+            token_ids=token_ids,
+            num_prompt_tokens=num_tokens,
+            prefix=Prefix(root=root, namespace=b"ns", hashes=hashes, retention="24h"),
+            sampler=SamplerState.from_params(
+                params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids
+            ),
+        )
+        self.scheduler.add(request)
+        return request
+
+    def step(self) -> list[ScheduledRow]:
+        """One step, with everything verified."""
+        cache, scheduler = self.rig.cache, self.scheduler
+        cache.poll()
+        rows = scheduler.schedule()
+        scheduler.check()
+        self.rig.check()
+        for row in rows:
+            self.compute(row)
+        for row in rows:
+            scheduler.complete(row)
+        for row in rows:
+            if row.row.needs_logits:
+                self.sample(row.request)
+        cache.pump()
+        scheduler.check()
+        self.rig.check()
+        return rows
+
+    def compute(self, row: ScheduledRow) -> None:
+        """Write what a forward pass would, and verify what it would read."""
+        prefix = row.request.prefix
+        self.num_computed_tokens += row.end - row.start
+        self.rig.verify(prefix)
+        for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
+            if index < row.start // SIZE:
+                assert block.is_ready, f"{row.request.request_id} attends to what is not there"
+            elif (index + 1) * SIZE <= row.end and row.row.write_from <= row.start:
+                assert not block.is_ready, "a shared block is written"
+                assert not self.rig.cache.is_loading(block), "two writers of one block"
+                self.rig.write(block, prefix.hashes[index])
+
+    def sample(self, request: Request) -> None:
+        """Give a request its next token."""
+        if not request.is_touched:
+            request.is_touched = True
+            self.rig.cache.touch(request.prefix)
+        request.append(7)
+        num_full = request.num_computed_tokens // SIZE
+        if len(request.prefix.hashes) < num_full:
+            start = len(request.prefix.hashes) * SIZE
+            parent = request.prefix.hashes[-1] if start else request.prefix.root
+            tokens = request.token_ids[start : start + SIZE]
+            (block_hash,) = chain_hashes(parent, tokens, SIZE, algo="sha256")
+            self.rig.write(request.prefix.blocks[start // SIZE], block_hash)
+        self.scheduler.seal_full_blocks(request)
+        if len(request.output_ids) >= request.params.max_tokens:
+            self.finished.append(request.request_id)
+            self.scheduler.remove(request)
+
+    def run(self, *, steps: int = 400) -> None:
+        """Step until every request has finished."""
+        for _ in range(steps):
+            if not self.scheduler.waiting and not self.scheduler.running:
+                return
+            self.step()
+        waiting = [request.request_id for request in self.scheduler.waiting]
+        running = [request.request_id for request in self.scheduler.running]
+        raise AssertionError(f"stuck: waiting {waiting}, running {running}")
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    """The tokens of a prompt; one seed, one text."""
+    return [seed * 100_000 + position for position in range(num_tokens)]
+
+
+def put_on_disk(rig: Rig, seed: int, num_tokens: int) -> None:
+    """Place a prompt's blocks on disk."""
+    root = parent = root_of("scheduler")
+    for position, block_hash in enumerate(
+        chain_hashes(root, prompt_of(seed, num_tokens), SIZE, algo="sha256")
+    ):
+        rig.store.put_block(
+            BlockRecord(
+                block_hash=block_hash,
+                parent_hash=parent,
+                root=root,
+                namespace=b"ns",
+                position=position,
+                size_bytes=64,
+                retention="24h",
+                computed_at=rig.clock.now(),
+                expires_at=rig.clock.now() + 86_400.0,
+                last_used=rig.clock.now(),
+            )
+        )
+        parent = BlockHash(block_hash)
+
+
+@pytest.fixture
+def endless_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is dropped to make room: a circular wait shows as one."""
+    monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
+
+
+@pytest.mark.usefixtures("endless_patience")
+@pytest.mark.parametrize("num_pages", [4, 5, 8])
+def test_big_prefixes_on_disk_and_tiny_tiers_never_wait_in_a_circle(num_pages: int) -> None:
+    rng = random.Random(num_pages)
+    rig = Rig(num_blocks=16, num_pages=num_pages)
+    loop = Loop(rig, max_num_batched_tokens=16)
+    for seed in range(6):
+        put_on_disk(rig, seed, 48)
+    for index in range(18):
+        loop.add(f"r{index}", rng.choice([5, 24, 48, 56]), seed=rng.randrange(8), max_tokens=5)
+    loop.run(steps=1500)
+    assert len(loop.finished) == 18
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.usefixtures("endless_patience")
+def test_a_disk_that_answers_in_any_order_and_fails_stops_nobody() -> None:
+    for seed in range(8):
+        rng = random.Random(seed)
+        rig = Rig(num_blocks=16, num_pages=rng.choice([4, 6, 9]))
+        rig.store.is_held = rig.transfer.is_held = True
+        loop = Loop(rig, max_num_batched_tokens=rng.choice([3, 16, 64]))
+        for prompt in range(4):
+            put_on_disk(rig, prompt, 40)
+        requests = [
+            loop.add(f"r{index}", rng.randrange(1, 50), seed=rng.randrange(6), max_tokens=6)
+            for index in range(12)
+        ]
+        for _ in range(3000):
+            if not loop.scheduler.waiting and not loop.scheduler.running:
+                break
+            loop.step()
+            if rng.random() < 0.02:
+                victim = rng.choice(requests)
+                if victim in loop.scheduler.waiting or victim in loop.scheduler.running:
+                    loop.scheduler.remove(victim)
+            if rng.random() < 0.5:
+                rig.transfer.complete()
+            if rig.store.lookups and rng.random() < 0.5:
+                rig.store.answer(rng.randrange(len(rig.store.lookups)))
+            if rig.store.jobs and rng.random() < 0.7:
+                reason = rng.choice(["", "", "", "checksum"])
+                rig.store.complete(rng.randrange(len(rig.store.jobs)), reason=reason)
+        else:
+            raise AssertionError(f"stuck with seed {seed}")
+        rig.check_nothing_is_held()
+
+
+def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_protect() -> None:
+    loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
+    loop.add("warm", 16, seed=1)
+    loop.run()
+    loop.add("large", 30, seed=2)
+    loop.add("cached", 17, seed=1)
+    loop.run(steps=40)
+    assert loop.finished == ["warm", "large", "cached"]
+    rig.check_nothing_is_held()
+
+
+def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_protected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
+    loop = Loop(rig := Rig(num_blocks=8, num_pages=4))
+    for seed in (1, 2, 3):
+        loop.add(f"warm {seed}", 16, seed=seed)
+        loop.run()
+    rig.store.is_held = True
+    loop.add("large", 31, seed=4)
+    loop.add("cached", 17, seed=3)
+    loop.run(steps=20_000)
+    assert loop.finished[-2:] == ["large", "cached"]
+    rig.check_nothing_is_held()
+
+
+def test_a_store_that_hangs_holds_up_no_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
+    loop = Loop(rig := Rig(num_blocks=16, num_pages=4, load_timeout_s=0.02))
+    put_on_disk(rig, 1, 24)
+    loop.add("first", 24, seed=1)
+    rig.store.answer(0)
+    rig.store.is_held = True
+    for index in range(6):
+        loop.add(f"r{index}", 20, seed=index, max_tokens=12)
+    loop.run(steps=20_000)
+    assert len(loop.finished) == 7
+    assert rig.tiers.counters.load_failures["timeout"] > 0
+    rig.check_nothing_is_held()
+
+
+def test_requests_that_outgrow_the_pool_preempt_the_newest_and_all_finish() -> None:
+    loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
+    for index in range(4):
+        loop.add(f"r{index}", 8, seed=index, max_tokens=16)
+    loop.run()
+    assert sorted(loop.finished) == ["r0", "r1", "r2", "r3"]
+    assert loop.finished[0] == "r0"
+    assert loop.scheduler.num_preemptions > 0
+    rig.check_nothing_is_held()
+
+
+def test_a_preempted_request_is_not_admitted_again_in_the_step_that_preempted_it() -> None:
+    loop = Loop(Rig(num_blocks=6, num_pages=16))
+    for index in range(2):
+        loop.add(f"r{index}", 8, seed=index, max_tokens=12)
+    while loop.scheduler.num_preemptions == 0:
+        loop.step()
+    assert [request.phase for request in loop.scheduler.waiting] == [Phase.WAITING]
+    loop.run()
+
+
+def test_a_wholly_cached_prompt_computes_its_last_token_only() -> None:
+    loop = Loop(Rig())
+    loop.add("cold", 16)
+    loop.run()
+    assert loop.num_computed_tokens == 16
+    loop.add("warm", 16)
+    loop.run()
+    assert loop.num_computed_tokens == 17
+
+
+def test_two_requests_with_one_prompt_compute_its_blocks_once() -> None:
+    loop = Loop(Rig(), max_num_batched_tokens=6)
+    loop.add("a", 18)
+    loop.add("b", 18)
+    loop.run()
+    assert loop.num_computed_tokens <= 18 + 2 + SIZE
+    assert sorted(loop.finished) == ["a", "b"]
+
+
+def test_a_block_that_became_ready_while_half_of_it_was_computed_is_skipped() -> None:
+    loop = Loop(rig := Rig(), max_num_batched_tokens=6)
+    request = loop.add("a", 16)
+    loop.step()
+    assert request.num_computed_tokens == 6
+    block = request.prefix.blocks[1]
+    rig.write(block, request.prefix.hashes[1])
+    rig.cache.complete(request.prefix, 1, 2)
+    loop.run(steps=10)
+    assert loop.finished == ["a"]
+
+
+def test_a_request_cancelled_in_any_step_leaves_nothing_behind() -> None:
+    for cancel_at in range(8):
+        loop = Loop(rig := Rig(num_blocks=16), max_num_batched_tokens=5)
+        put_on_disk(rig, 0, 16)
+        request = loop.add("a", 30, max_tokens=20)
+        for _ in range(cancel_at):
+            loop.step()
+        loop.scheduler.remove(request)
+        rig.check_nothing_is_held()

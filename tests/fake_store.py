@@ -1,0 +1,444 @@
+"""A tiered cache over real memory whose clock, store and streams do what a test tells them.
+
+Every block has one right content, made from its hash, and every reuse of memory is poisoned first:
+bytes in the wrong place show at the next `Rig.check`.
+"""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tieredkv.block_pool import Block, BlockPool
+from tieredkv.cache.directory import Directory, Entry
+from tieredkv.cache.tiered import Prefix, TieredCache
+from tieredkv.cache.tiers import Tiers
+from tieredkv.clock import Clock
+from tieredkv.kernels.copies import BlockCopier
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, StoreClient
+from tieredkv.storage.messages import LoadItem, StoreItem, TouchItem
+from tieredkv.transfer import BlockTransfer
+from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
+
+BLOCK_BYTES = 64
+POISON = 0xEE
+START = 1_800_000_000.0
+DAY_S = 86_400.0
+
+
+def root_of(name: str) -> BlockHash:
+    """The made-up root of a chain."""
+    return BlockHash(hashlib.sha256(f"root {name}".encode()).digest())
+
+
+def chain_of(name: str, length: int) -> list[BlockHash]:
+    """The made-up hashes of a chain, head first."""
+    hashes, parent = [], root_of(name)
+    for _ in range(length):
+        parent = BlockHash(hashlib.sha256(parent).digest())
+        hashes.append(parent)
+    return hashes
+
+
+def payload_of(block_hash: bytes) -> bytes:
+    """The one right content of a block."""
+    return hashlib.shake_128(block_hash).digest(BLOCK_BYTES)
+
+
+class ManualClock(Clock):
+    """A clock that moves only when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment = START
+
+    def now(self) -> float:
+        return self.moment
+
+
+@dataclass(slots=True)
+class Job:
+    """One page lent to the store."""
+
+    number: int
+    item: LoadItem | StoreItem
+
+    @property
+    def block_hash(self) -> BlockHash:
+        """Whose bytes the page holds, or will."""
+        item = self.item
+        return BlockHash(item.block_hash if isinstance(item, LoadItem) else item.record.block_hash)
+
+
+class FakeStore(StoreClient):
+    """The disk tier as a dict: it touches a page at the very end of its loan, as a slow one does.
+
+    Attributes:
+        blocks: what is on disk.
+        is_held: jobs stay open, as with a worker that was stopped by a signal.
+        reason: why jobs fail, "" while they do not.
+        is_down: lookups miss and jobs fail at once.
+        stored, touched, deleted: everything that was asked for, in that order.
+    """
+
+    def __init__(self, arena: torch.Tensor, clock: Clock) -> None:
+        self._memory = arena
+        self._clock = clock
+        self._numbers = itertools.count(1)
+        self._done: list[Event] = []
+        self.lookups: list[tuple[int, list[bytes]]] = []
+        self.jobs: list[Job] = []
+        self.blocks: dict[BlockHash, tuple[BlockRecord, bytes]] = {}
+        self.is_held = False
+        self.is_down = False
+        self.reason = ""
+        self.asked: list[bytes] = []
+        self.loaded: list[BlockHash] = []
+        self.stored: list[BlockHash] = []
+        self.touched: list[TouchItem] = []
+        self.deleted: list[BlockHash] = []
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        job = next(self._numbers)
+        self.asked.extend(hashes)
+        self.lookups.append((job, list(hashes)))
+        return job
+
+    def load(self, items: Sequence[LoadItem]) -> int:
+        self.loaded.extend(BlockHash(item.block_hash) for item in items)
+        return self._open_jobs(items)
+
+    def store(self, items: Sequence[StoreItem]) -> int:
+        for item in items:
+            assert item.record.retention != "in_memory", item
+            assert item.record.expires_at <= item.record.computed_at + DAY_S, item
+            self.stored.append(BlockHash(item.record.block_hash))
+        return self._open_jobs(items)
+
+    def touch(self, items: Sequence[TouchItem]) -> None:
+        self.touched.extend(items)
+
+    def delete(self, hashes: Sequence[bytes], reason: str) -> None:
+        for block_hash in hashes:
+            self.deleted.append(BlockHash(block_hash))
+            self.blocks.pop(BlockHash(block_hash), None)
+
+    @property
+    def pending_pages(self) -> frozenset[int]:
+        return frozenset(job.item.page_id for job in self.jobs)
+
+    def poll(self) -> list[Event]:
+        if not self.is_held:
+            while self.lookups:
+                self.answer(0)
+            while self.jobs:
+                self.complete(0)
+        done, self._done = self._done, []
+        return done
+
+    def answer(self, index: int) -> None:
+        """Answer one lookup."""
+        job, hashes = self.lookups.pop(index)
+        records: list[BlockRecord | None] = []
+        for block_hash in hashes:
+            record, _ = self.blocks.get(BlockHash(block_hash), (None, b""))
+            is_live = record is not None and record.expires_at > self._clock.now()
+            records.append(record if is_live and not self.is_down else None)
+        self._done.append(LookupDone(job, records))
+
+    def complete(self, index: int, *, reason: str = "") -> None:
+        """End one loan, well or for a reason."""
+        job = self.jobs.pop(index)
+        item, block_hash = job.item, job.block_hash
+        reason = reason or ("worker_down" if self.is_down else self.reason)
+        page = self._memory[item.page_id].numpy()
+        if isinstance(item, StoreItem):
+            payload = page.tobytes()
+            assert payload == payload_of(block_hash), "a page on loan was reused"
+            if not reason:
+                self.blocks[block_hash] = item.record, payload
+            self._done.append(PageStored(job.number, block_hash, item.page_id, not reason, reason))
+            return
+        record, payload = self.blocks.get(block_hash, (None, b""))
+        if record is None or record.expires_at <= self._clock.now():
+            reason = reason or "missing"
+        # What a failed read leaves in the page is anybody's guess.
+        page[:] = POISON if reason else list(payload)
+        self._done.append(
+            PageLoaded(
+                job.number,
+                block_hash,
+                item.page_id,
+                not reason,
+                reason,
+                None if reason else record,
+            )
+        )
+
+    def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
+        """Place a chain on disk, as an earlier process left it."""
+        now, parent = self._clock.now(), root_of(name)
+        for position, block_hash in enumerate(chain_of(name, length)):
+            self.put_block(
+                BlockRecord(
+                    block_hash=block_hash,
+                    parent_hash=parent,
+                    root=root_of(name),
+                    namespace=b"ns",
+                    position=position,
+                    size_bytes=BLOCK_BYTES,
+                    retention=retention,
+                    computed_at=now - age_s,
+                    expires_at=now - age_s + DAY_S,
+                    last_used=now - age_s,
+                )
+            )
+            parent = block_hash
+
+    def put_block(self, record: BlockRecord) -> None:
+        """Place one block on disk, with its right bytes."""
+        self.blocks[BlockHash(record.block_hash)] = record, payload_of(record.block_hash)
+
+    def check(self) -> None:
+        pages = [job.item.page_id for job in self.jobs]
+        assert len(set(pages)) == len(pages), "a page is on two loans"
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        pass
+
+    def _open_jobs(self, items: Iterable[LoadItem | StoreItem]) -> int:
+        number = next(self._numbers)
+        self.jobs.extend(Job(number, item) for item in items)
+        self.check()
+        return number
+
+
+class FakeTransfer(BlockTransfer[Any]):
+    """Copies that move their bytes when they complete, and complete when the test lets them."""
+
+    def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
+        super().__init__(
+            BlockCopier(device, arena), device=torch.device("cpu"), block_bytes=BLOCK_BYTES
+        )
+        self.is_held = False
+        self._up: list[tuple[Sequence[tuple[PageId, BlockId]], Any]] = []
+        self._down: list[tuple[Sequence[tuple[BlockId, PageId]], Any]] = []
+
+    @property
+    def has_pending(self) -> bool:
+        return bool(self._up or self._down)
+
+    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any) -> None:
+        self._up.append((pairs, tag))
+
+    def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any) -> None:
+        self._down.append((pairs, tag))
+
+    def poll(self) -> tuple[list[Any], list[Any]]:
+        while not self.is_held and (self._up or self._down):
+            self.complete()
+        return super().poll()
+
+    def complete(self) -> None:
+        """Let the oldest copy of each direction arrive."""
+        if self._up:
+            super().promote(*self._up.pop(0))
+        if self._down:
+            super().demote(*self._down.pop(0))
+
+
+class Rig:
+    """A tiered cache, and requests that compute by writing the right bytes."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: int = 16,
+        num_pages: int = 16,
+        has_store: bool = True,
+        policies: Iterable[RetentionPolicy] = (IN_MEMORY, TWENTY_FOUR_HOURS),
+        reserve: int = 1,
+        load_timeout_s: float = 30.0,
+        is_write_behind: bool = False,
+        can_load: bool = True,
+    ) -> None:
+        self.clock = ManualClock()
+        self.device_bytes = torch.full((num_blocks, BLOCK_BYTES), POISON, dtype=torch.uint8)
+        self.arena_bytes = torch.full((num_pages, BLOCK_BYTES), POISON, dtype=torch.uint8)
+        self.store = FakeStore(self.arena_bytes, self.clock)
+        self.transfer = FakeTransfer(self.device_bytes, self.arena_bytes)
+        self.tiers = Tiers(
+            device=BlockPool(num_blocks, on_evict=self._on_evict(self.device_bytes)),
+            host=BlockPool(num_pages, on_evict=self._on_evict(self.arena_bytes)),
+            directory=Directory(RetentionPolicies(policies)),
+            transfer=self.transfer,
+            store=self.store if has_store else None,
+            clock=self.clock,
+            block_bytes=BLOCK_BYTES,
+        )
+        self.cache = TieredCache(
+            self.tiers,
+            can_load=can_load,
+            is_write_behind=is_write_behind,
+            device_reserve_blocks=reserve,
+            load_timeout_s=load_timeout_s,
+        )
+        self.num_computed = 0
+
+    def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
+        """A request's chain, not queued yet."""
+        return Prefix(
+            root=root_of(name),
+            namespace=b"ns",
+            hashes=chain_of(name, length),
+            retention=retention,
+        )
+
+    def turn(self, count: int = 1) -> None:
+        """Do what the engine does in a step, but for computing."""
+        for _ in range(count):
+            self.cache.poll()
+            self.cache.pump()
+            self.check()
+
+    def queue(self, name: str, length: int, retention: str = "24h") -> Prefix:
+        """A request that has arrived."""
+        prefix = self.prefix(name, length, retention)
+        self.cache.arrive(prefix)
+        self.check()
+        return prefix
+
+    def admit(self, prefix: Prefix, num_blocks: int | None = None) -> bool:
+        """Try to give a request its table."""
+        if not self.cache.is_settled(prefix):
+            return False
+        is_admitted = self.cache.admit(prefix, num_blocks or len(prefix.hashes))
+        self.check()
+        return is_admitted
+
+    def start(self, name: str, length: int, retention: str = "24h") -> Prefix:
+        """A request that has been admitted, whatever steps that takes."""
+        prefix = self.queue(name, length, retention)
+        for _ in range(100):
+            if self.admit(prefix):
+                return prefix
+            self.turn()
+        raise AssertionError("not admitted in 100 steps")
+
+    def compute(self, prefix: Prefix, *, at_most: int = 1_000_000) -> int:
+        """Compute what is neither ready nor on its way, head first; count the blocks."""
+        count = 0
+        for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
+            if block.is_ready or self.cache.is_loading(block):
+                continue
+            if count == at_most:
+                break
+            self.write(block, prefix.hashes[index])
+            self.cache.complete(prefix, index, index + 1)
+            count += 1
+        self.num_computed += count
+        self.check()
+        return count
+
+    def write(self, block: Block, block_hash: BlockHash) -> None:
+        """Compute one block's keys and values."""
+        self.device_bytes[block.block_id] = torch.frombuffer(
+            bytearray(payload_of(block_hash)), dtype=torch.uint8
+        )
+
+    def finish(self, prefix: Prefix, *, steps: int = 100) -> int:
+        """Load and compute until all is ready, then end the request; count what it computed."""
+        count = 0
+        for _ in range(steps):
+            count += self.compute(prefix)
+            if all(block.is_ready for block in prefix.blocks[: len(prefix.hashes)]):
+                break
+            self.turn()
+        else:
+            raise AssertionError(f"not ready after {steps} steps")
+        self.verify(prefix)
+        self.cache.touch(prefix)
+        self.cache.release(prefix)
+        self.check()
+        return count
+
+    def run(self, name: str, length: int, retention: str = "24h") -> int:
+        """Serve a request from arrival to end; count the blocks that it computed."""
+        return self.finish(self.start(name, length, retention))
+
+    def verify(self, prefix: Prefix) -> None:
+        """Compare the bytes of a request's whole table with what they should be."""
+        for block, block_hash in zip(prefix.blocks, prefix.hashes, strict=False):
+            got = self.device_bytes[block.block_id].numpy().tobytes()
+            assert not block.is_ready or got == payload_of(block_hash), "wrong bytes served"
+
+    def check(self) -> None:
+        """Verify every invariant, and the bytes of everything that may be served."""
+        self.cache.check()
+        self.store.check()
+        for pool, memory in (
+            (self.tiers.device, self.device_bytes),
+            (self.tiers.host, self.arena_bytes),
+        ):
+            for entry in self.tiers.directory.entries():
+                block = pool.lookup(entry.block_hash)
+                if block is not None and block.is_ready:
+                    got = memory[block.block_id].numpy().tobytes()
+                    assert got == payload_of(entry.block_hash), f"wrong bytes in {block}"
+
+    def check_nothing_is_held(self) -> None:
+        """Verify that no request or move has left anything behind."""
+        self.store.is_held = self.transfer.is_held = False
+        for _ in range(300):
+            self.turn()
+            if self.cache.is_idle:
+                break
+        assert self.cache.is_idle, "something moves for ever"
+        assert self.tiers.device.num_used == 0, "device blocks leaked"
+        assert self.tiers.host.num_used == 0, "host pages leaked"
+
+    def on_device(self, name: str, length: int) -> list[int]:
+        """Positions of a chain whose bytes VRAM holds."""
+        return _positions(self.tiers.device, name, length)
+
+    def on_host(self, name: str, length: int) -> list[int]:
+        """Positions of a chain whose bytes host memory holds."""
+        return _positions(self.tiers.host, name, length)
+
+    def on_disk(self, name: str, length: int) -> list[int]:
+        """Positions of a chain that the store has."""
+        return [i for i, h in enumerate(chain_of(name, length)) if h in self.store.blocks]
+
+    def run_without_disk(self, name: str, length: int, retention: str = "24h") -> int:
+        """As `run`, for a chain that the disk is not asked for: it may hang."""
+        prefix = self.prefix(name, length, retention)
+        prefix.asked.update(prefix.hashes)
+        for _ in range(1000):
+            if self.admit(prefix):
+                return self.finish(prefix)
+            self.turn()
+            time.sleep(0.001)
+        raise AssertionError("never admitted")
+
+    def entry(self, name: str, position: int) -> Entry:
+        """The directory's entry of a block."""
+        entry = self.tiers.directory.get(chain_of(name, position + 1)[-1])
+        assert entry is not None
+        return entry
+
+    def _on_evict(self, memory: torch.Tensor) -> Callable[[Block, BlockHash], None]:
+        def on_evict(block: Block, block_hash: BlockHash) -> None:
+            memory[block.block_id] = POISON
+            self.tiers.forget_if_absent(block_hash)
+
+        return on_evict
+
+
+def _positions(pool: BlockPool, name: str, length: int) -> list[int]:
+    blocks = [pool.lookup(block_hash) for block_hash in chain_of(name, length)]
+    return [i for i, block in enumerate(blocks) if block is not None and block.is_ready]

@@ -1,0 +1,246 @@
+"""Blocks on their way down: reserves, writes, drains, and what a failing disk costs."""
+
+import time
+
+import pytest
+
+from tests.fake_store import Rig, chain_of
+from tieredkv.cache import tiered
+from tieredkv.types import Tier
+
+
+def soon() -> float:
+    return time.monotonic() + 5
+
+
+def test_a_reserve_of_clean_device_blocks_is_kept_ahead_of_need() -> None:
+    rig = Rig(num_blocks=16, reserve=4)
+    rig.run("a", 16)
+    rig.turn(2)
+    assert rig.on_host("a", 16) == [12, 13, 14, 15]
+    rig.run("b", 4)
+    assert rig.tiers.counters.allocation_waits == 0
+    assert rig.on_device("a", 16) == list(range(12))
+
+
+def test_demoting_what_the_tier_below_has_writes_nothing() -> None:
+    rig = Rig()
+    rig.run("a", 4)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=soon())
+    assert rig.run("a", 4) == 0
+    demoted, stored = rig.transfer.bytes_demoted, list(rig.store.stored)
+    assert rig.on_host("a", 4) == [0, 1, 2, 3], "promotion keeps the lower copy"
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=soon())
+    assert rig.transfer.bytes_demoted == demoted
+    assert rig.store.stored == stored
+
+
+def test_on_evict_writes_under_pressure_only() -> None:
+    rig = Rig(num_blocks=8, num_pages=8)
+    rig.run("a", 4)
+    rig.turn(3)
+    assert rig.store.stored == []
+    for name in "bcde":
+        rig.run(name, 4)
+        rig.turn(3)
+    assert rig.store.stored
+    assert rig.tiers.counters.demotions_dropped == 0
+
+
+def test_write_behind_writes_soon_after_the_compute() -> None:
+    rig = Rig(is_write_behind=True)
+    rig.run("a", 4)
+    rig.run("b", 2, "in_memory")
+    rig.turn(4)
+    assert rig.on_disk("a", 4) == [0, 1, 2, 3]
+    assert rig.on_disk("b", 2) == []
+    assert rig.on_device("a", 4) == [0, 1, 2, 3], "a copy was made, nothing was moved"
+    assert rig.cache.is_idle
+
+
+def test_a_page_being_written_is_not_reused_though_its_block_was_evicted_and_expired() -> None:
+    for end in ("evict", "expire"):
+        rig = Rig(num_blocks=8, num_pages=4)
+        rig.run("a", 2)
+        assert rig.cache.demoter.flush(Tier.HOST, deadline=soon())
+        rig.store.is_held = True
+        rig.cache.demoter.write(4)
+        on_loan = rig.store.pending_pages
+        assert on_loan
+        if end == "evict":
+            rig.cache.evict(lambda entry: True)
+        else:
+            rig.clock.moment += 90_000.0
+        rig.turn()
+        for name in "bcd":
+            rig.run_without_disk(name, 4, "in_memory")
+            rig.cache.demoter.demote(8)
+            rig.turn()
+        assert rig.store.pending_pages == on_loan
+        rig.check_nothing_is_held()
+        assert rig.store.blocks == {}
+
+
+def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> None:
+    rig = Rig(num_blocks=4, num_pages=8)
+    rig.run("a", 4)
+    rig.transfer.is_held = True
+    rig.cache.demoter.demote(4)
+    rig.cache.evict(lambda entry: True)
+    rig.check()
+    other = rig.prefix("b", 4)
+    other.asked.update(other.hashes)
+    assert not rig.admit(other)
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.on_host("a", 4) == [], "an evicted block came back by a copy in flight"
+    assert rig.admit(other)
+    rig.finish(other)
+    rig.check_nothing_is_held()
+
+
+def test_an_allocation_larger_than_the_host_tier_drops_nothing_and_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 1e9)
+    rig = Rig(num_blocks=12, num_pages=4)
+    rig.run("a", 12, "in_memory")
+    prefix = rig.queue("b", 12, "in_memory")
+    for _ in range(20):
+        if rig.admit(prefix):
+            break
+        rig.turn()
+    else:
+        raise AssertionError("blocks of the device go round in circles through the host")
+    assert rig.tiers.counters.demotions_dropped == 0
+    assert rig.on_host("a", 12) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("reason", ["full", "io_error", "worker_down"])
+def test_a_store_that_fails_drops_blocks_and_hangs_nobody(reason: str) -> None:
+    rig = Rig(num_blocks=4, num_pages=4)
+    rig.store.reason = reason
+    for name in "abcdef":
+        assert rig.run(name, 4) == 4
+        rig.turn(2)
+    assert rig.store.blocks == {}
+    assert rig.tiers.counters.store_failures[reason] > 0
+    rig.check_nothing_is_held()
+
+
+def test_a_failed_write_is_tried_again_at_the_end() -> None:
+    rig = Rig()
+    rig.store.reason = "io_error"
+    rig.run("a", 2)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=soon())
+    rig.cache.demoter.write(16)
+    rig.turn(3)
+    rig.store.reason = ""
+    assert rig.cache.demoter.drain(deadline=soon()) == 0
+    assert rig.on_disk("a", 2) == [0, 1]
+
+
+# Draining
+
+
+def test_a_drain_writes_newest_chains_first_and_their_heads_first() -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    for name in ("old", "new"):
+        rig.run(name, 3)
+        rig.clock.moment += 1
+    rig.run("ram", 2, "in_memory")
+    assert rig.cache.demoter.drain(deadline=soon()) == 0
+    assert rig.store.stored == chain_of("new", 3) + chain_of("old", 3)
+
+
+def test_a_drain_writes_the_head_of_a_chain_before_what_was_generated_behind_it() -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    prefix = rig.start("a", 2)
+    rig.compute(prefix)
+    rig.cache.touch(prefix)
+    rig.clock.moment += 1
+    rig.run("between", 1)
+    rig.clock.moment += 1
+    assert rig.cache.extend(prefix)
+    sealed = chain_of("a", 3)[2]
+    rig.write(prefix.blocks[2], sealed)
+    rig.cache.seal(prefix, sealed)
+    rig.cache.release(prefix)
+    assert rig.cache.demoter.drain(deadline=soon()) == 0
+    assert rig.store.stored == [*chain_of("a", 3), *chain_of("between", 1)]
+
+
+def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> None:
+    rig = Rig(num_blocks=8, num_pages=4)
+    rig.store.reason = "io_error"
+    rig.run("old", 4)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=soon())
+    rig.store.reason = ""
+    for entry in rig.tiers.directory.entries():
+        entry.is_droppable = False
+    rig.clock.moment += 1
+    rig.run("new", 8)
+    assert rig.cache.demoter.drain(deadline=soon()) == 0
+    assert rig.on_disk("old", 4) == [0, 1, 2, 3]
+    assert rig.on_disk("new", 8) == list(range(8))
+
+
+def test_a_drain_stops_at_its_deadline_and_counts_what_is_left() -> None:
+    rig = Rig()
+    rig.run("a", 3)
+    rig.store.is_held = True
+    since = time.monotonic()
+    assert rig.cache.demoter.drain(deadline=since + 0.05) == 3
+    assert time.monotonic() - since < 2
+    rig.check_nothing_is_held()
+
+
+# Flushing
+
+
+def test_flush_to_host_empties_vram_and_flush_to_disk_empties_both() -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    rig.run("a", 6)
+    rig.run("ram", 4, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=soon())
+    assert rig.tiers.device.num_cached == 0
+    assert rig.on_host("a", 6) == list(range(6))
+    assert rig.on_host("ram", 4) == list(range(4))
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=soon())
+    assert rig.tiers.host.num_cached == 0
+    assert rig.on_disk("a", 6) == list(range(6))
+    assert rig.on_disk("ram", 4) == []
+    rig.check()
+    assert rig.run("a", 6) == 0
+
+
+@pytest.mark.parametrize("to", [Tier.HOST, Tier.DISK])
+def test_flush_works_through_an_arena_smaller_than_vram(to: Tier) -> None:
+    rig = Rig(num_blocks=16, num_pages=4)
+    rig.run("a", 16)
+    assert rig.cache.demoter.flush(to, deadline=soon())
+    assert rig.tiers.device.num_cached == 0
+    assert rig.on_disk("a", 16) or to is Tier.HOST
+    if to is Tier.DISK:
+        assert rig.on_disk("a", 16) == list(range(16))
+    rig.check_nothing_is_held()
+
+
+def test_flush_leaves_what_a_request_uses_and_says_so_by_its_result() -> None:
+    rig = Rig()
+    user = rig.start("a", 2)
+    rig.compute(user)
+    rig.run("b", 2)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=soon())
+    assert rig.on_device("a", 2) == [0, 1]
+    rig.verify(user)
+    rig.finish(user)
+    rig.check_nothing_is_held()
+
+
+def test_flush_gives_up_at_its_deadline_when_the_store_hangs() -> None:
+    rig = Rig()
+    rig.run("a", 2)
+    rig.store.is_held = True
+    assert not rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
+    rig.check_nothing_is_held()

@@ -1,0 +1,169 @@
+"""What the RAM tiers hold and until when."""
+
+import dataclasses
+
+import pytest
+
+from tieredkv.cache.directory import Directory, Entry
+from tieredkv.errors import IntegrityError
+from tieredkv.retention import (
+    IN_MEMORY,
+    TWENTY_FOUR_HOURS,
+    RetentionPolicies,
+    RetentionPolicy,
+)
+from tieredkv.types import BlockHash, BlockRecord, Tier
+
+NOW = 1_000_000.0
+DAY_S = 86_400.0
+
+
+def make_directory(*more: RetentionPolicy) -> Directory:
+    return Directory(RetentionPolicies([IN_MEMORY, TWENTY_FOUR_HOURS, *more]))
+
+
+def make_entry(number: int = 0, retention: str = "in_memory", computed_at: float = NOW) -> Entry:
+    return Entry(
+        block_hash=BlockHash(b"%032d" % number),
+        parent_hash=BlockHash(b"p" * 32),
+        root=BlockHash(b"r" * 32),
+        namespace=b"ns",
+        position=0,
+        computed_at=computed_at,
+        last_used=computed_at,
+        claims=frozenset({retention}),
+    )
+
+
+def make_record(retention: str = "24h", computed_at: float = NOW) -> BlockRecord:
+    directory = make_directory()
+    entry = make_entry(retention="24h", computed_at=computed_at)
+    record = directory.record(entry, size_bytes=64, expires_at=computed_at + DAY_S)
+    return BlockRecord(
+        **{name: getattr(record, name) for name in record.__struct_fields__}
+        | {"retention": retention}
+    )
+
+
+def test_a_block_keeps_the_longer_of_the_policies_that_asked_for_it() -> None:
+    directory = make_directory()
+    entry = directory.add(make_entry())
+    assert directory.deadline(entry) == NOW + 600
+    directory.claim(entry, "24h", NOW + 1)
+    directory.claim(entry, "in_memory", NOW + 2)
+    assert directory.deadline(entry) == NOW + DAY_S
+    directory.check()
+
+
+def test_a_deadline_is_exact() -> None:
+    directory = make_directory()
+    entry = directory.add(make_entry())
+    assert not directory.is_expired(entry, NOW + 599.999)
+    assert directory.is_expired(entry, NOW + 600)
+
+
+def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> None:
+    directory = make_directory()
+    first = directory.add(make_entry(1))
+    directory.add(make_entry(1))
+    second = directory.add(make_entry(2))
+    directory.claim(second, "in_memory", NOW + 500)
+    assert directory.due(NOW + 600) == [first]
+    directory.forget(first.block_hash)
+    directory.check()
+    assert directory.due(NOW + 1099) == []
+    assert directory.due(NOW + 1100) == [second]
+
+
+def test_an_entry_that_left_and_came_back_is_due_once() -> None:
+    directory = make_directory()
+    directory.add(make_entry(1))
+    directory.forget(make_entry(1).block_hash)
+    again = directory.add(make_entry(1))
+    assert directory.due(NOW + 600) == [again]
+
+
+def test_the_queue_of_deadlines_follows_what_is_held_not_what_passed_through() -> None:
+    directory = make_directory()
+    for number in range(10_000):
+        entry = directory.add(make_entry(number, "24h"))
+        directory.forget(entry.block_hash)
+    kept = directory.add(make_entry(1, "24h"))
+    assert directory.num_queued < 100
+    assert directory.due(NOW + DAY_S) == [kept]
+
+
+def test_a_second_copy_never_makes_a_block_younger() -> None:
+    directory = make_directory()
+    directory.add(make_entry(computed_at=NOW))
+    entry = directory.add(make_entry(retention="24h", computed_at=NOW - 1000))
+    directory.check()
+    assert entry.computed_at == NOW - 1000
+    assert directory.deadline(entry) == NOW - 1000 + DAY_S
+
+
+def test_a_block_from_disk_counts_its_age_from_its_compute() -> None:
+    directory = make_directory()
+    entry = directory.add(directory.entry_of(make_record(computed_at=NOW - 5000)))
+    assert entry.is_on_disk
+    directory.claim(entry, "24h", NOW)
+    assert directory.deadline(entry) == NOW - 5000 + DAY_S
+
+
+def test_a_record_of_an_unknown_retention_lives_as_long_as_the_record_says() -> None:
+    directory = make_directory()
+    entry = directory.add(directory.entry_of(make_record(retention="7d")))
+    assert directory.deadline(entry) == NOW + DAY_S
+    assert directory.disk_deadline(entry, NOW) is None
+    directory.claim(entry, "in_memory", NOW)
+    directory.check()
+    assert directory.deadline(entry) == NOW + DAY_S, "a claim shortened its life"
+
+
+def test_only_claims_that_allow_the_disk_open_it() -> None:
+    directory = make_directory()
+    entry = directory.add(make_entry())
+    assert directory.disk_deadline(entry, NOW) is None
+    assert not directory.may_enter(entry, Tier.DISK)
+    assert directory.may_enter(entry, Tier.HOST)
+    directory.claim(entry, "24h", NOW + 10)
+    assert directory.disk_deadline(entry, NOW + 10) == NOW + DAY_S
+    assert directory.disk_deadline(entry, NOW + DAY_S) is None
+
+
+def test_the_disk_is_told_of_a_retention_that_it_may_have() -> None:
+    week = RetentionPolicy(
+        name="week in RAM",
+        idle_s=7 * DAY_S,
+        absolute_s=7 * DAY_S,
+        tiers=frozenset({Tier.DEVICE, Tier.HOST}),
+    )
+    directory = make_directory(week)
+    entry = directory.add(make_entry(retention="24h"))
+    directory.claim(entry, "week in RAM", NOW)
+    assert directory.record(entry, size_bytes=64, expires_at=NOW + 1).retention == "24h"
+    assert directory.disk_deadline(entry, NOW) == NOW + DAY_S
+
+
+def test_a_new_claim_gives_a_block_that_could_not_be_written_another_chance() -> None:
+    directory = make_directory()
+    entry = directory.add(make_entry(retention="24h"))
+    entry.is_droppable = True
+    directory.claim(entry, "24h", NOW)
+    assert not entry.is_droppable
+
+
+def test_check_finds_an_entry_that_the_sweep_would_miss() -> None:
+    directory = make_directory()
+    entry = directory.add(make_entry())
+    entry.computed_at -= 3500
+    with pytest.raises(IntegrityError, match="not queued to expire"):
+        directory.check()
+
+
+def test_check_finds_an_entry_under_another_key() -> None:
+    directory = make_directory()
+    entry = directory.add(make_entry(1))
+    entry.block_hash = dataclasses.replace(make_entry(2)).block_hash
+    with pytest.raises(IntegrityError, match="another key"):
+        directory.check()

@@ -1,0 +1,157 @@
+"""Blocks on their way up: loans, late answers, caps."""
+
+import time
+
+from tests.fake_store import Rig, chain_of
+from tieredkv.cache.tiered import Prefix
+from tieredkv.types import Tier
+
+
+def admitted_from_disk(rig: Rig, name: str, length: int) -> Prefix:
+    """A request whose blocks are being read by a store that holds still."""
+    rig.store.put(name, length)
+    rig.store.is_held = True
+    prefix = rig.queue(name, length)
+    while rig.store.lookups:
+        rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    rig.turn()
+    assert rig.store.jobs
+    return prefix
+
+
+def test_promotion_keeps_the_copies_below() -> None:
+    rig = Rig()
+    rig.store.put("a", 3)
+    assert rig.run("a", 3) == 0
+    assert rig.on_device("a", 3) == rig.on_host("a", 3) == rig.on_disk("a", 3) == [0, 1, 2]
+    assert rig.tiers.counters.promoted_disk_blocks == 3
+    assert rig.store.deleted == []
+
+
+def test_a_page_on_loan_is_never_reused_though_the_read_timed_out() -> None:
+    rig = Rig(num_blocks=16, num_pages=4, load_timeout_s=0.0)
+    prefix = admitted_from_disk(rig, "a", 4)
+    on_loan = rig.store.pending_pages
+    assert rig.finish(prefix) == 4, "a read that is late is computed"
+    assert rig.tiers.counters.load_failures["timeout"] == 4
+    for name in "bcd":
+        rig.run_without_disk(name, 8)
+    assert rig.store.pending_pages >= on_loan
+    rig.check_nothing_is_held()
+
+
+def test_a_page_on_loan_is_never_reused_though_its_request_was_cancelled() -> None:
+    rig = Rig(num_blocks=8, num_pages=4)
+    prefix = admitted_from_disk(rig, "a", 2)
+    on_loan = rig.store.pending_pages
+    rig.cache.release(prefix)
+    rig.turn()
+    assert rig.tiers.device.num_used == 0
+    assert rig.tiers.host.num_used == len(on_loan) > 0
+    rig.run_without_disk("b", 8, "in_memory")
+    assert rig.cache.demoter.demote(8) > 0
+    rig.turn()
+    assert rig.store.pending_pages == on_loan
+    rig.check_nothing_is_held()
+
+
+def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
+    rig = Rig(num_blocks=4, num_pages=8)
+    rig.run("a", 4)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.transfer.is_held = True
+    prefix = rig.start("a", 4)
+    rig.turn()
+    assert rig.transfer.has_pending
+    rig.cache.release(prefix)
+    rig.cache.evict(lambda entry: True)
+    other = rig.prefix("b", 4)
+    other.asked.update(other.hashes)
+    assert not rig.admit(other)
+    rig.transfer.is_held = False
+    rig.turn()
+    assert rig.admit(other)
+    assert rig.finish(other) == 4
+    rig.check_nothing_is_held()
+
+
+def test_a_late_completion_spoils_nothing_and_its_bytes_are_kept() -> None:
+    rig = Rig(load_timeout_s=0.0)
+    prefix = admitted_from_disk(rig, "a", 2)
+    assert rig.finish(prefix) == 2
+    assert rig.on_host("a", 2) == []
+    rig.store.is_held = False
+    rig.turn()
+    assert rig.on_host("a", 2) == [0, 1]
+    assert rig.entry("a", 0).is_on_disk
+    rig.check_nothing_is_held()
+
+
+def test_a_late_read_of_older_bytes_makes_the_block_as_old_as_they_are() -> None:
+    rig = Rig(load_timeout_s=0.0)
+    rig.store.put("a", 1, age_s=1000.0)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 1)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    assert rig.finish(prefix) == 1
+    rig.store.is_held = False
+    rig.turn()
+    assert rig.entry("a", 0).computed_at == rig.clock.moment - 1000.0
+
+
+def test_reads_in_flight_hold_at_most_half_of_the_arena() -> None:
+    rig = Rig(num_blocks=32, num_pages=8)
+    prefix = admitted_from_disk(rig, "a", 20)
+    most = 0
+    while rig.store.jobs:
+        most = max(most, len(rig.store.jobs))
+        rig.store.complete(0)
+        rig.turn()
+    assert most == 4
+    assert rig.finish(prefix) == 0
+
+
+def test_a_failed_prefetch_leaves_no_page_behind_that_stands_for_its_block() -> None:
+    rig = Rig()
+    rig.store.put("a", 2)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 2)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.store.jobs
+    while rig.store.jobs:
+        rig.store.complete(0, reason="io_error")
+    rig.turn()
+    rig.store.is_held = False
+    assert rig.admit(prefix)
+    assert rig.finish(prefix) == 0, "it is read again at admission"
+    rig.check_nothing_is_held()
+
+
+def test_reads_that_wait_for_pages_have_older_blocks_written_out() -> None:
+    rig = Rig(num_blocks=16, num_pages=4)
+    rig.run_without_disk("dirty", 4)
+    rig.cache.demoter.demote(16)
+    rig.turn()
+    assert rig.on_host("dirty", 4)
+    rig.store.put("a", 8)
+    prefix = rig.start("a", 8)
+    assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
+def test_a_request_joins_the_read_that_another_one_began() -> None:
+    rig = Rig()
+    first = admitted_from_disk(rig, "a", 2)
+    second = rig.queue("a", 2)
+    assert rig.admit(second)
+    rig.cache.release(first)
+    rig.turn()
+    rig.store.is_held = False
+    assert rig.finish(second) == 0
+    assert sorted(rig.store.loaded) == sorted(chain_of("a", 2))
+    rig.check_nothing_is_held()

@@ -1,0 +1,507 @@
+"""What a request sees of the tiers, from its arrival to its end."""
+
+import time
+
+import pytest
+
+from tests.fake_store import DAY_S, Rig, chain_of
+from tieredkv.cache import tiered
+from tieredkv.types import Tier
+
+
+def test_a_second_request_with_a_prefix_computes_nothing() -> None:
+    rig = Rig()
+    assert rig.run("a", 6) == 6
+    assert rig.run("a", 6) == 0
+    rig.check_nothing_is_held()
+
+
+def test_two_requests_with_one_prefix_compute_it_once() -> None:
+    rig = Rig()
+    first, second = rig.start("a", 4), rig.start("a", 4)
+    assert [block.block_id for block in first.blocks] == [block.block_id for block in second.blocks]
+    assert rig.compute(first, at_most=2) + rig.compute(second) == 4
+    assert rig.finish(first) + rig.finish(second) == 0
+    rig.check_nothing_is_held()
+
+
+def test_two_requests_with_one_prefix_load_it_once() -> None:
+    rig = Rig()
+    rig.store.put("a", 4)
+    first, second = rig.queue("a", 4), rig.queue("a", 4)
+    rig.turn()
+    assert rig.admit(first)
+    assert rig.admit(second)
+    assert rig.finish(first) + rig.finish(second) == 0
+    assert sorted(rig.store.loaded) == sorted(chain_of("a", 4))
+    rig.check_nothing_is_held()
+
+
+def test_a_hole_is_computed_and_what_lies_beyond_it_is_loaded() -> None:
+    rig = Rig()
+    rig.store.put("a", 6)
+    hole = chain_of("a", 6)[2]
+    del rig.store.blocks[hole]
+    prefix = rig.start("a", 6)
+    assert prefix.sources == [Tier.DISK, Tier.DISK, None, Tier.DISK, Tier.DISK, Tier.DISK]
+    assert rig.finish(prefix) == 1
+    assert set(rig.store.loaded) == set(chain_of("a", 6)) - {hole}
+
+
+def test_sources_name_the_tier_that_each_block_came_from() -> None:
+    rig = Rig()
+    rig.store.put("a", 2)
+    disk = rig.start("a", 3)
+    assert disk.sources == [Tier.DISK, Tier.DISK, None]
+    rig.finish(disk)
+    device = rig.start("a", 3)
+    assert device.sources == [Tier.DEVICE] * 3
+    rig.finish(device)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    host = rig.start("a", 3)
+    assert host.sources == [Tier.HOST] * 3
+    assert rig.finish(host) == 0
+
+
+def test_a_failed_load_of_one_block_is_computed_and_the_others_are_served() -> None:
+    rig = Rig()
+    rig.store.put("a", 4)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 4)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    bad = chain_of("a", 4)[1]
+    while rig.store.jobs:
+        reason = "checksum" if rig.store.jobs[0].block_hash == bad else ""
+        rig.store.complete(0, reason=reason)
+        rig.turn()
+    assert rig.finish(prefix) == 1
+    assert prefix.sources == []
+    assert rig.tiers.counters.load_failures == {"checksum": 1}
+    rig.check_nothing_is_held()
+
+
+def test_a_prefix_larger_than_the_arena_streams_through_it() -> None:
+    rig = Rig(num_blocks=32, num_pages=4)
+    rig.store.put("a", 24)
+    prefix = rig.start("a", 24)
+    assert rig.finish(prefix) == 0
+    assert sorted(rig.store.loaded) == sorted(chain_of("a", 24))
+    rig.check_nothing_is_held()
+
+
+def test_a_store_that_is_down_costs_misses_only() -> None:
+    rig = Rig()
+    rig.store.put("a", 4)
+    rig.store.is_down = True
+    assert rig.run("a", 4) == 4
+    rig.check_nothing_is_held()
+
+
+def test_a_lookup_that_gets_no_answer_is_a_miss_and_only_the_first_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "LOOKUP_TIMEOUT_S", 0.0)
+    rig = Rig()
+    rig.store.put("a", 2)
+    rig.store.is_held = True
+    assert rig.run("a", 2) == 2
+    other = rig.queue("b", 2)
+    assert other.lookup_job is None, "it waits for a disk that does not answer"
+    assert rig.admit(other)
+    rig.finish(other)
+    rig.store.is_held = False
+    rig.turn()
+    assert rig.queue("c", 1).lookup_job is not None, "the disk answers again and is not asked"
+    assert rig.tiers.counters.load_failures == {"lookup_timeout": 1}
+
+
+# Cancelling: exactly what it held, at every stage.
+
+
+@pytest.mark.parametrize("stage", ["looking up", "prefetching", "admitted", "reading", "copying"])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_cancelled_request_releases_exactly_what_it_held(stage: str, is_shared: bool) -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    rig.store.put("a", 8)
+    other = rig.queue("a", 8) if is_shared else None
+    rig.store.is_held = True
+    prefix = rig.queue("a", 8)
+    if stage != "looking up":
+        while rig.store.lookups:
+            rig.store.answer(0)
+        rig.turn()
+        assert rig.store.jobs
+    if stage in ("admitted", "reading", "copying"):
+        rig.transfer.is_held = stage == "copying"
+        assert rig.admit(prefix)
+    if stage == "reading":
+        rig.turn()
+    if stage == "copying":
+        rig.store.complete(0)
+        rig.turn()
+        assert rig.transfer.has_pending
+    rig.cache.release(prefix)
+    rig.turn()
+    assert prefix.blocks == prefix.held_blocks == prefix.held_pages == []
+    loans = rig.store.pending_pages
+    if not rig.transfer.has_pending and other is None:
+        assert rig.tiers.device.num_used == 0, "device blocks wait for a read that nobody wants"
+        assert rig.tiers.host.num_used == len(loans), "exactly the pages on loan stay held"
+    rig.store.is_held = rig.transfer.is_held = False
+    rig.turn(2)
+    if other is not None:
+        while not rig.admit(other):
+            rig.turn()
+        assert rig.finish(other) == 0
+    rig.check_nothing_is_held()
+
+
+def test_cancelling_the_request_that_computes_leaves_its_work_to_the_others() -> None:
+    rig = Rig()
+    first, second = rig.start("a", 4), rig.start("a", 4)
+    rig.compute(first, at_most=1)
+    rig.cache.release(first)
+    rig.check()
+    assert rig.finish(second) == 3
+    rig.check_nothing_is_held()
+
+
+# Recency, protection, room.
+
+
+def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
+    rig = Rig(num_blocks=8, num_pages=8)
+    rig.run("a", 6)
+    rig.turn()
+    rig.run("b", 4)
+    assert rig.on_device("a", 6) == [0, 1, 2, 3]
+    rig.run("c", 6)
+    rig.run("d", 6)
+    rig.turn()
+    for name in "abcd":
+        kept = sorted({*rig.on_device(name, 6), *rig.on_host(name, 6)})
+        assert kept == list(range(len(kept))), f"{name} kept {kept}: no usable prefix"
+
+
+def test_pages_written_to_disk_are_still_evicted_tail_first() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, reserve=8)
+    rig.run("a", 8)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.cache.demoter.write(8)
+    rig.turn(10)
+    rig.cache.demoter.write(8)
+    rig.turn(10)
+    assert len(rig.on_disk("a", 8)) >= 4
+    rig.run("b", 4, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.on_host("a", 8) == [0, 1, 2, 3]
+
+
+def test_a_hit_refreshes_the_whole_chain_in_every_tier() -> None:
+    rig = Rig(num_blocks=16, num_pages=16)
+    for name in "ab":
+        rig.run(name, 4)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.cache.demoter.write(16)
+    rig.turn(8)
+    rig.clock.moment += 5
+    rig.run("a", 4)
+    oldest = [page.block_hash for page in rig.tiers.host.evictable()]
+    assert oldest == chain_of("b", 4)[::-1] + chain_of("a", 4)[::-1]
+    on_disk = [h for h in chain_of("a", 4) if h in rig.store.blocks]
+    assert on_disk
+    assert [item.block_hash for item in rig.store.touched] == on_disk
+    assert all(item.last_used == rig.clock.moment for item in rig.store.touched)
+
+
+def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
+    rig = Rig(num_blocks=8, num_pages=8)
+    rig.run("a", 6)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    prefix = rig.start("a", 6)
+    rig.turn()
+    rig.cache.release(prefix)
+    oldest = [page.block_hash for page in rig.tiers.host.evictable()]
+    assert oldest == chain_of("a", 6)[::-1]
+
+
+def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None:
+    rig = Rig(num_blocks=16)
+    for name in "abc":
+        rig.run(name, 4)
+    queued = [rig.queue(name, 4) for name in "abc"]
+    assert [len(prefix.held_blocks) for prefix in queued] == [4, 4, 0]
+    rig.run("d", 8)
+    assert rig.on_device("a", 4) == rig.on_device("b", 4) == [0, 1, 2, 3]
+    for prefix in queued:
+        rig.cache.release(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
+    rig = Rig(num_blocks=64, num_pages=16)
+    queued = []
+    for name in "abcdef":
+        rig.store.put(name, 8)
+        queued.append(rig.queue(name, 8))
+        rig.turn(2)
+    assert 0 < sum(len(prefix.held_pages) for prefix in queued) <= 8
+    assert rig.tiers.host.num_used <= 8
+    for prefix in queued:
+        while not rig.admit(prefix):
+            rig.turn()
+        assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
+def test_prefetch_leaves_room_for_what_an_admitted_request_reads() -> None:
+    rig = Rig(num_blocks=64, num_pages=16)
+    rig.store.put("admitted", 8)
+    rig.store.is_held = True
+    first = rig.queue("admitted", 8)
+    queued = []
+    for name in "abcdef":
+        rig.store.put(name, 8)
+        queued.append(rig.queue(name, 8))
+    while rig.store.lookups:
+        rig.store.answer(len(rig.store.lookups) - 1)
+    rig.turn()
+    num_prefetched = len(rig.store.jobs)
+    assert 0 < num_prefetched <= 4
+    assert rig.admit(first)
+    rig.turn()
+    assert len(rig.store.jobs) == 8, "inbound loads may use half of the arena, and do"
+    wanted = set(chain_of("admitted", 8))
+    while jobs := [i for i, job in enumerate(rig.store.jobs) if job.block_hash in wanted]:
+        rig.store.complete(jobs[0])
+        rig.turn()
+    assert rig.finish(first) == 0, "prefetched pages stand in the way"
+
+
+def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 0.02)
+    rig = Rig(num_blocks=4, num_pages=4)
+    rig.run("a", 4)
+    rig.turn(3)
+    rig.run("b", 4)
+    rig.store.is_held = True
+    prefix = rig.prefix("c", 4)
+    prefix.asked.update(prefix.hashes)
+    rig.cache.arrive(prefix)
+    give_up_at = time.monotonic() + 5
+    while not rig.admit(prefix):
+        assert rig.cache.is_room_coming(prefix)
+        assert time.monotonic() < give_up_at, "the allocation waits for ever"
+        rig.turn()
+    assert rig.tiers.counters.demotions_dropped > 0
+    assert rig.finish(prefix) == 4
+
+
+def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 0.05)
+    rig = Rig(num_blocks=12, num_pages=4)
+    rig.run("a", 4)
+    rig.run("b", 4)
+    rig.store.is_held = True
+    big = rig.prefix("big", 10)
+    big.asked.update(big.hashes)
+    rig.cache.arrive(big)
+    since = time.monotonic()
+    for _ in range(10_000):
+        if rig.admit(big):
+            break
+        one = rig.prefix("one", 0)
+        if rig.cache.extend(one):  # small allocations go on succeeding
+            rig.cache.release(one)
+        rig.turn()
+    else:
+        raise AssertionError("small allocations starve a large one")
+    assert time.monotonic() - since < 5
+
+
+def test_generated_blocks_are_sealed_and_shared() -> None:
+    rig = Rig()
+    prefix = rig.start("a", 2)
+    rig.compute(prefix)
+    twin = rig.start("a", 2)
+    sealed = chain_of("a", 3)[2]
+    for request in (prefix, twin):
+        assert rig.cache.extend(request)
+        rig.write(request.blocks[2], sealed)
+        rig.cache.seal(request, sealed)
+        rig.check()
+    assert prefix.blocks[2] is twin.blocks[2]
+    rig.cache.release(prefix)
+    rig.cache.release(twin)
+    assert rig.run("a", 3) == 0
+    rig.check_nothing_is_held()
+
+
+# Retention.
+
+
+def test_an_idle_block_expires_to_the_second_in_both_ram_tiers() -> None:
+    for tier in (Tier.DEVICE, Tier.HOST):
+        rig = Rig(has_store=False)
+        rig.run("a", 2, "in_memory")
+        if tier is Tier.HOST:
+            assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+        rig.clock.moment += 599.0
+        assert rig.run("a", 2, "in_memory") == 0
+        rig.clock.moment += 600.0
+        assert rig.run("a", 2, "in_memory") == 2
+
+
+def test_hits_do_not_keep_a_block_beyond_its_absolute_limit() -> None:
+    rig = Rig(has_store=False)
+    rig.run("a", 2, "in_memory")
+    for _ in range(7):
+        rig.clock.moment += 500.0
+        assert rig.run("a", 2, "in_memory") == 0
+    rig.clock.moment += 99.0
+    assert rig.run("a", 2, "in_memory") == 0
+    rig.clock.moment += 1.0
+    assert rig.run("a", 2, "in_memory") == 2
+
+
+def test_a_disk_block_counts_its_age_from_its_compute_after_it_was_loaded() -> None:
+    rig = Rig()
+    rig.store.put("a", 2, age_s=DAY_S - 100.0)
+    assert rig.run("a", 2) == 0
+    rig.clock.moment += 99.0
+    assert rig.run("a", 2) == 0
+    rig.clock.moment += 1.0
+    assert rig.run("a", 2) == 2
+
+
+def test_a_read_that_ends_after_the_expiry_is_a_miss() -> None:
+    rig = Rig()
+    rig.store.put("a", 2, age_s=DAY_S - 10.0)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 2)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    rig.clock.moment += 10.0
+    rig.store.is_held = False
+    assert rig.finish(prefix) == 2
+    rig.check_nothing_is_held()
+
+
+def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_last_user() -> None:
+    rig = Rig(has_store=False)
+    user = rig.start("a", 2, "in_memory")
+    rig.compute(user)
+    rig.clock.moment += 3600.0
+    rig.turn()
+    assert rig.on_device("a", 2) == []
+    assert rig.tiers.device.num_used == 2
+    rig.verify(user)
+    first, second = rig.start("a", 2, "in_memory"), rig.start("a", 2, "in_memory")
+    assert rig.compute(first) == 2
+    assert rig.compute(second) == 0, "the others wait for the first that misses it"
+    rig.cache.release(user)
+    assert rig.tiers.device.num_used == 2
+    rig.finish(first)
+    rig.finish(second)
+    rig.check_nothing_is_held()
+
+
+def test_what_is_computed_while_the_old_copy_expires_starts_a_new_life() -> None:
+    rig = Rig(can_load=False, has_store=False)
+    rig.run("a", 1, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    prefix = rig.start("a", 1, "in_memory")
+    rig.clock.moment += 3600.0
+    rig.finish(prefix)
+    assert rig.entry("a", 0).computed_at == rig.clock.moment
+    rig.clock.moment += 10.0
+    rig.turn()
+    assert rig.on_host("a", 1) == []
+    assert rig.on_device("a", 1) == [0]
+
+
+def test_in_memory_blocks_are_never_offered_to_the_store() -> None:
+    rig = Rig(num_blocks=4, num_pages=4)
+    for round_ in range(6):
+        rig.run(f"a{round_}", 4, "in_memory")
+        rig.turn(3)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 5)
+    rig.run("b", 4, "in_memory")
+    rig.cache.demoter.drain(deadline=time.monotonic() + 5)
+    assert rig.store.stored == []
+
+
+def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_compute() -> None:
+    rig = Rig()
+    rig.run("a", 2, "in_memory")
+    rig.clock.moment += 500.0
+    rig.run("a", 2, "24h")
+    assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
+    records = [record for record, _ in rig.store.blocks.values()]
+    assert [record.expires_at for record in records] == [rig.clock.moment - 500.0 + DAY_S] * 2
+    assert [record.retention for record in records] == ["24h"] * 2
+
+
+def test_an_evicted_block_is_gone_from_ram_and_a_write_in_flight_is_deleted_on_disk() -> None:
+    rig = Rig()
+    rig.run("a", 2)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.store.is_held = True
+    rig.cache.demoter.write(16)
+    assert len(rig.store.jobs) == 2
+    assert rig.cache.evict(lambda entry: True) == 2
+    rig.check()
+    again = rig.prefix("a", 2, "in_memory")
+    again.asked.update(again.hashes)
+    assert rig.admit(again)
+    rig.compute(again)
+    rig.store.is_held = False
+    rig.turn(2)
+    assert rig.store.blocks == {}, "an evicted block came back on disk"
+    assert not rig.entry("a", 0).is_on_disk
+    rig.cache.release(again)
+    rig.check_nothing_is_held()
+
+
+def test_an_evicted_block_does_not_come_back_by_a_read_in_flight() -> None:
+    rig = Rig()
+    rig.store.put("a", 2)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 2)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    rig.cache.evict(lambda entry: True)
+    rig.store.is_held = False
+    assert rig.finish(prefix) == 2
+    assert rig.tiers.counters.load_failures["evicted"] == 2
+    rig.check_nothing_is_held()
+
+
+def test_a_block_in_use_that_an_operator_evicts_serves_its_user_and_nobody_else() -> None:
+    rig = Rig(has_store=False)
+    user = rig.start("a", 2)
+    rig.compute(user)
+    rig.cache.evict(lambda entry: True)
+    rig.check()
+    rig.verify(user)
+    other = rig.start("a", 2)
+    assert rig.compute(other) == 2
+    rig.finish(user)
+    rig.finish(other)
+    rig.check_nothing_is_held()
+
+
+def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
+    rig = Rig(num_blocks=8)
+    users = [rig.start("a", 4) for _ in range(20)]
+    assert sum(rig.compute(user) for user in users) == 4
+    assert rig.tiers.device.num_used == 4
+    for user in users:
+        rig.finish(user)
+    rig.check_nothing_is_held()

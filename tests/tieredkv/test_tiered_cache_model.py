@@ -1,0 +1,179 @@
+"""Random lives of requests over tiny tiers: nothing leaks, nothing hangs, no byte is wrong."""
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests.fake_store import Rig
+from tieredkv.cache import tiered
+from tieredkv.cache.tiered import Prefix
+
+CHAINS = st.tuples(st.sampled_from("abc"), st.integers(1, 5))
+
+
+class TieredCacheMachine(RuleBasedStateMachine):
+    """Requests arrive, are admitted, compute, finish and are cancelled in any order.
+
+    Reads, writes, copies and answers complete in any order, late, or with a failure; the clock
+    moves; operators evict. In the end everything completes and nothing may be held.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patience_s = tiered.PATIENCE_S
+        self.waiting: list[Prefix] = []
+        self.running: list[Prefix] = []
+
+    @initialize(
+        num_blocks=st.integers(5, 10),
+        num_pages=st.integers(1, 10),
+        is_write_behind=st.booleans(),
+        has_timeout=st.booleans(),
+        is_patient=st.booleans(),
+    )
+    def build(
+        self,
+        num_blocks: int,
+        num_pages: int,
+        is_write_behind: bool,
+        has_timeout: bool,
+        is_patient: bool,
+    ) -> None:
+        tiered.PATIENCE_S = 1e9 if is_patient else 0.0
+        self.rig = Rig(
+            num_blocks=num_blocks,
+            num_pages=num_pages,
+            is_write_behind=is_write_behind,
+            load_timeout_s=0.0 if has_timeout else 1e9,
+        )
+        self.rig.store.is_held = self.rig.transfer.is_held = True
+
+    @rule(chain=CHAINS, age_s=st.sampled_from([0.0, 80_000.0, 86_390.0]))
+    def place_on_disk(self, chain: tuple[str, int], age_s: float) -> None:
+        if not self.rig.on_disk(*chain) and not self.rig.store.jobs:
+            self.rig.store.put(*chain, age_s=age_s)
+
+    @rule(chain=CHAINS, retention=st.sampled_from(["in_memory", "24h"]))
+    def arrive(self, chain: tuple[str, int], retention: str) -> None:
+        self.waiting.append(self.rig.queue(*chain, retention))
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data(), num_private=st.integers(0, 1))
+    def admit(self, data: st.DataObject, num_private: int) -> None:
+        index = data.draw(st.integers(0, len(self.waiting) - 1))
+        prefix = self.waiting[index]
+        if prefix.lookup_job is not None:
+            return
+        if self.rig.admit(prefix, len(prefix.hashes) + num_private):
+            self.running.append(self.waiting.pop(index))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def compute(self, data: st.DataObject, count: int) -> None:
+        self.rig.compute(data.draw(st.sampled_from(self.running)), at_most=count)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def extend(self, data: st.DataObject) -> None:
+        self.rig.cache.extend(data.draw(st.sampled_from(self.running)))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish_if_ready(self, data: st.DataObject) -> None:
+        prefix = data.draw(st.sampled_from(self.running))
+        if all(block.is_ready for block in prefix.blocks[: len(prefix.hashes)]):
+            self.rig.cache.touch(prefix)
+            self.running.remove(prefix)
+            self.rig.cache.release(prefix)
+
+    @precondition(lambda self: self.waiting or self.running)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        prefix = data.draw(st.sampled_from(self.waiting + self.running))
+        (self.waiting if prefix in self.waiting else self.running).remove(prefix)
+        self.rig.cache.release(prefix)
+
+    @rule()
+    def step(self) -> None:
+        self.rig.turn()
+
+    @rule()
+    def copy(self) -> None:
+        self.rig.transfer.complete()
+        self.rig.cache.poll()
+
+    @precondition(lambda self: self.rig.store.jobs)
+    @rule(data=st.data(), reason=st.sampled_from(["", "", "", "checksum", "full"]))
+    def end_a_loan(self, data: st.DataObject, reason: str) -> None:
+        jobs = self.rig.store.jobs
+        self.rig.store.complete(data.draw(st.integers(0, len(jobs) - 1)), reason=reason)
+        self.rig.cache.poll()
+
+    @precondition(lambda self: self.rig.store.lookups)
+    @rule(data=st.data())
+    def answer(self, data: st.DataObject) -> None:
+        lookups = self.rig.store.lookups
+        self.rig.store.answer(data.draw(st.integers(0, len(lookups) - 1)))
+        self.rig.cache.poll()
+
+    @rule(seconds=st.sampled_from([1.0, 300.0, 600.0, 3600.0, 86_400.0]))
+    def advance(self, seconds: float) -> None:
+        self.rig.clock.moment += seconds
+
+    @rule(name=st.sampled_from("abc"))
+    def evict(self, name: str) -> None:
+        root = self.rig.prefix(name, 0).root
+        self.rig.cache.evict(lambda entry: entry.root == root)
+
+    @rule(is_down=st.booleans())
+    def worker(self, is_down: bool) -> None:
+        self.rig.store.is_down = is_down
+
+    @invariant()
+    def holds(self) -> None:
+        if hasattr(self, "rig"):
+            self.rig.check()
+            for prefix in self.running:
+                self.rig.verify(prefix)
+
+    def teardown(self) -> None:
+        tiered.PATIENCE_S = 1e9  # when all completes, nobody needs to be dropped
+        try:
+            self.complete_all()
+        finally:
+            tiered.PATIENCE_S = self.patience_s
+
+    def complete_all(self) -> None:
+        """Let everything arrive, and serve every request that is left."""
+        if not hasattr(self, "rig"):
+            return
+        self.rig.store.is_held = self.rig.transfer.is_held = False
+        for prefix in self.running:
+            self.rig.finish(prefix)
+        for prefix in self.waiting:
+            self.rig.cache.unprotect(prefix)
+        for prefix in self.waiting:
+            for _ in range(50):
+                if self.rig.admit(prefix):
+                    break
+                self.rig.turn()
+            else:
+                raise AssertionError("a queued request is never admitted")
+            self.rig.finish(prefix)
+        self.rig.check_nothing_is_held()
+
+
+TestTieredCache = TieredCacheMachine.TestCase
+TestTieredCache.settings = settings(
+    max_examples=200,
+    print_blob=False,
+    stateful_step_count=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

@@ -1,0 +1,64 @@
+"""Copies between device blocks and host pages."""
+
+import pytest
+import torch
+
+from tieredkv.kernels.copies import BlockCopier
+from tieredkv.transfer import BlockTransfer
+from tieredkv.types import BlockId, PageId
+
+BLOCK_BYTES = 1 << 16
+
+
+def make_transfer(
+    device: torch.device, num_blocks: int = 4
+) -> tuple[BlockTransfer[str], torch.Tensor, torch.Tensor]:
+    blocks = torch.zeros((num_blocks, BLOCK_BYTES), dtype=torch.uint8, device=device)
+    arena = torch.zeros((num_blocks, BLOCK_BYTES), dtype=torch.uint8)
+    if device.type == "cuda":
+        arena = arena.pin_memory()
+    transfer = BlockTransfer[str](
+        BlockCopier(blocks, arena), device=device, block_bytes=BLOCK_BYTES
+    )
+    return transfer, blocks, arena
+
+
+def test_bytes_arrive_and_each_tag_comes_back_once_in_order() -> None:
+    transfer, blocks, arena = make_transfer(torch.device("cpu"))
+    arena[0], arena[1] = 10, 11
+    transfer.promote([(PageId(0), BlockId(2))], "up 1")
+    transfer.promote([(PageId(1), BlockId(3))], "up 2")
+    transfer.demote([(BlockId(2), PageId(3)), (BlockId(3), PageId(2))], "down")
+    assert transfer.has_pending
+    assert transfer.has_completed
+    transfer.check()
+    assert transfer.poll() == (["up 1", "up 2"], ["down"])
+    assert transfer.poll() == ([], [])
+    assert not transfer.has_pending
+    assert not transfer.has_completed
+    assert (int(blocks[2, 5]), int(arena[3, 5]), int(arena[2, 5])) == (10, 10, 11)
+    assert transfer.bytes_promoted == transfer.bytes_demoted == 2 * BLOCK_BYTES
+    transfer.check()
+
+
+@pytest.mark.gpu
+def test_a_copy_waits_for_the_kernels_before_it_and_is_reported_after_its_bytes() -> None:
+    device = torch.device("cuda")
+    transfer, blocks, arena = make_transfer(device, num_blocks=256)
+    work = torch.randn(4096, 4096, device=device)
+    for value in (1, 2, 3):
+        for _ in range(20):
+            work = work @ work
+            work /= work.norm()
+        blocks.fill_(value)
+        transfer.demote([(BlockId(i), PageId(i)) for i in range(256)], f"down {value}")
+        while not (done := transfer.poll()[1]):
+            assert transfer.has_pending
+        assert done == [f"down {value}"]
+        assert bool((arena == value).all())
+        arena.fill_(value + 10)
+        transfer.promote([(PageId(i), BlockId(i)) for i in range(256)], f"up {value}")
+        transfer.synchronize()
+        assert transfer.poll() == ([f"up {value}"], [])
+        assert bool((blocks == value + 10).all())
+    transfer.check()
