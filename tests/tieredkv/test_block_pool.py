@@ -238,28 +238,32 @@ def test_a_touch_leaves_used_and_empty_blocks_alone(pool: BlockPool) -> None:
     assert ids(take(pool, 2)) == [5, 4]
 
 
-def test_release_to_front_makes_a_block_the_next_to_go(pool: BlockPool) -> None:
-    keep(pool, "a0", "a1")
-    (block,) = fill(pool, "b")
-    pool.release_to_front(block)
-    assert ids(pool.evictable()) == [2, 1, 0]
+def test_a_pinned_block_keeps_its_place_and_is_not_reused(pool: BlockPool) -> None:
+    first, _ = keep(pool, "a0", "a1")
+    take(pool, pool.num_empty)
+    (oldest, youngest) = ids(pool.evictable())
+    pinned = next(iter(pool.evictable()))
+    pool.pin(pinned)
+    assert ids(pool.evictable()) == [oldest, youngest]
+    assert pool.allocate(2) is None
+    assert ids(take(pool, 1)) == [youngest]
+    pool.unpin(pinned)
+    assert ids(take(pool, 1)) == [oldest]
+    assert first.ref_count == 1
 
 
-def test_a_chain_released_to_the_front_head_first_goes_tail_first(pool: BlockPool) -> None:
-    keep(pool, "a0", "a1")
-    for block in fill(pool, "b0", "b1"):
-        pool.release_to_front(block)
-    assert ids(pool.evictable()) == [3, 2, 1, 0]
-
-
-def test_release_to_front_empties_what_is_not_whole_or_has_no_hash(pool: BlockPool) -> None:
-    unready, private = take(pool, 2)
-    pool.insert(unready, name("a"))
-    pool.mark_ready(private)
-    pool.release_to_front(unready)
-    pool.release_to_front(private)
-    assert pool.lookup(name("a")) is None
-    assert (pool.num_empty, pool.num_evictable) == (6, 0)
+def test_a_pinned_block_that_loses_its_hash_comes_back_with_its_last_pin(pool: BlockPool) -> None:
+    (block,) = keep(pool, "a")
+    num_free = pool.num_free
+    pool.pin(block)
+    pool.pin(block)
+    pool.drop(name("a"))
+    assert pool.num_free == num_free - 1
+    pool.unpin(block)
+    assert pool.num_free == num_free - 1
+    pool.unpin(block)
+    assert pool.num_free == num_free
+    pool.check()
 
 
 # Forgetting
@@ -395,18 +399,23 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.ready: set[int] = set()
         self.empty = list(range(num_blocks))
         self.evictable: list[int] = []
+        self.pins: dict[int, int] = {}
 
     def used(self) -> list[int]:
         return [block_id for block_id, count in self.users.items() if count]
 
-    def end_use(self, block_id: int, *, is_next: bool = False) -> None:
+    def end_use(self, block_id: int) -> None:
         self.users[block_id] -= 1
         if self.users[block_id]:
             return
         if block_id in self.hashes and block_id in self.ready:
-            self.evictable.insert(0 if is_next else len(self.evictable), block_id)
+            self.evictable.append(block_id)
         else:
             self.hashes.pop(block_id, None)
+            self.give_back(block_id)
+
+    def give_back(self, block_id: int) -> None:
+        if not self.pins.get(block_id):  # else it comes back with its last pin
             self.ready.discard(block_id)
             self.empty.append(block_id)
 
@@ -415,7 +424,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
         self.evicted.clear()
         can_evict = None if refused is None else (lambda block: block.block_id not in refused)
         blocks = self.pool.allocate(count, can_evict=can_evict)
-        candidates = self.empty + [i for i in self.evictable if i not in (refused or ())]
+        barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
+        candidates = self.empty + [i for i in self.evictable if i not in barred]
         if len(candidates) < count:
             assert blocks is None
             assert self.evicted == []
@@ -466,13 +476,21 @@ class PoolAgainstModel(RuleBasedStateMachine):
         for block_id in chain:
             self.end_use(block_id)
 
-    @precondition(lambda self: 1 in self.users.values())
+    @precondition(lambda self: self.used() or self.evictable)
     @rule(data=st.data())
-    def release_to_front(self, data: st.DataObject) -> None:
-        single = [block_id for block_id, count in self.users.items() if count == 1]
-        block_id = data.draw(st.sampled_from(single))
-        self.pool.release_to_front(self.blocks[block_id])
-        self.end_use(block_id, is_next=True)
+    def pin(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.used() + self.evictable))
+        self.pool.pin(self.blocks[block_id])
+        self.pins[block_id] = self.pins.get(block_id, 0) + 1
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from([i for i, count in self.pins.items() if count]))
+        self.pool.unpin(self.blocks[block_id])
+        self.pins[block_id] -= 1
+        if not self.users[block_id] and block_id not in self.hashes:
+            self.give_back(block_id)
 
     @precondition(lambda self: self.blocks)
     @rule(data=st.data())
@@ -493,8 +511,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
             del self.hashes[block_id]
             if block_id in self.evictable:
                 self.evictable.remove(block_id)
-                self.empty.append(block_id)
-                self.ready.discard(block_id)
+                self.give_back(block_id)
 
     @invariant()
     def is_sound_and_agrees_with_the_model(self) -> None:
@@ -503,7 +520,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
         assert ids(pool.evictable()) == self.evictable
         assert pool.num_empty == len(self.empty)
         assert pool.num_free == len(self.empty) + len(self.evictable)
-        assert pool.num_used == len(self.used())
+        assert pool.num_used == pool.num_blocks - pool.num_free
         assert pool.num_cached == len(self.hashes)
         for block_id, block in self.blocks.items():
             assert block.ref_count == self.users[block_id]

@@ -15,13 +15,12 @@ from hypothesis import strategies as st
 from tieredkv.errors import RequestError
 from tieredkv.hashing import (
     Extra,
-    HashAlgo,
     block_hash,
     chain_hashes,
     model_root,
     namespace_digest,
 )
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, HashAlgo
 
 ALGOS: list[HashAlgo] = ["sha256", "xxh3_128"]
 PLAIN: dict[HashAlgo, Callable[[bytes], bytes]] = {
