@@ -2,10 +2,13 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+hypothesis.settings.register_profile("tieredkv", deadline=None)  # no test is about time
+hypothesis.settings.load_profile("tieredkv")
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
