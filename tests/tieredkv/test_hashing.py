@@ -243,6 +243,13 @@ def test_text_cannot_move_between_tenant_salt_and_key(text: str, data: st.DataOb
     assert len({namespace_digest(*variant) for variant in variants}) == len(variants)
 
 
+def test_names_that_only_look_alike_are_apart() -> None:
+    names = ["acme", "Acme", " acme", "acme ", "acme\n", "acme\x00", "acm\u0435", "é", "e\u0301"]
+    assert len({namespace_digest(tenant) for tenant in names}) == len(names)
+    assert len({namespace_digest("t", salt) for salt in names}) == len(names)
+    assert len({namespace_digest("t", None, key) for key in names}) == len(names)
+
+
 def test_a_salt_narrows_its_tenant_and_reaches_no_other() -> None:
     others = {namespace_digest("bob"), namespace_digest("bob", "alice"), namespace_digest("")}
     for salt in ("bob", "alice", "\x00", "alice\x31\x03\x00\x00\x00bob"):
