@@ -227,6 +227,22 @@ def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     assert oldest == chain_of("a", 6)[::-1]
 
 
+def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request() -> None:
+    rig = Rig(num_blocks=8, num_pages=16)
+    rig.store.put("a", 4)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 4)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    while rig.store.jobs:
+        rig.store.complete(0)
+        rig.turn(2)
+    rig.cache.release(prefix)
+    oldest = [page.block_hash for page in rig.tiers.host.evictable()]
+    assert oldest == chain_of("a", 4)[::-1]
+
+
 def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None:
     rig = Rig(num_blocks=16)
     for name in "abc":
