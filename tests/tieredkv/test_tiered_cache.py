@@ -521,3 +521,15 @@ def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
     for user in users:
         rig.finish(user)
     rig.check_nothing_is_held()
+
+
+def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotten() -> None:
+    rig = Rig(num_blocks=8, num_pages=2, can_load=False, has_store=False)
+    rig.run("a", 2, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    prefix = rig.start("a", 2, "in_memory")
+    rig.run("b", 2, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.cache.release(prefix)
+    rig.check()
+    assert len(rig.tiers.directory) == 2
