@@ -38,6 +38,7 @@ from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 
 logger = logging.getLogger(__name__)
 
+EXIT_FAILED = 1
 EXIT_START_FAILED = 3
 """The server was told why over the channel."""
 
@@ -186,7 +187,13 @@ def main() -> int:
     sock = socket.socket(fileno=int(sys.argv[1]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(ToEngine), MAX_ENGINE_FRAME_BYTES)
     with contextlib.closing(channel):
-        return EngineProcess(channel).run()
+        try:
+            return EngineProcess(channel).run()
+        except Exception:
+            logger.exception("the engine failed")
+    # No thread may keep a failed engine alive: the server learns of its end by the channel's.
+    sys.stderr.flush()
+    os._exit(EXIT_FAILED)
 
 
 if __name__ == "__main__":

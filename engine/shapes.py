@@ -63,7 +63,9 @@ KNOWN_SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": _llama(16, 2048, 32, 8, 8192, **_TIED, **_ROPE_32),
     "llama-3.2-3b": _llama(28, 3072, 24, 8, 8192, **_TIED, **_ROPE_32),
     "qwen2.5-0.5b": _qwen2(24, 896, 14, 2, 4864, **_TIED, vocab_size=151936),
-    "qwen2.5-1.5b": _qwen2(28, 1536, 12, 2, 8960, **_TIED, vocab_size=151936),
+    "qwen2.5-1.5b": _qwen2(
+        28, 1536, 12, 2, 8960, **_TIED, vocab_size=151936, max_position_embeddings=131072
+    ),
     "qwen2.5-7b": _qwen2(28, 3584, 28, 4, 18944),
     "qwen2.5-14b": _qwen2(48, 5120, 40, 8, 13824, rms_norm_eps=1e-5),
     "qwen3-0.6b": _qwen3(28, 1024, 16, 8, 3072, **_TIED),

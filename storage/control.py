@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.errors import StorageError, StoreBusyError
+from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel, Incoming
 from tieredkv.storage.control_server import SOCKET_NAME, socket_address
@@ -90,7 +90,7 @@ class StoreControl:
                     return self._ask_own_worker(folder_fd, call, progress)
         finally:
             os.close(folder_fd)
-        raise StoreBusyError(
+        raise StoreUnreachableError(
             f"`{self._path}` has a writer, but its socket `{SOCKET_NAME}` does not answer"
         )
 
@@ -148,7 +148,7 @@ class StoreControl:
 
         Raises:
             EOFError: the worker has gone.
-            StorageError: it says nothing.
+            StoreUnreachableError: it says nothing.
         """
         deadline = time.monotonic() + self._answer_timeout_s
         with selectors.DefaultSelector() as selector:
@@ -159,7 +159,7 @@ class StoreControl:
                     received = channel.receive()
                     if received:
                         return received
-        raise StorageError(
+        raise StoreUnreachableError(
             f"the store worker of `{self._path}` has said nothing for {self._answer_timeout_s:g} s"
             "\nhint: it may be stopped, or its disk may hang"
         )

@@ -2,12 +2,15 @@
 
 import os
 
+import hypothesis
 import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
+hypothesis.settings.register_profile("tieredkv", deadline=None)  # no test is about time
+hypothesis.settings.load_profile("tieredkv")
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 

@@ -6,7 +6,9 @@ time, such as the number of blocks, lives elsewhere.
 """
 
 import difflib
+import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -138,7 +140,12 @@ class Settings:
             raise ConfigError(f"`port` = {self.port} must be from 0 to 65535")
         _check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_one_of("device", self.device, ("auto", "cuda", "cpu"))
+        if not all(self.api_keys):
+            raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
         names = [policy.name for policy in self.policies]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"`policies`: two policies are called `{name}`")
         _check_one_of("default_retention", self.default_retention, names)
 
     def retention_policies(self) -> RetentionPolicies:
@@ -223,12 +230,14 @@ def load_settings(
     """
     environ = os.environ if environ is None else environ
     known = _plain_fields()
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     sources = dict.fromkeys(known, "default")
     if config_path is not None:
-        for name, value in _read_toml(Path(config_path)).items():
-            values[name] = value
-            sources[name] = f"file {config_path}"
+        values = _read_toml(Path(config_path))
+        sources |= dict.fromkeys(values, f"file {config_path}")
+    policies = {f"retention.{policy.name}": policy for policy in DEFAULT_POLICIES}
+    policies |= {name: values.pop(name) for name in list(values) if name not in known}
+    values["policies"] = tuple(policies.values())
     for name, setting in known.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environ:
@@ -237,11 +246,16 @@ def load_settings(
     for name, value in (arguments or {}).items():
         if name != "policies" and name not in known:
             raise ConfigError(f"Unknown setting `{name}`{_nearest(name, known)}")
-        if value is not None:
-            values[name] = value if name == "policies" else _parse(known[name], value)
+        if value is None:
+            continue
+        if name == "policies":
+            values[name] = _parse_policies(value)
+            sources |= {f"retention.{policy.name}": "argument" for policy in values[name]}
+        else:
+            values[name] = _parse(known[name], value)
             sources[name] = "argument"
     values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
-    return LoadedSettings(Settings(**values), sources)  # type: ignore[arg-type]
+    return LoadedSettings(Settings(**values), sources)
 
 
 def _plain_fields() -> dict[str, Any]:
@@ -249,64 +263,77 @@ def _plain_fields() -> dict[str, Any]:
     return {setting.name: setting for setting in fields(Settings) if setting.metadata["section"]}
 
 
-def _read_toml(path: Path) -> dict[str, object]:
+def _read_toml(path: Path) -> dict[str, Any]:
+    """Return the values of a file by field, policies as `retention.NAME`."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"Cannot read `{path}`: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
     known = _plain_fields()
-    sections = {setting.metadata["section"] for setting in known.values()} | {"retention"}
-    values: dict[str, object] = {}
-    policies = {policy.name: policy for policy in DEFAULT_POLICIES}
+    sections = [*dict.fromkeys(s.metadata["section"] for s in known.values()), "retention"]
+    values: dict[str, Any] = {}
     for section, table in document.items():
-        if section not in sections or not isinstance(table, dict):
-            what = "section" if isinstance(table, dict) else "key outside of a section"
-            names = {*sections, *known} if isinstance(table, dict) else set(known)
-            raise ConfigError(f"`{path}`: unknown {what} `{section}`{_nearest(section, names)}")
+        if section in sections and not isinstance(table, dict):
+            raise ConfigError(f"`{path}`: `{section}` must be one table, headed `[{section}]`")
+        if not isinstance(table, dict):
+            raise ConfigError(f"`{path}`: `{section}` stands outside of a section{_home(section)}")
+        if section not in sections:
+            raise ConfigError(f"`{path}`: unknown section `{section}`{_nearest(section, sections)}")
         if section == "retention":
             for name, row in table.items():
-                policies[name] = _read_policy(path, name, row, policies.get(name))
-            values["policies"] = tuple(policies.values())
+                values[f"retention.{name}"] = _read_policy(path, name, row)
             continue
         for name, value in table.items():
             setting = known.get(name)
             if setting is None or setting.metadata["section"] != section:
-                hint = _nearest(
-                    name, [n for n, s in known.items() if s.metadata["section"] == section]
-                )
-                if setting is not None:
-                    hint = f"; it belongs to section `{setting.metadata['section']}`"
+                siblings = [n for n, s in known.items() if s.metadata["section"] == section]
+                hint = _nearest(name, siblings) if setting is None else _home(name)
                 raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
             values[name] = _parse(setting, value, where=f"`{path}`: `{section}.{name}`")
     return values
 
 
-def _read_policy(
-    path: Path, name: str, row: object, known: RetentionPolicy | None
-) -> RetentionPolicy:
+def _read_policy(path: Path, name: str, row: object) -> RetentionPolicy:
+    """Return a policy; what a row of a default policy leaves out stays as it is."""
     where = f"`{path}`: `retention.{name}`"
     keys = ("idle", "absolute", "tiers")
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table with {', '.join(keys)}")
-    for key in row:
+    values: dict[str, Any] = {
+        key: value
+        for known in DEFAULT_POLICIES
+        if known.name == name
+        for key, value in zip(keys, (known.idle_s, known.absolute_s, known.tiers), strict=True)
+    }
+    for key, value in row.items():
         if key not in keys:
             raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, keys)}")
-    if known is None and set(keys) - set(row):
-        raise ConfigError(f"{where} lacks `{sorted(set(keys) - set(row))[0]}`")
-    try:
-        tiers = frozenset(Tier(tier) for tier in row["tiers"]) if "tiers" in row else None
-    except ValueError as error:
-        raise ConfigError(f"{where}.tiers: {error}; tiers are device, host, disk") from error
+        try:
+            values[key] = _parse_tiers(value) if key == "tiers" else parse_duration(value)
+        except (ConfigError, OverflowError) as error:
+            raise ConfigError(f"`{path}`: `retention.{name}.{key}`: {error}") from error
+    for key in keys:
+        if key not in values:
+            raise ConfigError(f"{where} lacks `{key}`")
     return RetentionPolicy(
-        name=name,
-        idle_s=parse_duration(row["idle"]) if "idle" in row else known.idle_s,  # type: ignore[union-attr]
-        absolute_s=(
-            parse_duration(row["absolute"]) if "absolute" in row else known.absolute_s  # type: ignore[union-attr]
-        ),
-        tiers=tiers if tiers is not None else known.tiers,  # type: ignore[union-attr]
+        name=name, idle_s=values["idle"], absolute_s=values["absolute"], tiers=values["tiers"]
     )
+
+
+def _parse_policies(value: object) -> tuple[RetentionPolicy, ...]:
+    rows = tuple(value) if isinstance(value, list | tuple) else ()
+    if not rows or not all(isinstance(row, RetentionPolicy) for row in rows):
+        raise ConfigError(f"`policies` = `{value}` must be retention policies, one at least")
+    return rows
+
+
+def _parse_tiers(value: object) -> frozenset[Tier]:
+    names = list(Tier)
+    if not isinstance(value, list) or not all(name in names for name in value):
+        raise ConfigError(f"`{value}` is not a list of tiers, which are {', '.join(names)}")
+    return frozenset(Tier(name) for name in value)
 
 
 def _parse(setting: Any, value: object, *, where: str = "") -> object:
@@ -322,25 +349,47 @@ def _parse(setting: Any, value: object, *, where: str = "") -> object:
         if kind in (int, int | None):
             return _parse_int(value)
         if kind is float:
-            return float(value)  # type: ignore[arg-type]
+            return _parse_float(value)
         if kind == tuple[str, ...]:
-            parts: Any = value.split(",") if isinstance(value, str) else value
-            return tuple(str(part).strip() for part in parts)
+            return _parse_texts(value.split(",") if isinstance(value, str) else value)
         if isinstance(value, os.PathLike):
-            return os.fspath(value)
+            value = os.fspath(value)
         if not isinstance(value, str):
             raise ConfigError(f"`{value}` is not a text")
-        return value
-    except (ConfigError, TypeError, ValueError) as error:
+        return None if kind == str | None and not value else value
+    except (ConfigError, OverflowError) as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
 def _parse_int(value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip().lstrip("-").isdigit():
+    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
         return int(value)
     raise ConfigError(f"`{value}` is not a whole number")
+
+
+def _parse_float(value: object) -> float:
+    try:
+        if isinstance(value, int | float | str) and not isinstance(value, bool):
+            return float(value)
+    except ValueError:
+        pass
+    raise ConfigError(f"`{value}` is not a number")
+
+
+def _parse_texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+        return tuple(part.strip() for part in value)
+    raise ConfigError(f"`{value}` is not a list of texts")
+
+
+def _home(name: str) -> str:
+    """Return a hint to the section of a known setting, or to the nearest known one."""
+    known = _plain_fields()
+    if name not in known:
+        return _nearest(name, known)
+    return f"; it belongs to section `{known[name].metadata['section']}`"
 
 
 def _nearest(name: str, known: Any) -> str:
@@ -359,6 +408,6 @@ def _check_one_of(name: str, value: object, allowed: Any) -> None:
 
 
 def _check_range(name: str, value: float, *, least: float, is_least_allowed: bool) -> None:
-    if value < least or (value == least and not is_least_allowed):
+    if not (least < value < math.inf or (value == least and is_least_allowed)):
         bound = "at least" if is_least_allowed else "above"
         raise ConfigError(f"`{name}` = {value} must be {bound} {least}")

@@ -10,6 +10,7 @@ TieredKVError
 └─ StorageError(OSError)      path and cause kept
    ├─ StoreFullError          the budget or the disk has no room
    ├─ StoreBusyError          another writer owns the directory
+   ├─ StoreUnreachableError   the store's writer does not answer
    ├─ FormatVersionError      the store was written by another format version
    └─ CorruptBlockError       what was read contradicts its record
 """
@@ -67,6 +68,10 @@ class StoreFullError(StorageError):
 
 class StoreBusyError(StorageError):
     """Another writer owns the store; the message names its pid."""
+
+
+class StoreUnreachableError(StorageError):
+    """The store has a writer that does not answer the command line."""
 
 
 class FormatVersionError(StorageError):

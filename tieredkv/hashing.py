@@ -61,6 +61,10 @@ def _field(tag: int, value: bytes) -> bytes:
     return struct.pack("<BI", tag, len(value)) + value
 
 
+def _text_field(tag: int, value: str) -> bytes:
+    return _field(tag, value.encode(errors="surrogatepass"))  # JSON may hold a lone surrogate
+
+
 def _int_field(tag: int, value: int) -> bytes:
     return _field(tag, struct.pack("<Q", value))
 
@@ -86,12 +90,12 @@ def namespace_digest(
     parts = [
         _field(_TAG_VERSION, IDENTITY_VERSION),
         _field(_TAG_PURPOSE, b"namespace"),
-        _field(_TAG_TENANT, tenant.encode()),
+        _text_field(_TAG_TENANT, tenant),
     ]
     if cache_salt is not None:
-        parts.append(_field(_TAG_SALT, cache_salt.encode()))
+        parts.append(_text_field(_TAG_SALT, cache_salt))
     if prompt_cache_key is not None:
-        parts.append(_field(_TAG_CACHE_KEY, prompt_cache_key.encode()))
+        parts.append(_text_field(_TAG_CACHE_KEY, prompt_cache_key))
     return _hasher(algo)(b"".join(parts)).digest()
 
 
@@ -111,8 +115,8 @@ def model_root(
         _field(_TAG_VERSION, IDENTITY_VERSION),
         _field(_TAG_PURPOSE, b"root"),
         _field(_TAG_FINGERPRINT, fingerprint),
-        _field(_TAG_KV_DTYPE, kv_dtype.encode()),
-        _field(_TAG_LAYOUT, layout.encode()),
+        _text_field(_TAG_KV_DTYPE, kv_dtype),
+        _text_field(_TAG_LAYOUT, layout),
         _int_field(_TAG_BLOCK_SIZE, block_size),
         _int_field(_TAG_TP_RANK, tp_rank),
         _int_field(_TAG_TP_SIZE, tp_size),
@@ -155,23 +159,22 @@ def chain_hashes(
     packed = _pack_tokens(token_ids[: num_blocks * block_size])
     new = _hasher(algo)
     stride = 4 * block_size
-    head = struct.pack("<BI", _TAG_PARENT, len(parent))
     before_tokens = struct.pack("<BI", _TAG_TOKENS, stride)
     tail = b"".join(
-        _field(_TAG_EXTRA_KIND, kind.encode()) + _field(_TAG_EXTRA_ID, ident)
-        for kind, ident in extra
+        _text_field(_TAG_EXTRA_KIND, kind) + _field(_TAG_EXTRA_ID, ident) for kind, ident in extra
     )
     hashes: list[BlockHash] = []
     for start in range(0, num_blocks * stride, stride):
+        head = _field(_TAG_PARENT, parent) + before_tokens
         tokens = packed[start : start + stride]
-        parent = BlockHash(new(b"".join((head, parent, before_tokens, tokens, tail))).digest())
+        parent = BlockHash(new(b"".join((head, tokens, tail))).digest())
         hashes.append(parent)
     return hashes
 
 
 def _pack_tokens(token_ids: Sequence[int]) -> bytes:
     try:
-        packed = array("I", token_ids)
+        packed = array("I", list(token_ids))  # a list, for bytes would be taken as packed already
     except (OverflowError, TypeError) as error:
         raise RequestError(
             "Token ids must be integers from 0 to 4294967295", param="prompt", code="invalid_value"

@@ -3,12 +3,15 @@
 It knows policies and deadlines; it does not know clocks, tiers' contents or requests.
 """
 
+import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.types import Tier
 from tieredkv.units import format_duration
+
+ALIASES = {"in-memory": "in_memory"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,9 +30,16 @@ class RetentionPolicy:
     tiers: frozenset[Tier]
 
     def __post_init__(self) -> None:
+        if self.name in ALIASES:
+            raise ConfigError(
+                f"`retention.{self.name}` is another spelling of `retention.{ALIASES[self.name]}`; "
+                "write the latter"
+            )
         for field, value in (("idle", self.idle_s), ("absolute", self.absolute_s)):
-            if not value > 0:
-                raise ConfigError(f"`retention.{self.name}.{field}` = {value} must be above 0s")
+            if not 0 < value < math.inf:
+                raise ConfigError(
+                    f"`retention.{self.name}.{field}` = {value} must be above 0s and finite"
+                )
         if self.idle_s > self.absolute_s:
             raise ConfigError(
                 f"`retention.{self.name}.idle` = {format_duration(self.idle_s)} is longer than "
@@ -59,7 +69,6 @@ IN_MEMORY = RetentionPolicy(
 TWENTY_FOUR_HOURS = RetentionPolicy(
     name="24h", idle_s=86400.0, absolute_s=86400.0, tiers=frozenset(Tier)
 )
-ALIASES = {"in-memory": "in_memory"}
 
 
 class RetentionPolicies:
@@ -83,7 +92,9 @@ class RetentionPolicies:
         """
         policy = self._policies.get(ALIASES.get(name, name))
         if policy is None:
-            supported = " and ".join(f"'{known}'" for known in self._policies)
+            *rest, last = (f"'{known}'" for known in self._policies)
+            joint = " and " if len(rest) == 1 else ", and "
+            supported = joint.join([", ".join(rest), last]) if rest else last
             raise RequestError(
                 f"Invalid value: '{name}'. Supported values are: {supported}.",
                 param="prompt_cache_retention",
@@ -109,5 +120,10 @@ class RetentionPolicies:
         )
 
     def longest(self, claims: Collection[str]) -> str:
-        """Return the name of the claim that keeps a block longest."""
-        return max(claims, key=lambda name: (self._policies[name].absolute_s, name))
+        """Return the name of the claim that keeps a block longest, one that has a disk first."""
+
+        def rank(name: str) -> tuple[bool, float, float, str]:
+            policy = self._policies[name]
+            return policy.may_use_disk, policy.absolute_s, policy.idle_s, name
+
+        return max(claims, key=rank)

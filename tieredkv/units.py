@@ -1,6 +1,8 @@
 """Sizes and durations as people write them: `80GiB`, `24h`."""
 
+import math
 import re
+from fractions import Fraction
 
 from tieredkv.errors import ConfigError
 
@@ -21,7 +23,7 @@ _BYTES = {
     "tib": 2**40,
 }
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_NUMBER_AND_UNIT = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def parse_bytes(value: str | int) -> int:
@@ -35,7 +37,7 @@ def parse_bytes(value: str | int) -> int:
     match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _BYTES:
         raise ConfigError(f"`{value}` is not a size; write one such as `64MiB`, `80GiB` or `1GB`")
-    return int(float(match[1]) * _BYTES[match[2].lower()])
+    return int(Fraction(match[1]) * _BYTES[match[2].lower()])
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -54,22 +56,28 @@ def parse_duration(value: str | float) -> float:
     Raises:
         ConfigError: not a duration.
     """
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _SECONDS:
+    seconds = math.nan
+    if isinstance(value, str):
+        match = _NUMBER_AND_UNIT.fullmatch(value)
+        if match is not None:
+            seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not math.isfinite(seconds):
         raise ConfigError(f"`{value}` is not a duration; write one such as `90s`, `15m` or `24h`")
-    return float(match[1]) * _SECONDS[match[2].lower()]
+    return seconds
 
 
 def format_duration(seconds: float) -> str:
-    """Return a duration for people, its two largest units: `1d 4h`, `90s` as `1m 30s`."""
-    left = round(seconds)
-    if left < 0:
+    """Return a duration for people, its two largest units: `1d 4h`, `1m 30s`, `0.5s`."""
+    if seconds < 0:
         return "-" + format_duration(-seconds)
+    left = round(seconds)
+    if left < 60:
+        return f"{seconds:.3g}s"
     parts = []
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60), ("s", 1)):
         count, left = divmod(left, size)
         if count:
             parts.append(f"{count}{unit}")
-    return " ".join(parts[:2]) or "0s"
+    return " ".join(parts[:2])

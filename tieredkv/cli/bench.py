@@ -25,7 +25,7 @@ def bench() -> None:
 @click.option("--repeats", type=int, default=5, show_default=True, help="Prefixes of each length.")
 @click.option("--commit", help="Commit to report, for a tree without its history.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
-@settings_options("model", "cache", "scheduler", without=("seed", "restore"))
+@settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
 @json_option
 def ttft(
     model: str,
@@ -48,11 +48,12 @@ def ttft(
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
     settings_of(settings, config_path=config_path, model=model)
+    lengths = _lengths(prefix_tokens)
     disk_dir = settings.pop("disk_dir")
     from tieredkv.bench import ttft as run_ttft
 
     spec = run_ttft.TTFTSpec(
-        prefix_tokens=_lengths(prefix_tokens),
+        prefix_tokens=lengths,
         arms=arms.split(","),
         repeats=repeats,
         seed=bench_seed,

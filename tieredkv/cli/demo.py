@@ -6,7 +6,7 @@ from tieredkv.cli.bench import ARMS, show_ttft
 from tieredkv.cli.output import json_option
 
 CPU_MODEL, CPU_PREFIX_TOKENS = "tiny-random", 2048
-GPU_MODEL, GPU_PREFIX_TOKENS = "random:llama-3.2-1b", 8192
+GPU_MODEL, GPU_PREFIX_TOKENS = "random:qwen2.5-1.5b", 65536
 REPEATS = 3
 
 
@@ -16,7 +16,7 @@ def demo(as_json: bool) -> int:
     """Serve a prompt cold, then from VRAM, host memory, disk, and disk after a restart.
 
     Without a GPU a small random model is made on the spot and VRAM is an ordinary memory pool;
-    with one, a random model of 1B parameters. Exit 1 if tokens or KV bytes differ, or a tier is
+    with one, a random model of 1.5B parameters. Exit 1 if tokens or KV bytes differ, or a tier is
     not the one that the arm claims. The JSON is that of `bench ttft`.
     """
     import torch

@@ -12,7 +12,13 @@ import click
 
 import tieredkv
 from tieredkv.cli import bench, config, demo, doctor, generate, serve, store
-from tieredkv.errors import ConfigError, ModelError, RequestError, StoreBusyError, TieredKVError
+from tieredkv.errors import (
+    ConfigError,
+    ModelError,
+    RequestError,
+    StoreUnreachableError,
+    TieredKVError,
+)
 
 EXIT_PROBLEM = 1
 EXIT_USAGE = 2
@@ -103,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _exit_code(error: TieredKVError) -> int:
     if isinstance(error, ConfigError | RequestError | ModelError):
         return EXIT_USAGE
-    # A store that is busy is one whose server should have answered.
-    return EXIT_UNREACHABLE if isinstance(error, StoreBusyError) else EXIT_PROBLEM
+    return EXIT_UNREACHABLE if isinstance(error, StoreUnreachableError) else EXIT_PROBLEM
 
 
 def _complain(message: str) -> None:

@@ -19,6 +19,7 @@ _SPELLINGS = {
     "device_size": ("--device-size", "--device-cache-size"),
     "disk_dir": ("--disk-dir", "--disk-cache-dir"),
     "disk_size": ("--disk-size", "--disk-cache-size"),
+    "default_retention": ("--default-retention", "--retention"),
     "hash_algo": ("--hash-algo", "--prefix-caching-hash-algo"),
 }
 _EXAMPLES = {

@@ -57,6 +57,7 @@ class Api:
         self._tokenization = tokenization
         self._is_strict = is_strict
         self._keys = [key.encode() for key in settings.api_keys]
+        self._max_answers = settings.max_num_seqs + settings.max_num_queued_reqs
         self._policies = settings.retention_policies()
         self._created = int(time.time())
 
@@ -152,6 +153,14 @@ class Api:
         """Hand the prompts to the engine."""
         info = self._engine.info
         asked.params.check_vocabulary(info.vocab_size)
+        num_answers = len(prompts) * asked.num_choices
+        if num_answers > self._max_answers:
+            raise RequestError(
+                f"{len(prompts)} prompts with n = {asked.num_choices} are {num_answers} answers; "
+                f"this server takes at most {self._max_answers} at once.",
+                param="n",
+                code="invalid_value",
+            )
         params: list[list[SamplingParams]] = []
         seed = secrets.randbits(62)
         for i, prompt in enumerate(prompts):

@@ -3,7 +3,7 @@
 It knows types and ranges, not what any field is for. `null` is the same as an absent field.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from typing import Any
 
 import msgspec
@@ -48,17 +48,22 @@ def invalid_type(
     )
 
 
+def invalid(path: str, rest: str, code: str) -> RequestError:
+    """Return the error for a value out of bounds; `rest` says what was expected and what came."""
+    return RequestError(f"Invalid '{path}': {rest} instead.", param=path, code=code)
+
+
 def invalid_value(path: str, value: str, supported: Sequence[str]) -> RequestError:
     """Return the error for a string that is not one of those supported."""
-    quoted = [f"'{name}'" for name in supported]
-    listed = (
-        f"Supported values are: {', '.join(quoted[:-1])} and {quoted[-1]}."
-        if len(quoted) > 1
-        else f"Supported value is: {quoted[0]}."
-        if quoted
-        else "No value is supported."
-    )
-    return RequestError(f"Invalid value: '{value}'. {listed}", param=path, code="invalid_value")
+    *others, last = [f"'{name}'" for name in supported]
+    listed = f"values are: {', '.join(others)} and {last}" if others else f"value is: {last}"
+    message = f"Invalid value: '{value}'. Supported {listed}."
+    return RequestError(message, param=path, code="invalid_value")
+
+
+def unknown_parameter(path: str) -> RequestError:
+    """Return the error for a field that nobody knows."""
+    return RequestError(f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter")
 
 
 class Fields:
@@ -92,11 +97,8 @@ class Fields:
         value = self._body.get(name)
         if value is None:
             path = self.path(name)
-            raise RequestError(
-                f"Missing required parameter: '{path}'.",
-                param=path,
-                code="missing_required_parameter",
-            )
+            message = f"Missing required parameter: '{path}'."
+            raise RequestError(message, param=path, code="missing_required_parameter")
         return value
 
     def integer(
@@ -144,19 +146,10 @@ class Fields:
         if not isinstance(value, str):
             raise invalid_type(path, "a string", value)
         if not value:
-            raise RequestError(
-                f"Invalid '{path}': empty string. Expected a string with minimum length 1, but "
-                "got an empty string instead.",
-                param=path,
-                code="empty_string",
-            )
+            text = "empty string. Expected a string with minimum length 1, but got an empty string"
+            raise invalid(path, text, "empty_string")
         if most is not None and len(value) > most:
-            raise RequestError(
-                f"Invalid '{path}': string too long. Expected a string with maximum length {most}, "
-                f"but got a string with length {len(value)} instead.",
-                param=path,
-                code="string_above_max_length",
-            )
+            raise _too_long(path, "string", value, most)
         return value
 
     def choice(
@@ -183,19 +176,10 @@ class Fields:
         if not isinstance(value, list):
             raise invalid_type(path, "an array", value)
         if is_required and not value:
-            raise RequestError(
-                f"Invalid '{path}': empty array. Expected an array with minimum length 1, but got "
-                "an empty array instead.",
-                param=path,
-                code="empty_array",
-            )
+            text = "empty array. Expected an array with minimum length 1, but got an empty array"
+            raise invalid(path, text, "empty_array")
         if most is not None and len(value) > most:
-            raise RequestError(
-                f"Invalid '{path}': array too long. Expected an array with maximum length {most}, "
-                f"but got an array with length {len(value)} instead.",
-                param=path,
-                code="array_above_max_length",
-            )
+            raise _too_long(path, "array", value, most)
         return value
 
     def object(self, name: str) -> "Fields | None":
@@ -207,26 +191,24 @@ class Fields:
         """Refuse fields that nobody knows; the first is named."""
         for name in self._body:
             if name not in known:
-                path = self.path(name)
-                raise RequestError(
-                    f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter"
-                )
+                raise unknown_parameter(self.path(name))
 
     def _check_range(
         self, name: str, value: float, least: float | None, most: float | None, kind: str
     ) -> None:
         path = self.path(name)
         if least is not None and value < least:
-            raise RequestError(
-                f"Invalid '{path}': {kind} below minimum value. Expected a value >= {least}, but "
-                f"got {value} instead.",
-                param=path,
-                code=f"{kind}_below_min_value",
-            )
+            text = f"{kind} below minimum value. Expected a value >= {least}, but got {value}"
+            raise invalid(path, text, f"{kind}_below_min_value")
         if most is not None and value > most:
-            raise RequestError(
-                f"Invalid '{path}': {kind} above maximum value. Expected a value <= {most}, but "
-                f"got {value} instead.",
-                param=path,
-                code=f"{kind}_above_max_value",
-            )
+            text = f"{kind} above maximum value. Expected a value <= {most}, but got {value}"
+            raise invalid(path, text, f"{kind}_above_max_value")
+
+
+def _too_long(path: str, kind: str, value: Sized, most: int) -> RequestError:
+    a = "an" if kind == "array" else "a"
+    text = (
+        f"{kind} too long. Expected {a} {kind} with maximum length {most}, but got {a} {kind} "
+        f"with length {len(value)}"
+    )
+    return invalid(path, text, f"{kind}_above_max_length")

@@ -13,7 +13,7 @@ from typing import Any
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.server.fields import Fields, invalid_type, invalid_value
+from tieredkv.server.fields import Fields, invalid_type, invalid_value, unknown_parameter
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -23,6 +23,7 @@ MAX_STOPS = 4
 MAX_SALT_CHARS = 128
 MAX_CACHE_KEY_CHARS = 256
 MAX_SEED = 2**63
+MAX_TOP_K = 2**31 - 1
 
 
 def _names(text: str) -> frozenset[str]:
@@ -135,11 +136,8 @@ def read_chat(
     top_logprobs = fields.integer("top_logprobs", least=0, most=20)
     has_logprobs = fields.boolean("logprobs")
     if top_logprobs is not None and not has_logprobs:
-        raise RequestError(
-            "'top_logprobs' is only allowed when 'logprobs' is true.",
-            param="top_logprobs",
-            code="invalid_value",
-        )
+        text = "'top_logprobs' is only allowed when 'logprobs' is true."
+        raise RequestError(text, param="top_logprobs", code="invalid_value")
     max_tokens = fields.integer("max_completion_tokens", least=1)
     old_max_tokens = fields.integer("max_tokens", least=1)
     response_format = fields.object("response_format")
@@ -221,11 +219,8 @@ def _common(
     is_stream = fields.boolean("stream")
     stream_options = fields.object("stream_options")
     if stream_options is not None and not is_stream:
-        raise RequestError(
-            "The 'stream_options' parameter is only allowed when 'stream' is enabled.",
-            param="stream_options",
-            code="invalid_value",
-        )
+        text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
+        raise RequestError(text, param="stream_options", code="invalid_value")
     return {
         "params": _sampling_params(fields, logprobs, max_tokens),
         "max_tokens": max_tokens,
@@ -254,7 +249,7 @@ def _sampling_params(
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", least=0, most=2),
         "top_p": fields.number("top_p", least=0, most=1),
-        "top_k": fields.integer("top_k", least=-1),
+        "top_k": fields.integer("top_k", least=-1, most=MAX_TOP_K),
         "min_p": fields.number("min_p", least=0, most=1),
         "seed": fields.integer("seed", least=-MAX_SEED, most=MAX_SEED - 1),
         "min_tokens": fields.integer("min_tokens", least=0, most=max_tokens),
@@ -404,10 +399,7 @@ def _template_arguments(fields: Fields) -> dict[str, Any]:
         return {}
     for name, value in Fields.of(arguments, "chat_template_kwargs").items():
         if name in _RESERVED_TEMPLATE_ARGUMENTS or not isinstance(value, str | int | float | bool):
-            path = f"chat_template_kwargs.{name}"
-            raise RequestError(
-                f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter"
-            )
+            raise unknown_parameter(f"chat_template_kwargs.{name}")
     return dict(arguments)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 
+Json = dict[str, Any]
 TokenText = Callable[[int], str]
 """Gives the text of one token id."""
 
@@ -21,7 +22,7 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 def error_body(
     message: str, *, kind: str, param: str | None = None, code: str | None = None
-) -> dict[str, Any]:
+) -> Json:
     """Return the body of every answer that is an error."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -33,7 +34,7 @@ def error_kind(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> dict[str, Any]:
+def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
     """Return a `usage` object; each prompt counts once, whatever the number of its answers.
 
     `cached_tokens_by_tier` is an addition of ours, beside OpenAI's fields.
@@ -56,15 +57,10 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
     }
 
 
-def model_body(name: str, created: int, max_model_len: int) -> dict[str, Any]:
+def model_body(name: str, created: int, max_model_len: int) -> Json:
     """Return one entry of `/v1/models`."""
-    return {
-        "id": name,
-        "object": "model",
-        "created": created,
-        "owned_by": "tieredkv",
-        "max_model_len": max_model_len,
-    }
+    model = {"id": name, "object": "model", "created": created, "owned_by": "tieredkv"}
+    return {**model, "max_model_len": max_model_len}
 
 
 class Shape:
@@ -80,40 +76,36 @@ class Shape:
         self._model = model
         self._token_text = token_text
 
-    def response(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+    def response(self, choices: list[Json], usage: Json) -> Json:
         """Return the whole answer."""
         return {**self._envelope(self.object), "choices": choices, "usage": usage}
 
-    def chunk(self, choice: dict[str, Any], *, has_usage_field: bool) -> dict[str, Any]:
+    def chunk(self, choice: Json, *, has_usage_field: bool) -> Json:
         """Return one chunk; where usage is wanted, all but the last chunk say null."""
         usage = {"usage": None} if has_usage_field else {}
         return {**self._envelope(self.chunk_object), "choices": [choice], **usage}
 
-    def usage_chunk(self, usage: dict[str, Any]) -> dict[str, Any]:
+    def usage_chunk(self, usage: Json) -> Json:
         """Return the last chunk of a stream whose usage is wanted."""
         return {**self._envelope(self.chunk_object), "choices": [], "usage": usage}
 
-    def first_delta(self, index: int) -> dict[str, Any] | None:
+    def first_delta(self, index: int) -> Json | None:
         """Return the choice that opens a stream, before the first token."""
         raise NotImplementedError
 
-    def delta(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> list[dict[str, Any]]:
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return the choices of the chunks that one step's output becomes."""
         raise NotImplementedError
 
-    def choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str
-    ) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
         """Return one answer in whole."""
         raise NotImplementedError
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return the log-probabilities of some tokens, whose text starts at `text_offset`."""
         raise NotImplementedError
 
-    def _envelope(self, kind: str) -> dict[str, Any]:
+    def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
 
@@ -123,25 +115,19 @@ class CompletionShape(Shape):
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
-    def first_delta(self, index: int) -> dict[str, Any] | None:
+    def first_delta(self, index: int) -> Json | None:
         """Return None: text begins at once."""
         return None
 
-    def delta(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> list[dict[str, Any]]:
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return one choice."""
-        return [
-            {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
-        ]
+        return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
 
-    def choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str
-    ) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
         """Return one answer in whole."""
-        return self.delta(index, text, logprobs, finish_reason)[0]
+        return self.delta(index, text, logprobs, reason)[0]
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return parallel lists, as the older endpoint has them."""
         texts = [self._token_text(token.token_id) for token in tokens]
         offsets = []
@@ -166,39 +152,29 @@ class ChatShape(Shape):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def first_delta(self, index: int) -> dict[str, Any] | None:
+    def first_delta(self, index: int) -> Json | None:
         """Return the choice that names the role."""
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._chunk_choice(index, {"role": "assistant", "content": ""})
 
-    def delta(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None
-    ) -> list[dict[str, Any]]:
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return the text's choice and, at the end, one with an empty delta."""
-        choices: list[dict[str, Any]] = []
-        if text or logprobs or finish_reason is None:
-            delta = {"content": text}
-            choices.append(
-                {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-            )
-        if finish_reason is not None:
-            choices.append(
-                {"index": index, "delta": {}, "logprobs": None, "finish_reason": finish_reason}
-            )
+        choices = []
+        if text or logprobs or reason is None:
+            choices.append(self._chunk_choice(index, {"content": text}, logprobs=logprobs))
+        if reason is not None:
+            choices.append(self._chunk_choice(index, {}, reason=reason))
         return choices
 
-    def choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str
-    ) -> dict[str, Any]:
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
         """Return one answer in whole."""
         return {
             "index": index,
             "message": {"role": "assistant", "content": text, "refusal": None},
             "logprobs": logprobs,
-            "finish_reason": finish_reason,
+            "finish_reason": reason,
         }
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> dict[str, Any]:
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return one object a token."""
         return {
             "content": [
@@ -211,7 +187,12 @@ class ChatShape(Shape):
             "refusal": None,
         }
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _chunk_choice(
+        self, index: int, delta: Json, *, logprobs: Json | None = None, reason: str | None = None
+    ) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _token(self, token_id: int, logprob: float) -> Json:
         text = self._token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}

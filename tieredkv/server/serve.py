@@ -138,6 +138,7 @@ class _Server:
         self._is_strict = is_strict
         self._log_level = log_level
         self._stop = asyncio.Event()
+        self._is_forced = False
 
     async def run(self) -> int:
         """Start, serve, end."""
@@ -147,19 +148,24 @@ class _Server:
 
         def on_signal() -> None:
             if self._stop.is_set():
+                self._is_forced = True
                 task.cancel()
+            else:
+                logger.info("stopping: streams end, then what was promised is written to disk")
             self._stop.set()
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
         engine = EngineClient(on_progress=self._on_progress)
-        exit_code = 0
+        has_served, engine_exit_code = False, 0
         try:
             if await self._has_started(engine):
-                exit_code = await self._serve(engine)
+                has_served = True
+                await self._serve(engine)
         finally:
-            left = await engine.shutdown(self._settings.drain_timeout)
-        return exit_code or (1 if left else 0)
+            if not self._is_forced:  # else the engine drains by itself, its server being gone
+                engine_exit_code = await engine.shutdown(self._settings.drain_timeout)
+        return 1 if has_served and engine_exit_code else 0
 
     async def _has_started(self, engine: EngineClient) -> bool:
         """Load model and tokenizer; False where a signal came first."""
@@ -180,7 +186,7 @@ class _Server:
                 task.cancel()
         return True
 
-    async def _serve(self, engine: EngineClient) -> int:
+    async def _serve(self, engine: EngineClient) -> None:
         api = Api(self._settings, engine, self._tokenization, is_strict=self._is_strict)
         config = uvicorn.Config(
             build_app(api),
@@ -207,4 +213,3 @@ class _Server:
         finally:
             stopping.cancel()
             self._tokenization.close()
-        return 0

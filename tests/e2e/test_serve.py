@@ -1,0 +1,401 @@
+"""`tieredkv serve` as its users see it: real processes, the openai client, signals, kill -9."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+MODEL = "tiny-random"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
+TEXT = "The cache keeps what it promised. " * 10
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Return once the condition holds."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, what
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+class Server:
+    """One `tieredkv serve` process and its log."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.disk_dir = folder / "store"
+        self._log = folder / f"log-{time.monotonic_ns()}"
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "tieredkv", "serve", MODEL, "--port", "0"),
+                    *("--disk-dir", str(self.disk_dir), "--disk-size", "256MiB"),
+                    *("--host-size", "8MiB", "--device-size", "8MiB", "--restore", "load"),
+                    *("--default-retention", "24h", *flags),
+                ],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        wait_for(lambda: "serving" in self.log or self.process.poll() is not None, "no server")
+        assert "tieredkv: serving `tiny-random` at " in self.log, self.log
+        self.url = self.log.split("tieredkv: serving `tiny-random` at ")[1].split()[0]
+        self.root = self.url.removesuffix("/v1")
+
+    @property
+    def log(self) -> str:
+        """What it has said so far."""
+        return self._log.read_text()
+
+    def health(self) -> httpx.Response:
+        """Ask whether it is well."""
+        return httpx.get(f"{self.root}/health")
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Its processes."""
+        pids: dict[str, int] = self.health().json()["pids"]
+        return pids
+
+    def df(self) -> dict[str, Any]:
+        """Ask the store's worker what the tiers hold."""
+        result = subprocess.run(
+            [
+                *(sys.executable, "-P", "-m", "tieredkv"),
+                *("df", "--disk-dir", str(self.disk_dir), "--json"),
+            ],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+        return answer
+
+    def client(self, api_key: str = "any") -> openai.OpenAI:
+        """Return a client; to be closed."""
+        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0)
+
+    def stop(self) -> int:
+        """End it in an orderly way and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *flags: str) -> Iterator[Server]:
+    """Run a server; whatever is left of it afterwards is killed."""
+    server = Server(folder, *flags)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server with two tenants; it must end well."""
+    folder = tmp_path_factory.mktemp("serve")
+    with running(folder, "--api-key", "sk-a", "--api-key", "sk-b") as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log, server.log
+        assert TEXT[:20] not in server.log, "a prompt is in the log"
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """Return the first tenant's client."""
+    with server.client("sk-a") as client:
+        yield client
+
+
+def details(usage: Any) -> dict[str, Any]:
+    """Return a usage's prompt details as plain values."""
+    answer: dict[str, Any] = usage.prompt_tokens_details.model_dump()
+    return answer
+
+
+def test_a_repeated_prompt_is_served_from_vram_with_the_same_text(client: openai.OpenAI) -> None:
+    prompt = f"vram {TEXT}"
+    cold = client.completions.create(**GREEDY, prompt=prompt)
+    warm = client.completions.create(**GREEDY, prompt=prompt)
+    assert cold.usage is not None and warm.usage is not None
+    assert cold.choices[0].text == warm.choices[0].text
+    assert len(cold.choices[0].text) == 6
+    assert cold.choices[0].finish_reason == "length"
+    assert cold.usage.prompt_tokens == len(prompt)
+    assert cold.usage.total_tokens == len(prompt) + 6
+    full = len(prompt) // 16 * 16
+    assert details(cold.usage)["cached_tokens"] == 0
+    assert details(cold.usage)["cache_write_tokens"] == full
+    assert details(warm.usage)["cached_tokens"] == full
+    assert details(warm.usage)["cached_tokens_by_tier"] == {"device": full, "host": 0, "disk": 0}
+
+
+def test_every_form_of_prompt_gets_its_answers_in_order(client: openai.OpenAI) -> None:
+    texts = ["one", "two"]
+    ids = [list(text.encode()) for text in texts]
+    by_text = client.completions.create(**GREEDY, prompt=texts)
+    by_ids = client.completions.create(**GREEDY, prompt=ids)
+    singles = [client.completions.create(**GREEDY, prompt=each).choices[0].text for each in ids]
+    assert [choice.text for choice in by_text.choices] == singles
+    assert [choice.text for choice in by_ids.choices] == singles
+    assert [choice.index for choice in by_ids.choices] == [0, 1]
+    assert by_ids.usage is not None
+    assert (by_ids.usage.prompt_tokens, by_ids.usage.completion_tokens) == (6, 12)
+    echoed = client.completions.create(**GREEDY, prompt="one", echo=True)
+    assert echoed.choices[0].text == "one" + singles[0]
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": f"stream {TEXT}"}]
+    whole = client.chat.completions.create(**GREEDY, messages=messages)
+    chunks = list(
+        client.chat.completions.create(
+            **GREEDY, messages=messages, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    *content, last, usage = chunks
+    assert content[0].choices[0].delta.model_dump(exclude_none=True) == {
+        "role": "assistant",
+        "content": "",
+    }
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in content)
+    assert text == whole.choices[0].message.content
+    assert len(content) == 1 + 6
+    assert last.choices[0].delta.model_dump(exclude_none=True) == {}
+    assert last.choices[0].finish_reason == "length"
+    assert usage.choices == [] and usage.usage is not None
+    assert usage.usage.prompt_tokens == whole.usage.prompt_tokens
+    assert details(usage.usage)["cached_tokens"] > 0
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({(chunk.id, chunk.created, chunk.model, chunk.object) for chunk in chunks}) == 1
+
+
+def test_the_bytes_of_a_stream_are_events_and_done(server: Server) -> None:
+    body = {**GREEDY, "prompt": "x", "stream": True}
+    response = httpx.post(
+        f"{server.url}/completions", json=body, headers={"Authorization": "Bearer sk-a"}
+    )
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["x-request-id"]
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    parsed = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+    assert len(parsed) == 6
+    assert [event["choices"][0]["finish_reason"] for event in parsed] == [None] * 5 + ["length"]
+    assert all("usage" not in event for event in parsed)
+
+
+def test_stop_strings_end_the_text_before_themselves(client: openai.OpenAI) -> None:
+    free = client.completions.create(**GREEDY, prompt="stop here").choices[0].text
+    stopped = client.completions.create(**GREEDY, prompt="stop here", stop=free[2:4])
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].text == free[: free.index(free[2:4])]
+
+
+def test_answers_differ_by_seed_and_repeat_with_it(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "dice"}]}]
+
+    def ask(**more: Any) -> list[str | None]:
+        answer = client.chat.completions.create(
+            model=MODEL, messages=messages, max_completion_tokens=8, n=3, **more
+        )
+        return [choice.message.content for choice in answer.choices]
+
+    assert ask(seed=5) == ask(seed=5)
+    assert len(set(ask(seed=5))) == 3
+    assert ask() != ask()
+
+
+def test_logprobs_come_in_both_shapes(client: openai.OpenAI) -> None:
+    messages: list[Any] = [{"role": "user", "content": "log"}]
+    chat = client.chat.completions.create(
+        **GREEDY, messages=messages, logprobs=True, top_logprobs=2
+    )
+    logprobs = chat.choices[0].logprobs
+    assert logprobs is not None and logprobs.content is not None
+    assert "".join(token.token for token in logprobs.content) == chat.choices[0].message.content
+    for token in logprobs.content:
+        assert token.top_logprobs[0].token == token.token
+        assert len(token.top_logprobs) == 2
+    old = client.completions.create(**GREEDY, prompt="log", logprobs=1).choices[0].logprobs
+    assert old is not None
+    assert old.text_offset == list(range(6))
+    assert len(old.tokens or ()) == len(old.token_logprobs or ()) == 6
+
+
+def test_retention_is_accepted_and_checked(client: openai.OpenAI) -> None:
+    for value in ("in_memory", "24h", "in-memory"):
+        client.completions.create(
+            **GREEDY, prompt="keep", extra_body={"prompt_cache_retention": value}
+        )
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(
+            **GREEDY, prompt="keep", extra_body={"prompt_cache_retention": "48h"}
+        )
+    assert caught.value.body == {
+        "message": "Invalid value: '48h'. Supported values are: 'in_memory' and '24h'.",
+        "type": "invalid_request_error",
+        "param": "prompt_cache_retention",
+        "code": "invalid_value",
+    }
+
+
+def test_tenants_and_salts_are_apart(server: Server, client: openai.OpenAI) -> None:
+    prompt = f"mine {TEXT}"
+    client.completions.create(**GREEDY, prompt=prompt)
+
+    def cached(client: openai.OpenAI, **more: Any) -> int:
+        usage = client.completions.create(**GREEDY, prompt=prompt, **more).usage
+        count: int = details(usage)["cached_tokens"]
+        return count
+
+    with server.client("sk-b") as other:
+        assert cached(other) == 0
+    assert cached(client, extra_body={"cache_salt": "s"}) == 0
+    assert cached(client, extra_body={"cache_salt": "s"}) > 0
+    assert cached(client) > 0
+
+
+def test_models_name_the_context_length(client: openai.OpenAI) -> None:
+    [model] = client.models.list().data
+    assert model.id == MODEL
+    assert client.models.retrieve(MODEL).model_dump()["max_model_len"] == 4096
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("gpt")
+    assert caught.value.code == "model_not_found"
+
+
+def test_requests_that_cannot_be_served_have_their_status(
+    server: Server, client: openai.OpenAI
+) -> None:
+    with pytest.raises(openai.NotFoundError) as not_found:
+        client.completions.create(model="gpt", prompt="a")
+    assert not_found.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as too_long:
+        client.completions.create(**GREEDY, prompt="a" * 5000)
+    assert too_long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
+        client.completions.create(**GREEDY, prompt="")
+    with pytest.raises(openai.BadRequestError, match="token id 999 is not in the model's"):
+        client.completions.create(**GREEDY, prompt=[999])
+    with pytest.raises(openai.BadRequestError, match="are 1408 answers; this server takes at most"):
+        client.completions.create(**GREEDY, prompt=["a"] * 11, n=128)
+    with server.client("wrong") as stranger, pytest.raises(openai.AuthenticationError) as key:
+        stranger.models.list()
+    assert key.value.code == "invalid_api_key"
+    headers = {"Authorization": "Bearer sk-a"}
+    for method, path, status in (
+        ("GET", "/v1/nothing", 404),
+        ("GET", "/v1/completions", 405),
+        ("HEAD", "/health", 200),
+    ):
+        assert httpx.request(method, server.root + path, headers=headers).status_code == status
+    missing = httpx.post(f"{server.url}/chat/completions", content=b"{", headers=headers)
+    assert missing.status_code == 400
+    assert missing.json()["error"]["message"].startswith("We could not parse the JSON body")
+    huge = httpx.post(f"{server.url}/completions", content=b" " * (33 << 20), headers=headers)
+    assert (huge.status_code, huge.json()["error"]["code"]) == (413, "request_too_large")
+
+
+def test_a_client_that_leaves_takes_its_request_with_it(
+    server: Server, client: openai.OpenAI
+) -> None:
+    long: dict[str, Any] = {**GREEDY, "max_tokens": 3500, "extra_body": {"ignore_eos": True}}
+    with client.completions.create(**long, prompt="leave", stream=True) as stream:
+        next(iter(stream))
+        assert server.df()["counters"]["requests_running"] == 1
+    with pytest.raises(openai.APITimeoutError):
+        client.completions.create(**long, prompt="leave", timeout=0.5)
+    wait_for(
+        lambda: server.df()["counters"]["requests_running"] == 0, "the engine goes on", timeout_s=5
+    )
+
+
+def test_a_full_queue_is_429_and_sigterm_ends_streams_and_keeps_the_cache(tmp_path: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    prompt = f"restart {TEXT}"
+    with running(tmp_path, *flags) as server, server.client() as client:
+        cold = client.completions.create(**GREEDY, prompt=prompt)
+        long = {**GREEDY, "max_tokens": 3500, "ignore_eos": True, "stream": True, "prompt": "a"}
+        results: list[httpx.Response] = []
+
+        def post() -> None:
+            body = {**long, "stream": False}
+            results.append(httpx.post(f"{server.url}/completions", json=body, timeout=60))
+
+        threads = [threading.Thread(target=post) for _ in range(3)]
+        with httpx.stream("POST", f"{server.url}/completions", json=long, timeout=60) as stream:
+            for thread in threads:
+                thread.start()
+            wait_for(lambda: len(results) >= 2, "no 429")
+            for refused in results[:2]:
+                assert refused.status_code == 429
+                assert refused.headers["retry-after"]
+                assert refused.json()["error"]["code"] == "queue_full"
+            server.process.send_signal(signal.SIGTERM)
+            events = "".join(stream.iter_text()).strip().split("\n\n")
+            for thread in threads:
+                thread.join()
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert results[2].status_code == 503
+        assert server.process.wait(60) == 0
+        assert "Traceback" not in server.log, server.log
+
+    with running(tmp_path) as server, server.client() as client:
+        warm = client.completions.create(**GREEDY, prompt=prompt)
+        assert warm.choices[0].text == cold.choices[0].text
+        full = len(prompt) // 16 * 16
+        by_tier = details(warm.usage)["cached_tokens_by_tier"]
+        assert by_tier == {"device": 0, "host": 0, "disk": full}
+
+        pids = server.pids
+        os.kill(pids["worker"], signal.SIGKILL)
+        wait_for(lambda: server.pids["worker"] not in (None, pids["worker"]), "no new worker")
+        client.completions.create(**GREEDY, prompt="after the worker's death")
+
+        os.kill(pids["server"], signal.SIGKILL)
+        wait_for(lambda: not is_running(pids["engine"]), "the engine outlives its server")
+        df = server.df()
+        assert df["writer_pid"] is None
+        assert df["disk"]["blocks"] >= full // 16
+
+
+def test_a_dead_engine_is_unhealthy_and_its_requests_end(tmp_path: Path) -> None:
+    with running(tmp_path) as server, server.client() as client:
+        stream = client.completions.create(
+            **{**GREEDY, "max_tokens": 3500},
+            prompt="a",
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        next(iter(stream))
+        os.kill(server.pids["engine"], signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="The engine has stopped"):
+            list(stream)
+        health = server.health()
+        assert (health.status_code, health.json()["status"]) == (503, "dead")
+        with pytest.raises(openai.InternalServerError) as caught:
+            client.completions.create(**GREEDY, prompt="a")
+        assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+        assert server.stop() == 1

@@ -1,0 +1,64 @@
+"""Every file in configs/ loads and says what its name promises."""
+
+from pathlib import Path
+
+import pytest
+
+from tieredkv.config import Settings, load_settings
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
+from tieredkv.types import Tier
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+
+
+def load(name: str) -> Settings:
+    settings = load_settings(environ={}, config_path=CONFIGS / name).settings
+    settings.check_server()
+    return settings
+
+
+def test_these_are_all_the_files_there_are() -> None:
+    assert {path.name for path in CONFIGS.iterdir()} == {
+        "24h.toml",
+        "cpu-demo.toml",
+        "in_memory.toml",
+    }
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
+def test_every_file_loads_and_keeps_the_contract_of_the_two_policies(path: Path) -> None:
+    assert load(path.name).policies == (IN_MEMORY, TWENTY_FOUR_HOURS)
+
+
+def test_in_memory_keeps_prompts_in_ram_for_an_hour_at_most_and_has_no_disk() -> None:
+    settings = load("in_memory.toml")
+    assert settings.default_retention == "in_memory"
+    assert settings.disk_dir is None
+    assert settings.host_size == 16 << 30
+    policy = settings.retention_policies().get(settings.default_retention)
+    assert (policy.idle_s, policy.absolute_s) == (600, 3600)
+    assert Tier.DISK not in policy.tiers
+
+
+def test_24h_keeps_prompts_on_disk_for_a_day() -> None:
+    settings = load("24h.toml")
+    assert settings.default_retention == "24h"
+    assert settings.disk_dir == "/var/lib/tieredkv"
+    assert (settings.host_size, settings.disk_size) == (32 << 30, 200 << 30)
+    assert settings.disk_write == "on_evict"
+    policy = settings.retention_policies().get(settings.default_retention)
+    assert (policy.idle_s, policy.absolute_s) == (86400, 86400)
+    assert policy.tiers == set(Tier)
+
+
+def test_the_demo_walks_its_prompts_through_small_tiers_without_a_gpu() -> None:
+    settings = load("cpu-demo.toml")
+    assert (settings.model, settings.device) == ("tiny-random", "cpu")
+    assert settings.resolve_device(has_cuda=True) == "cpu"
+    assert (settings.device_size, settings.host_size, settings.disk_size) == (
+        32 << 20,
+        64 << 20,
+        2 << 30,
+    )
+    assert settings.disk_dir is not None
+    assert (settings.default_retention, settings.restore) == ("24h", "load")

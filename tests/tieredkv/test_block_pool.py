@@ -1,0 +1,534 @@
+from collections.abc import Callable, Iterable, Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tieredkv.block_pool import Block, BlockPool
+from tieredkv.errors import IntegrityError
+from tieredkv.types import BlockHash
+
+
+def name(text: str | int) -> BlockHash:
+    return BlockHash(str(text).encode().rjust(32, b"."))
+
+
+def ids(blocks: Iterable[Block] | None) -> list[int]:
+    assert blocks is not None
+    return [block.block_id for block in blocks]
+
+
+def take(pool: BlockPool, count: int) -> list[Block]:
+    blocks = pool.allocate(count)
+    assert blocks is not None
+    return blocks
+
+
+def fill(pool: BlockPool, *names: str) -> list[Block]:
+    """Put a chain into the pool, head first; its blocks are ready and in use."""
+    chain = take(pool, len(names))
+    for block, text in zip(chain, names, strict=True):
+        assert pool.insert(block, name(text)) is block
+        pool.mark_ready(block)
+    return chain
+
+
+def keep(pool: BlockPool, *names: str) -> list[Block]:
+    """Put a chain into the pool, head first, that nobody uses any longer."""
+    chain = fill(pool, *names)
+    pool.release(reversed(chain))
+    return chain
+
+
+Evicted = list[tuple[int, BlockHash]]
+
+
+@pytest.fixture
+def evicted() -> Evicted:
+    return []
+
+
+@pytest.fixture
+def pool(evicted: Evicted) -> Iterator[BlockPool]:
+    pool = BlockPool(6, on_evict=lambda block, lost: evicted.append((block.block_id, lost)))
+    yield pool
+    pool.check()
+
+
+# Allocation and eviction
+
+
+def test_a_new_pool_hands_out_empty_blocks_in_order(pool: BlockPool) -> None:
+    blocks = take(pool, 6)
+    assert ids(blocks) == [0, 1, 2, 3, 4, 5]
+    assert all(b.ref_count == 1 and b.block_hash is None and not b.is_ready for b in blocks)
+    assert (pool.num_blocks, pool.num_free, pool.num_used) == (6, 0, 6)
+    assert (pool.num_empty, pool.num_evictable, pool.num_cached) == (0, 0, 0)
+
+
+def test_empty_blocks_go_before_cached_ones(pool: BlockPool, evicted: Evicted) -> None:
+    keep(pool, "a0", "a1")
+    assert ids(take(pool, 4)) == [2, 3, 4, 5]
+    assert evicted == []
+    assert ids(take(pool, 1)) == [1]
+    assert evicted == [(1, name("a1"))]
+
+
+def test_eviction_takes_the_oldest_chain_first_and_its_tail_before_its_head(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    keep(pool, "a0", "a1", "a2")
+    keep(pool, "b0", "b1", "b2")
+    assert ids(pool.evictable()) == [2, 1, 0, 5, 4, 3]
+    assert ids(take(pool, 4)) == [2, 1, 0, 5]
+    assert evicted == [(2, name("a2")), (1, name("a1")), (0, name("a0")), (5, name("b2"))]
+    assert pool.lookup(name("a0")) is None
+    assert pool.lookup(name("b1")) is not None
+    assert (pool.num_evictable, pool.num_cached, pool.num_used) == (2, 2, 4)
+
+
+def test_one_allocation_takes_empty_blocks_and_then_the_oldest_cached_ones(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    keep(pool, "a0", "a1", "a2", "a3")
+    assert ids(take(pool, 3)) == [4, 5, 3]
+    assert evicted == [(3, name("a3"))]
+
+
+def test_a_block_that_held_nothing_whole_is_reused_before_cached_ones(pool: BlockPool) -> None:
+    private = take(pool, 2)
+    keep(pool, "a0", "a1", "a2", "a3")
+    pool.release(private)
+    assert ids(take(pool, 3)) == [0, 1, 5]
+
+
+@pytest.mark.parametrize("can_evict", [None, lambda block: block.block_id != 1])
+def test_an_allocation_that_does_not_fit_changes_nothing(
+    pool: BlockPool, evicted: Evicted, can_evict: Callable[[Block], bool] | None
+) -> None:
+    keep(pool, "a0", "a1")
+    used = take(pool, 1)
+    assert pool.allocate(6 if can_evict is None else 5, can_evict=can_evict) is None
+    assert evicted == []
+    assert (pool.num_empty, pool.num_evictable, pool.num_used, pool.num_cached) == (3, 2, 1, 2)
+    assert ids(pool.evictable()) == [1, 0]
+    assert used[0].ref_count == 1
+    assert ids(take(pool, 5)) == [3, 4, 5, 1, 0]
+
+
+def test_what_can_evict_refuses_keeps_its_place_and_order(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    keep(pool, "a0", "a1", "a2", "a3", "a4", "a5")
+    taken = pool.allocate(2, can_evict=lambda block: block.block_id not in (5, 3))
+    assert ids(taken) == [4, 2]
+    assert [lost for _, lost in evicted] == [name("a4"), name("a2")]
+    assert ids(pool.evictable()) == [5, 3, 1, 0]
+    assert ids(take(pool, 2)) == [5, 3]
+
+
+def test_only_blocks_that_are_needed_are_asked_about(pool: BlockPool) -> None:
+    keep(pool, "a0", "a1", "a2")
+    asked: list[int] = []
+
+    def can_evict(block: Block) -> bool:
+        asked.append(block.block_id)
+        return True
+
+    assert pool.allocate(3, can_evict=can_evict) is not None
+    assert pool.allocate(0, can_evict=can_evict) == []
+    assert asked == []
+    assert pool.allocate(2, can_evict=can_evict) is not None
+    assert asked == [2, 1]
+
+
+def test_a_listener_finds_the_block_already_without_its_hash() -> None:
+    def on_evict(block: Block, lost: BlockHash) -> None:
+        assert block.block_hash is None
+        assert pool.lookup(lost) is None
+        told.append(lost)
+
+    told: list[BlockHash] = []
+    pool = BlockPool(2, on_evict=on_evict)
+    keep(pool, "a0", "a1")
+    take(pool, 2)
+    assert told == [name("a1"), name("a0")]
+
+
+def test_a_pool_of_no_blocks_has_none_to_give() -> None:
+    pool = BlockPool(0)
+    assert pool.allocate(0) == []
+    assert pool.allocate(1) is None
+    pool.check()
+
+
+# Sharing
+
+
+def test_a_lookup_has_no_side_effect(pool: BlockPool) -> None:
+    chain = keep(pool, "a0", "a1")
+    assert pool.lookup(name("a1")) is chain[1]
+    assert pool.lookup(name("b0")) is None
+    assert ids(pool.evictable()) == [1, 0]
+    assert [block.ref_count for block in chain] == [0, 0]
+
+
+def test_a_second_block_of_the_same_hash_shares_the_first(pool: BlockPool) -> None:
+    (first,) = fill(pool, "a")
+    (second,) = take(pool, 1)
+    assert pool.insert(second, name("a")) is first
+    assert second.block_hash is None
+    assert (first.ref_count, second.ref_count, pool.num_cached) == (1, 1, 1)
+    assert pool.insert(first, name("a")) is first
+
+
+def test_a_block_that_is_being_filled_is_found_and_not_ready(pool: BlockPool) -> None:
+    (block,) = take(pool, 1)
+    pool.insert(block, name("a"))
+    assert pool.lookup(name("a")) is block
+    assert not block.is_ready
+    pool.mark_ready(block)
+    assert block.is_ready
+
+
+def test_a_shared_block_is_evictable_after_its_last_user_only(pool: BlockPool) -> None:
+    chain = fill(pool, "a")
+    pool.acquire(chain[0])
+    pool.release(chain)
+    assert (pool.num_evictable, chain[0].ref_count) == (0, 1)
+    pool.release(chain)
+    assert ids(pool.evictable()) == [0]
+    pool.acquire(chain[0])
+    assert (pool.num_evictable, pool.num_used, chain[0].ref_count) == (0, 1, 1)
+    assert chain[0].is_ready
+
+
+def test_a_block_acquired_from_the_middle_leaves_the_others_in_order(pool: BlockPool) -> None:
+    chain = keep(pool, "a0", "a1", "a2", "a3")
+    pool.acquire(chain[2])
+    assert ids(pool.evictable()) == [3, 1, 0]
+    pool.release([chain[2]])
+    assert ids(pool.evictable()) == [3, 1, 0, 2]
+
+
+# Recency
+
+
+def test_a_touched_chain_is_evicted_later_and_still_tail_first(pool: BlockPool) -> None:
+    first = keep(pool, "a0", "a1", "a2")
+    keep(pool, "b0", "b1", "b2")
+    pool.touch(first)
+    assert ids(pool.evictable()) == [5, 4, 3, 2, 1, 0]
+
+
+def test_a_touch_of_a_chains_head_leaves_its_tail_to_go_first(pool: BlockPool) -> None:
+    chain = keep(pool, "a0", "a1", "a2")
+    pool.touch(chain[:2])
+    assert ids(pool.evictable()) == [2, 1, 0]
+
+
+def test_a_touch_leaves_used_and_empty_blocks_alone(pool: BlockPool) -> None:
+    used, idle = fill(pool, "a0", "a1"), keep(pool, "b0", "b1")
+    (empty,) = take(pool, 1)
+    pool.release([empty])
+    pool.touch([*used, *idle, empty])
+    assert ids(pool.evictable()) == [3, 2]
+    assert [block.ref_count for block in used] == [1, 1]
+    assert ids(take(pool, 2)) == [5, 4]
+
+
+def test_a_pinned_block_keeps_its_place_and_is_not_reused(pool: BlockPool) -> None:
+    first, _ = keep(pool, "a0", "a1")
+    take(pool, pool.num_empty)
+    (oldest, youngest) = ids(pool.evictable())
+    pinned = next(iter(pool.evictable()))
+    pool.pin(pinned)
+    assert ids(pool.evictable()) == [oldest, youngest]
+    assert pool.allocate(2) is None
+    assert ids(take(pool, 1)) == [youngest]
+    pool.unpin(pinned)
+    assert ids(take(pool, 1)) == [oldest]
+    assert first.ref_count == 1
+
+
+def test_a_pinned_block_that_loses_its_hash_comes_back_with_its_last_pin(pool: BlockPool) -> None:
+    (block,) = keep(pool, "a")
+    num_free = pool.num_free
+    pool.pin(block)
+    pool.pin(block)
+    pool.drop(name("a"))
+    assert pool.num_free == num_free - 1
+    pool.unpin(block)
+    assert pool.num_free == num_free - 1
+    pool.unpin(block)
+    assert pool.num_free == num_free
+    pool.check()
+
+
+# Forgetting
+
+
+def test_a_block_released_before_it_was_ready_forgets_its_hash(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    (block,) = take(pool, 1)
+    pool.insert(block, name("a"))
+    pool.acquire(block)
+    pool.release([block])
+    assert pool.lookup(name("a")) is block
+    pool.release([block])
+    assert pool.lookup(name("a")) is None
+    assert (pool.num_empty, pool.num_cached) == (6, 0)
+    assert evicted == []
+
+
+def test_a_dropped_block_that_nobody_uses_is_empty_at_once(
+    pool: BlockPool, evicted: Evicted
+) -> None:
+    chain = keep(pool, "a0", "a1", "a2")
+    assert pool.drop(name("a1")) is chain[1]
+    assert pool.lookup(name("a1")) is None
+    assert ids(pool.evictable()) == [2, 0]
+    assert (pool.num_empty, pool.num_evictable) == (4, 2)
+    assert not chain[1].is_ready
+    assert evicted == []
+    assert pool.drop(name("a1")) is None
+
+
+def test_a_block_dropped_in_use_is_freed_when_its_last_user_ends(pool: BlockPool) -> None:
+    (block,) = fill(pool, "a")
+    pool.acquire(block)
+    assert pool.drop(name("a")) is block
+    assert pool.lookup(name("a")) is None
+    assert (block.is_ready, pool.num_used, pool.num_cached) == (True, 1, 0)
+    pool.release([block])
+    assert (pool.num_used, pool.num_empty) == (1, 5)
+    pool.release([block])
+    assert (pool.num_used, pool.num_empty, pool.num_evictable) == (0, 6, 0)
+    assert not block.is_ready
+
+
+def test_a_hash_can_be_computed_anew_while_the_dropped_block_is_in_use(pool: BlockPool) -> None:
+    (old,) = fill(pool, "a")
+    pool.drop(name("a"))
+    (new,) = fill(pool, "a")
+    assert new is not old
+    pool.release([old])
+    assert pool.lookup(name("a")) is new
+    pool.release([new])
+    assert ids(pool.evictable()) == [new.block_id]
+
+
+# The check itself
+
+
+def lose_a_user(pool: BlockPool) -> None:
+    block_in_use(pool).ref_count = 0
+
+
+def gain_a_user(pool: BlockPool) -> None:
+    next(pool.evictable()).ref_count = 1
+
+
+def count_below_zero(pool: BlockPool) -> None:
+    block_in_use(pool).ref_count = -1
+
+
+def lose_readiness(pool: BlockPool) -> None:
+    next(pool.evictable()).is_ready = False
+
+
+def lose_a_hash(pool: BlockPool) -> None:
+    next(pool.evictable()).block_hash = None
+
+
+def gain_another_hash(pool: BlockPool) -> None:
+    block_in_use(pool).block_hash = name("other")
+
+
+def gain_a_hash_of_another(pool: BlockPool) -> None:
+    block_in_use(pool).block_hash = next(pool.evictable()).block_hash
+
+
+def lose_the_hash_of_a_used_block(pool: BlockPool) -> None:
+    block_in_use(pool).block_hash = None
+
+
+def block_in_use(pool: BlockPool) -> Block:
+    block = pool.lookup(name("used"))
+    assert block is not None
+    return block
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lose_a_user, "has 0 users and a wrong place"),
+        (gain_a_user, "has 1 users and a wrong place"),
+        (count_below_zero, "has -1 users and a wrong place"),
+        (lose_readiness, "evictable but was never filled"),
+        (lose_a_hash, "in the wrong part of the free list"),
+        (gain_another_hash, "not in the index under its hash"),
+        (gain_a_hash_of_another, "not in the index under its hash"),
+        (lose_the_hash_of_a_used_block, "1 hashed blocks, 2 in the index"),
+    ],
+)
+def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None], message: str) -> None:
+    pool = BlockPool(4)
+    fill(pool, "used")
+    keep(pool, "idle")
+    pool.check()
+    damage(pool)
+    with pytest.raises(IntegrityError, match=message):
+        pool.check()
+
+
+class PoolAgainstModel(RuleBasedStateMachine):
+    """Drive a pool and an obvious model of it, lists in the order of eviction, side by side."""
+
+    @initialize(num_blocks=st.integers(1, 8))
+    def start(self, num_blocks: int) -> None:
+        self.evicted: Evicted = []
+        self.pool = BlockPool(
+            num_blocks, on_evict=lambda block, lost: self.evicted.append((block.block_id, lost))
+        )
+        self.blocks: dict[int, Block] = {}
+        self.users = dict.fromkeys(range(num_blocks), 0)
+        self.hashes: dict[int, BlockHash] = {}
+        self.ready: set[int] = set()
+        self.empty = list(range(num_blocks))
+        self.evictable: list[int] = []
+        self.pins: dict[int, int] = {}
+
+    def used(self) -> list[int]:
+        return [block_id for block_id, count in self.users.items() if count]
+
+    def end_use(self, block_id: int) -> None:
+        self.users[block_id] -= 1
+        if self.users[block_id]:
+            return
+        if block_id in self.hashes and block_id in self.ready:
+            self.evictable.append(block_id)
+        else:
+            self.hashes.pop(block_id, None)
+            self.give_back(block_id)
+
+    def give_back(self, block_id: int) -> None:
+        if not self.pins.get(block_id):  # else it comes back with its last pin
+            self.ready.discard(block_id)
+            self.empty.append(block_id)
+
+    @rule(count=st.integers(0, 9), refused=st.none() | st.sets(st.integers(0, 7), max_size=3))
+    def allocate(self, count: int, refused: set[int] | None) -> None:
+        self.evicted.clear()
+        can_evict = None if refused is None else (lambda block: block.block_id not in refused)
+        blocks = self.pool.allocate(count, can_evict=can_evict)
+        barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
+        candidates = self.empty + [i for i in self.evictable if i not in barred]
+        if len(candidates) < count:
+            assert blocks is None
+            assert self.evicted == []
+            return
+        taken = candidates[:count]
+        assert ids(blocks) == taken
+        assert self.evicted == [(i, self.hashes[i]) for i in taken if i in self.hashes]
+        for block in blocks or ():
+            block_id = block.block_id
+            (self.evictable if block_id in self.hashes else self.empty).remove(block_id)
+            self.blocks[block_id] = block
+            self.users[block_id] = 1
+            self.hashes.pop(block_id, None)
+            self.ready.discard(block_id)
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data(), text=st.integers(0, 5))
+    def insert(self, data: st.DataObject, text: int) -> None:
+        block_id = data.draw(st.sampled_from(self.used()))
+        owners = [i for i, known in self.hashes.items() if known == name(text)]
+        if not owners and block_id in self.hashes:
+            return  # the caller's own mistake, which the pool asserts against
+        there = self.pool.insert(self.blocks[block_id], name(text))
+        assert there.block_id == (owners or [block_id])[0]
+        self.hashes[there.block_id] = name(text)
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data())
+    def mark_ready(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.used()))
+        self.pool.mark_ready(self.blocks[block_id])
+        self.ready.add(block_id)
+
+    @precondition(lambda self: self.used() or self.evictable)
+    @rule(data=st.data())
+    def acquire(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.used() + self.evictable))
+        self.pool.acquire(self.blocks[block_id])
+        self.users[block_id] += 1
+        if block_id in self.evictable:
+            self.evictable.remove(block_id)
+
+    @precondition(lambda self: self.used())
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        chain = data.draw(st.lists(st.sampled_from(self.used()), unique=True, min_size=1))
+        self.pool.release(self.blocks[block_id] for block_id in chain)
+        for block_id in chain:
+            self.end_use(block_id)
+
+    @precondition(lambda self: self.used() or self.evictable)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from(self.used() + self.evictable))
+        self.pool.pin(self.blocks[block_id])
+        self.pins[block_id] = self.pins.get(block_id, 0) + 1
+
+    @precondition(lambda self: any(self.pins.values()))
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        block_id = data.draw(st.sampled_from([i for i, count in self.pins.items() if count]))
+        self.pool.unpin(self.blocks[block_id])
+        self.pins[block_id] -= 1
+        if not self.users[block_id] and block_id not in self.hashes:
+            self.give_back(block_id)
+
+    @precondition(lambda self: self.blocks)
+    @rule(data=st.data())
+    def touch(self, data: st.DataObject) -> None:
+        chain = data.draw(st.lists(st.sampled_from(sorted(self.blocks)), unique=True))
+        self.pool.touch(self.blocks[block_id] for block_id in chain)
+        for block_id in reversed(chain):
+            if block_id in self.evictable:
+                self.evictable.remove(block_id)
+                self.evictable.append(block_id)
+
+    @rule(text=st.integers(0, 5))
+    def drop(self, text: int) -> None:
+        dropped = self.pool.drop(name(text))
+        owners = [i for i, known in self.hashes.items() if known == name(text)]
+        assert (ids([dropped]) if dropped else []) == owners
+        for block_id in owners:
+            del self.hashes[block_id]
+            if block_id in self.evictable:
+                self.evictable.remove(block_id)
+                self.give_back(block_id)
+
+    @invariant()
+    def is_sound_and_agrees_with_the_model(self) -> None:
+        pool = self.pool
+        pool.check()
+        assert ids(pool.evictable()) == self.evictable
+        assert pool.num_empty == len(self.empty)
+        assert pool.num_free == len(self.empty) + len(self.evictable)
+        assert pool.num_used == pool.num_blocks - pool.num_free
+        assert pool.num_cached == len(self.hashes)
+        for block_id, block in self.blocks.items():
+            assert block.ref_count == self.users[block_id]
+            assert block.block_hash == self.hashes.get(block_id)
+            assert block.is_ready == (block_id in self.ready)
+        for block_id, block_hash in self.hashes.items():
+            assert pool.lookup(block_hash) is self.blocks[block_id]
+
+
+TestPoolAgainstModel = PoolAgainstModel.TestCase
+TestPoolAgainstModel.settings = settings(max_examples=120, stateful_step_count=40)

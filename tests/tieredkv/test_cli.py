@@ -1,0 +1,263 @@
+"""The command line: its exit codes, its one line an error, its JSON, in real processes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tieredkv.cli.main import cli
+from tieredkv.cli.main import main as run_main
+from tieredkv.config import Settings
+from tieredkv.errors import (
+    ConfigError,
+    ModelError,
+    StorageError,
+    StoreBusyError,
+    StoreUnreachableError,
+    TieredKVError,
+)
+
+VERBS = ["serve", "generate", "bench ttft", "df", "ls", "evict", "verify", "doctor", "config show"]
+
+
+def tieredkv(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user does, in a pipe."""
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "tieredkv", *arguments],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environ},
+        timeout=120,
+    )
+
+
+def test_without_arguments_it_teaches() -> None:
+    result = CliRunner().invoke(cli, [])
+    assert result.exit_code == 0
+    for verb in VERBS:
+        assert f"tieredkv {verb}" in result.output
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_and_json(verb: str) -> None:
+    result = CliRunner().invoke(cli, [*verb.split(), "--help"])
+    assert result.exit_code == 0
+    assert "--json" in result.output
+    assert "Example" in result.output
+
+
+def test_every_setting_has_a_flag_that_names_its_default() -> None:
+    text = " ".join(CliRunner().invoke(cli, ["serve", "--help"]).output.split())
+    for name, field in Settings.__dataclass_fields__.items():
+        if field.metadata["section"] and name not in ("model", "api_keys"):
+            assert f"--{name.replace('_', '-')}" in text
+    assert "--host-size, --host-cache-size SIZE" in text
+    assert "[default 1GiB; in bytes or with a unit; e.g. 64GiB]" in text
+    assert "[default 30s; in seconds or with a unit; e.g. 2m]" in text
+
+
+def test_help_loads_neither_torch_nor_the_server() -> None:
+    code = (
+        "import sys; from tieredkv.cli import main; code = main(['serve', '--help']); "
+        "bad = {'torch', 'transformers', 'fastapi', 'uvicorn'} & set(sys.modules); "
+        "sys.exit(', '.join(sorted(bad)) or code)"
+    )
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nope"], "error: No such command 'nope'."),
+        (["serve"], "error: Missing argument 'MODEL'."),
+        (["df"], "error: Missing option '--disk-dir'."),
+        (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder."),
+        (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
+        (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
+        (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --ns, --older-than"),
+        (["evict", "--all", "--ns", "a"], "error: --all does not go together with another"),
+        (["evict", "--older-than", "soon"], "error: `soon` is not a duration"),
+        (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
+    ],
+)
+def test_a_wrong_command_line_is_one_sentence_and_exit_code_2(
+    arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(line)
+    assert all(rest.startswith("hint: ") for rest in captured.err.splitlines()[1:])
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code"),
+    [
+        (ConfigError("a"), 2),
+        (ModelError("a"), 2),
+        (StorageError("a"), 1),
+        (StoreBusyError("a"), 1),
+        (StoreUnreachableError("a"), 3),
+        (TieredKVError("a"), 1),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_has_its_exit_code(
+    error: BaseException, exit_code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli.commands["doctor"], "callback", fail)
+    assert run_main(["doctor"]) == exit_code
+
+
+def test_config_show_names_the_source_of_every_value_and_no_key(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text('[cache]\nhost_size = "2GiB"\n[server]\napi_keys = ["secret"]\n')
+    result = tieredkv(
+        "config", "show", "--config", str(file), "--port", "81", "--json", TIEREDKV_BLOCK_SIZE="32"
+    )
+    settings = json.loads(result.stdout.splitlines()[-1])["settings"]
+    assert settings["port"] == {"value": 81, "source": "argument"}
+    assert settings["block_size"] == {"value": 32, "source": "environment TIEREDKV_BLOCK_SIZE"}
+    assert settings["host_size"] == {"value": 2 << 30, "source": f"file {file}"}
+    assert settings["seed"] == {"value": 0, "source": "default"}
+    assert "secret" not in result.stdout
+
+
+def test_an_unknown_key_in_a_config_names_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text("[cache]\nblok_size = 16\n")
+    result = tieredkv("serve", "tiny-random", "--config", str(file))
+    assert result.returncode == 2
+    assert "`block_size`" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_doctor_says_what_the_disk_can_do(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    checks = json.loads(tieredkv("doctor", "--disk-dir", str(tmp_path), "--json").stdout)["checks"]
+    names = {check["name"]: check["status"] for check in checks}
+    assert {"python", "torch", "cuda" if "cuda" in names else "cuda:0"} <= set(names)
+    assert names["permissions"] == "ok"
+    assert {"O_DIRECT", "hole punching", "free space"} <= set(names)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    result = tieredkv("doctor", "--disk-dir", str(tmp_path))
+    assert result.returncode == 1
+    assert "chmod 700" in result.stdout
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a stopped store with one chain of 20 blocks."""
+    folder = tmp_path_factory.mktemp("cli") / "store"
+    result = tieredkv(
+        *("generate", "tiny-random", "--max-tokens", "2", "--disk-dir", str(folder)),
+        *("--default-retention", "24h", "--host-size", "8MiB", "--device-size", "8MiB", "--json"),
+        stdin="x" * 330,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    [output] = json.loads(result.stdout.splitlines()[-1])["outputs"]
+    assert output["usage"]["prompt_tokens"] == 330
+    assert len(output["token_ids"]) == 2
+    return folder
+
+
+def ask(folder: Path, verb: str, *arguments: str) -> dict[str, object]:
+    """Run a verb on a store with --json, which must succeed."""
+    result = tieredkv(verb, "--disk-dir", str(folder), *arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    answer: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+def test_a_flipped_byte_is_found_counted_and_exit_code_1(stored: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(stored, copy)
+    [segment] = [path for path in copy.rglob("*") if path.stat().st_size > 20 * 16 * 2048]
+    with segment.open("r+b") as file:
+        file.seek(10_000)
+        byte = file.read(1)[0]
+        file.seek(10_000)
+        file.write(bytes([byte ^ 1]))
+    found = tieredkv("verify", "--disk-dir", str(copy), "--json")
+    assert found.returncode == 1
+    counts = json.loads(found.stdout.splitlines()[-1])
+    assert (counts["checked"], counts["bad"], counts["repaired"]) == (20, 1, 1)
+    assert sum(counts["by_reason"].values()) == 1
+    assert ask(copy, "verify")["checked"] == 19
+
+
+def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None:
+    df = ask(stored, "df")
+    assert (df["device"], df["host"], df["writer_pid"]) == (None, None, None)
+    disk = df["disk"]
+    assert isinstance(disk, dict)
+    assert disk["blocks"] == 20
+    assert disk["bytes_live"] == 20 * 16 * 2048
+    assert {"bytes_files", "bytes_budget"} <= set(disk)
+
+    chains = ask(stored, "ls")["chains"]
+    assert isinstance(chains, list)
+    assert [chain["blocks"] for chain in chains] == [20]
+    assert ask(stored, "verify") == {"checked": 20, "bad": 0, "by_reason": {}, "repaired": 0}
+    table = tieredkv("ls", "--disk-dir", str(stored))
+    assert chains[0]["id"][:12] in table.stdout
+
+    assert ask(stored, "evict", "--older-than", "1h", "-y")["evicted_blocks"] == 0
+    planned = ask(stored, "evict", "--all", "--dry-run")
+    assert (planned["evicted_blocks"], planned["dry_run"]) == (20, True)
+    refused = tieredkv("evict", "--disk-dir", str(stored), "--all")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: Nobody is there to confirm; give -y.")
+    unknown = tieredkv("evict", "--disk-dir", str(stored), "abcdef", "-y")
+    assert unknown.returncode == 1
+    assert "no chain has the id `abcdef`" in unknown.stderr
+
+    evicted = ask(stored, "evict", chains[0]["id"][:16], "-y")
+    assert evicted["evicted_blocks"] == 20
+    assert evicted["freed_bytes"] == planned["freed_bytes"]
+    assert ask(stored, "ls") == {"chains": []}
+    assert tieredkv("ls", "--disk-dir", str(stored)).stdout == "nothing is stored\n"
+
+
+def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for verb in ("df", "ls", "verify"):
+        result = tieredkv(verb, "--disk-dir", str(tmp_path))
+        assert result.returncode == 1
+        assert result.stderr.startswith("error: ")
+        assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_ctrl_c_ends_a_load_and_a_turned_clock_is_announced() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", "tieredkv", "serve", "tiny-random", "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TIEREDKV_TEST_CLOCK_OFFSET_FILE": "/no/file"},
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while not children.read_text():  # the engine has been started
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert "Traceback" not in stderr
+    assert process.returncode == 0
+    assert stderr.startswith("WARNING: TIEREDKV_TEST_CLOCK_OFFSET_FILE is set")

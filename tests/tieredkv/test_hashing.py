@@ -1,0 +1,398 @@
+import hashlib
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any, TypedDict
+
+import numpy as np
+import pytest
+import xxhash
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from tieredkv.errors import RequestError
+from tieredkv.hashing import (
+    Extra,
+    block_hash,
+    chain_hashes,
+    model_root,
+    namespace_digest,
+)
+from tieredkv.types import BlockHash, HashAlgo
+
+ALGOS: list[HashAlgo] = ["sha256", "xxh3_128"]
+PLAIN: dict[HashAlgo, Callable[[bytes], bytes]] = {
+    "sha256": lambda data: hashlib.sha256(data).digest(),
+    "xxh3_128": xxhash.xxh3_128_digest,
+}
+
+
+class Root(TypedDict):
+    fingerprint: bytes
+    kv_dtype: str
+    layout: str
+    block_size: int
+    tp_rank: int
+    tp_size: int
+    namespace: bytes
+
+
+def make_root(namespace: bytes = b"\x02" * 32) -> Root:
+    return Root(
+        fingerprint=b"\x01" * 32,
+        kv_dtype="bfloat16",
+        layout="block-first",
+        block_size=16,
+        tp_rank=0,
+        tp_size=1,
+        namespace=namespace,
+    )
+
+
+ROOT = model_root(**make_root())
+token_ids = st.integers(0, 2**32 - 1)
+texts = st.text(max_size=6)
+extras = st.lists(st.tuples(texts, st.binary(max_size=6)), max_size=3)
+namespaces = st.tuples(
+    texts, st.none() | st.text(min_size=1, max_size=6), st.none() | st.text(max_size=6)
+)
+roots = st.builds(
+    Root,
+    fingerprint=st.binary(max_size=4),
+    kv_dtype=texts,
+    layout=texts,
+    block_size=st.integers(0, 2**64 - 1),
+    tp_rank=st.integers(0, 2**64 - 1),
+    tp_size=st.integers(0, 2**64 - 1),
+    namespace=st.binary(max_size=4),
+)
+
+
+def field(tag: int, value: bytes) -> bytes:
+    return bytes([tag]) + struct.pack("<I", len(value)) + value
+
+
+# Golden values
+
+
+@pytest.mark.parametrize(
+    ("algo", "namespace", "root", "hashes"),
+    [
+        (
+            "sha256",
+            "93f0645acc5a9ac5107244f082329d344c73beb7b4ecfd72941174c61e6de72d",
+            "0255b60934f878c9addd542801717551a669a18a6621d269b36390dc3ab89de4",
+            [
+                "d87455b77f241d8fa2bf0a378c588a9d89e2f71fcdaf983c31e25366b1eba232",
+                "55afeba269db4674f2c12e56ed6762152109401855c2b1532149ef0cc9bb0772",
+            ],
+        ),
+        (
+            "xxh3_128",
+            "9b4a4cd6a75655b816fe6691979d6f28",
+            "27e5515a2c4135e8c7de8ea53df71c15",
+            ["6c5bb31c2b133ec67dcac1e0705532e2", "cd1b5781f24a0af817c5a29c2a907d4b"],
+        ),
+    ],
+)
+def test_hashes_that_name_blocks_on_disk_stay_what_they_are(
+    algo: HashAlgo, namespace: str, root: str, hashes: list[str]
+) -> None:
+    digest = namespace_digest("tenant", "salt", "key", algo=algo)
+    parent = model_root(**make_root(digest), algo=algo)
+    chain = chain_hashes(parent, range(40), 16, extra=[("lora", b"\x02")], algo=algo)
+    assert (digest.hex(), parent.hex(), [h.hex() for h in chain]) == (namespace, root, hashes)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+def test_what_is_hashed_is_each_field_with_its_tag_and_length(algo: HashAlgo) -> None:
+    namespace = (
+        field(0x01, b"tieredkv/1")
+        + field(0x02, b"namespace")
+        + field(0x30, b"tenant")
+        + field(0x31, b"salt")
+        + field(0x32, "schlüssel".encode())
+    )
+    assert namespace_digest("tenant", "salt", "schlüssel", algo=algo) == PLAIN[algo](namespace)
+    root = (
+        field(0x01, b"tieredkv/1")
+        + field(0x02, b"root")
+        + field(0x10, b"\x01" * 32)
+        + field(0x11, b"bfloat16")
+        + field(0x12, b"block-first")
+        + field(0x13, struct.pack("<Q", 16))
+        + field(0x14, struct.pack("<Q", 0))
+        + field(0x15, struct.pack("<Q", 1))
+        + field(0x16, b"\x02" * 32)
+    )
+    assert model_root(**make_root(), algo=algo) == PLAIN[algo](root)
+    block = (
+        field(0x20, ROOT)
+        + field(0x21, struct.pack("<4I", 0, 1, 256, 2**32 - 1))
+        + field(0x22, b"lora")
+        + field(0x23, b"\x07")
+    )
+    extra = [("lora", b"\x07")]
+    assert block_hash(ROOT, [0, 1, 256, 2**32 - 1], extra, algo=algo) == PLAIN[algo](block)
+
+
+def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
+    code = (
+        "from tieredkv.hashing import *\n"
+        "for algo in ('sha256', 'xxh3_128'):\n"
+        "    ns = namespace_digest('t', 's', 'k', algo=algo)\n"
+        "    root = model_root(fingerprint=b'f', kv_dtype='d', layout='l', block_size=16,\n"
+        "                      tp_rank=0, tp_size=1, namespace=ns, algo=algo)\n"
+        "    print(chain_hashes(root, range(64), 16, extra=[('a', b'b')], algo=algo)[-1].hex())"
+    )
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    expected = ""
+    for algo in ALGOS:
+        root = model_root(
+            fingerprint=b"f",
+            kv_dtype="d",
+            layout="l",
+            block_size=16,
+            tp_rank=0,
+            tp_size=1,
+            namespace=namespace_digest("t", "s", "k", algo=algo),
+            algo=algo,
+        )
+        expected += chain_hashes(root, range(64), 16, extra=[("a", b"b")], algo=algo)[-1].hex()
+        expected += "\n"
+    assert outputs == {expected}
+
+
+# Any other ingredient is another hash
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fingerprint": b"\x01" * 31 + b"\x00"},
+        {"fingerprint": b""},
+        {"kv_dtype": "float16"},
+        {"layout": "layer-first"},
+        {"block_size": 32},
+        {"tp_rank": 1},
+        {"tp_size": 2},
+        {"namespace": b"\x03" * 32},
+    ],
+    ids=str,
+)
+def test_a_root_of_another_model_layout_or_namespace_differs(
+    algo: HashAlgo, change: dict[str, Any]
+) -> None:
+    changed: Any = {**make_root(), **change}
+    assert model_root(**changed, algo=algo) != model_root(**make_root(), algo=algo)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(roots, roots)
+def test_two_roots_are_equal_only_if_all_their_ingredients_are(
+    algo: HashAlgo, a: Root, b: Root
+) -> None:
+    assert (model_root(**a, algo=algo) == model_root(**b, algo=algo)) == (a == b)
+
+
+@given(texts)
+def test_text_cannot_move_from_one_field_of_a_root_to_the_next(text: str) -> None:
+    hashes = set()
+    for cut in range(len(text) + 1):
+        root = make_root()
+        root["kv_dtype"], root["layout"] = text[:cut], text[cut:]
+        hashes.add(model_root(**root))
+    assert len(hashes) == len(text) + 1
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(namespaces, namespaces)
+def test_two_namespaces_are_equal_only_if_tenant_salt_and_key_are(
+    algo: HashAlgo,
+    a: tuple[str, str | None, str | None],
+    b: tuple[str, str | None, str | None],
+) -> None:
+    assert (namespace_digest(*a, algo=algo) == namespace_digest(*b, algo=algo)) == (a == b)
+
+
+@given(st.text(min_size=2, max_size=8), st.data())
+def test_text_cannot_move_between_tenant_salt_and_key(text: str, data: st.DataObject) -> None:
+    cut = data.draw(st.integers(1, len(text) - 1))
+    head, tail = text[:cut], text[cut:]
+    variants: list[tuple[str, str | None, str | None]] = [
+        (text, None, None),
+        ("", text, None),
+        ("", None, text),
+        (head, tail, None),
+        (head, None, tail),
+        ("", head, tail),
+        (head, tail, ""),
+    ]
+    assert len({namespace_digest(*variant) for variant in variants}) == len(variants)
+
+
+def test_names_that_only_look_alike_are_apart() -> None:
+    names = ["acme", "Acme", " acme", "acme ", "acme\n", "acme\x00", "acm\u0435", "é", "e\u0301"]
+    assert len({namespace_digest(tenant) for tenant in names}) == len(names)
+    assert len({namespace_digest("t", salt) for salt in names}) == len(names)
+    assert len({namespace_digest("t", None, key) for key in names}) == len(names)
+
+
+def test_a_salt_narrows_its_tenant_and_reaches_no_other() -> None:
+    others = {namespace_digest("bob"), namespace_digest("bob", "alice"), namespace_digest("")}
+    for salt in ("bob", "alice", "\x00", "alice\x31\x03\x00\x00\x00bob"):
+        salted = namespace_digest("alice", salt)
+        assert salted != namespace_digest("alice")
+        assert salted not in others
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(
+    a=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4), extras),
+    b=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4), extras),
+)
+def test_two_blocks_are_equal_only_if_parent_tokens_and_extra_are(
+    algo: HashAlgo,
+    a: tuple[bytes, list[int], list[Extra]],
+    b: tuple[bytes, list[int], list[Extra]],
+) -> None:
+    hashes = [
+        block_hash(BlockHash(parent), tokens, extra, algo=algo) for parent, tokens, extra in (a, b)
+    ]
+    assert (hashes[0] == hashes[1]) == (a == b)
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(
+    tokens=st.lists(token_ids, min_size=8, max_size=8), position=st.integers(0, 7), other=token_ids
+)
+def test_another_token_changes_its_block_and_all_after_it_and_none_before(
+    algo: HashAlgo, tokens: list[int], position: int, other: int
+) -> None:
+    assume(tokens[position] != other)
+    changed = [*tokens[:position], other, *tokens[position + 1 :]]
+    before = chain_hashes(ROOT, tokens, 2, algo=algo)
+    after = chain_hashes(ROOT, changed, 2, algo=algo)
+    equal = [a == b for a, b in zip(before, after, strict=True)]
+    assert equal == [index < position // 2 for index in range(4)]
+
+
+@given(st.lists(token_ids, min_size=1, max_size=4), st.text(min_size=2, max_size=6), st.data())
+def test_bytes_cannot_move_between_the_kind_and_the_id_of_an_extra(
+    tokens: list[int], text: str, data: st.DataObject
+) -> None:
+    cut = data.draw(st.integers(1, len(text) - 1))
+    variants: list[list[Extra]] = [
+        [],
+        [(text, b"")],
+        [("", text.encode())],
+        [(text[:cut], text[cut:].encode())],
+        [(text[:cut], b""), (text[cut:], b"")],
+        [(text[:cut], b""), ("", text[cut:].encode())],
+    ]
+    assert len({block_hash(ROOT, tokens, extra) for extra in variants}) == len(variants)
+
+
+def test_the_order_of_blocks_and_of_tokens_counts() -> None:
+    chains = {
+        chain_hashes(ROOT, tokens, 2)[-1]
+        for tokens in ([1, 2, 3, 4], [3, 4, 1, 2], [2, 1, 3, 4], [1, 2, 4, 3])
+    }
+    assert len(chains) == 4
+
+
+# Chains
+
+
+@pytest.mark.parametrize("algo", ALGOS)
+@given(
+    tokens=st.lists(token_ids, max_size=20), block_size=st.sampled_from([1, 2, 4, 16]), extra=extras
+)
+def test_a_chain_is_its_blocks_hashed_one_by_one_and_a_tail_is_left_out(
+    algo: HashAlgo, tokens: list[int], block_size: int, extra: list[Extra]
+) -> None:
+    expected: list[BlockHash] = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = expected[-1] if expected else ROOT
+        block = tokens[start : start + block_size]
+        expected.append(block_hash(parent, block, extra, algo=algo))
+    assert chain_hashes(ROOT, tokens, block_size, extra=extra, algo=algo) == expected
+
+
+@given(st.lists(token_ids, min_size=6, max_size=12), st.integers(0, 3))
+def test_a_chain_can_be_continued_from_any_of_its_blocks(tokens: list[int], known: int) -> None:
+    whole = chain_hashes(ROOT, tokens, 2)
+    parent = whole[known - 1] if known else ROOT
+    assert whole[:known] + chain_hashes(parent, tokens[2 * known :], 2) == whole
+
+
+def test_a_prompt_shorter_than_a_block_has_no_hash() -> None:
+    assert chain_hashes(ROOT, [], 16) == chain_hashes(ROOT, range(15), 16) == []
+
+
+def test_extras_may_come_from_an_iterator_and_still_reach_every_block() -> None:
+    extra = [("lora", b"1"), ("image", b"2")]
+    assert chain_hashes(ROOT, range(8), 2, extra=iter(extra)) == chain_hashes(
+        ROOT, range(8), 2, extra=extra
+    )
+
+
+def test_digests_have_the_length_of_their_algorithm() -> None:
+    for algo, length in zip(ALGOS, (32, 16), strict=True):
+        assert len(namespace_digest("t", algo=algo)) == length
+        assert {len(h) for h in chain_hashes(ROOT, range(8), 2, algo=algo)} == {length}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [list, tuple, np.array, lambda ids: np.array(ids, dtype=np.uint8), bytes, bytearray],
+    ids=["list", "tuple", "int64 array", "uint8 array", "bytes", "bytearray"],
+)
+def test_token_ids_hash_alike_in_any_sequence(make: Callable[[range], Any]) -> None:
+    assert chain_hashes(ROOT, make(range(64)), 16) == chain_hashes(ROOT, range(64), 16)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**32, 2**64, 1.5, "1", None, [1]], ids=str)
+def test_what_is_no_token_id_is_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match="integers from 0 to 4294967295") as error:
+        chain_hashes(ROOT, [1, 2, wrong, 4], 2)
+    assert (error.value.param, error.value.code, error.value.status) == (
+        "prompt",
+        "invalid_value",
+        400,
+    )
+    with pytest.raises(RequestError):
+        block_hash(ROOT, [wrong])
+
+
+@pytest.mark.parametrize("salt", ["", "x" * 129])
+def test_a_salt_that_is_empty_or_too_long_is_refused(salt: str) -> None:
+    with pytest.raises(RequestError, match=f"1 to 128 characters, it has {len(salt)}") as error:
+        namespace_digest("tenant", salt)
+    assert (error.value.param, error.value.code) == ("cache_salt", "invalid_value")
+
+
+@pytest.mark.parametrize("salt", ["s", "x" * 128, "\x00", "🔑" * 128, "\ud800"], ids=ascii)
+def test_any_other_text_is_a_salt(salt: str) -> None:
+    assert namespace_digest("tenant", salt) != namespace_digest("tenant")
+
+
+def test_text_that_json_may_hold_and_utf8_may_not_is_hashed_and_told_apart() -> None:
+    variants = ["\ud800", "\udc00", "\ud83d\udd11", "🔑", "?", "\ufffd"]
+    assert len({namespace_digest(text) for text in variants}) == len(variants)
+    assert len({namespace_digest("t", None, text) for text in variants}) == len(variants)
