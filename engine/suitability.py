@@ -5,6 +5,7 @@ result of attention; then the model is built without memory (on the meta device)
 see that every layer asks the attention interface for plain causal attention of one shape.
 """
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -101,7 +102,9 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
     try:
         with torch.device("meta"), torch.inference_mode():
             model = auto.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME
+                copy.deepcopy(config),  # which it leaves changed
+                dtype=torch.bfloat16,
+                attn_implementation=ATTENTION_NAME,
             )
             tokens = torch.zeros(1, num_tokens, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)

@@ -8,6 +8,7 @@ from transformers import AutoConfig
 from tieredkv.engine.attention import register_attention
 from tieredkv.engine.shapes import KNOWN_SHAPES
 from tieredkv.engine.suitability import check_config, probe_attention
+from tieredkv.engine.tiny import tiny_config
 from tieredkv.errors import ModelError
 
 SMALL = {
@@ -119,3 +120,11 @@ def test_the_probe_allocates_no_weights() -> None:
     huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 100}
     config = AutoConfig.for_model("llama", **(SMALL | huge), head_dim=128)
     assert probe_attention("huge", config) == (100, 4, 2, 128)
+
+
+def test_the_probe_leaves_the_config_as_it_was() -> None:
+    register_attention()
+    config = tiny_config()
+    before = config.to_dict()
+    probe_attention("tiny", config)
+    assert config.to_dict() == before
