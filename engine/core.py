@@ -51,6 +51,7 @@ logger = logging.getLogger(__name__)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
+TOUCH_AGAIN_S = 10.0
 CPU_DEVICE_BYTES = 256 << 20
 
 
@@ -432,9 +433,8 @@ class EngineCore:
             if is_first:
                 num_recomputed = 1 if row.row.write_from > row.start else 0
                 request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
-            if not request.is_touched:
-                request.is_touched = True
-                self.cache.touch(request.prefix)
+            if not request.touched_at:
+                self._touch(request)
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
@@ -452,7 +452,13 @@ class EngineCore:
                 )
             )
             if finish_reason is not None:
+                if time.monotonic() - request.touched_at > TOUCH_AGAIN_S:
+                    self._touch(request)
                 self._finish(request)
+
+    def _touch(self, request: Request) -> None:
+        request.touched_at = time.monotonic()
+        self.cache.touch(request.prefix)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         params = request.params

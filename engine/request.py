@@ -7,7 +7,7 @@ from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
-from tieredkv.types import Tier
+from tieredkv.types import BlockHash, Tier
 
 
 class Phase(enum.Enum):
@@ -29,7 +29,8 @@ class Request:
 
     Attributes:
         token_ids: prompt, then what was generated.
-        is_touched: its chain was refreshed in every tier since it was admitted.
+        touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
+        own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
 
@@ -42,7 +43,8 @@ class Request:
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     num_preemptions: int = 0
-    is_touched: bool = False
+    touched_at: float = 0.0
+    own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
     output_ids: list[int] = field(default_factory=list)
 
@@ -74,6 +76,8 @@ class Request:
         for index, source in enumerate(self.prefix.sources):
             if (index + 1) * block_size > self.num_prompt_tokens:
                 break
+            if source is not None and self.prefix.hashes[index] in self.own_hashes:
+                source = None
             if source is not None:
                 counts[source] += block_size
             last = source

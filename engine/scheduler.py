@@ -220,6 +220,9 @@ class Scheduler:
         request.num_preemptions += 1
         self.running.remove(request)
         prefix = request.prefix
+        if request.usage is None:
+            found = zip(prefix.hashes, prefix.sources, prefix.blocks, strict=False)
+            request.own_hashes.update(h for h, source, b in found if source is None and b.is_ready)
         self.cache.release(prefix)
         prefix.asked.clear()
         prefix.records.clear()
@@ -235,7 +238,7 @@ class Scheduler:
                 )
             )
         request.phase = Phase.WAITING
-        request.is_touched = False
+        request.touched_at = 0.0
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)
         self.cache.arrive(prefix)

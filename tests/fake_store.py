@@ -20,8 +20,16 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, StoreClient
+from tieredkv.storage.client import (
+    Event,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreClient,
+    WorkerUp,
+)
 from tieredkv.storage.messages import LoadItem, StoreItem, TouchItem
+from tieredkv.storage.results import StoreStats
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
@@ -59,6 +67,13 @@ class ManualClock(Clock):
 
     def now(self) -> float:
         return self.moment
+
+
+EMPTY_STATS = StoreStats(
+    **{  # type: ignore[arg-type]
+        name: {} if name in ("faults", "deleted") else 0 for name in StoreStats.__struct_fields__
+    }
+)
 
 
 @dataclass(slots=True)
@@ -179,6 +194,11 @@ class FakeStore(StoreClient):
                 None if reason else record,
             )
         )
+
+    def restart_empty(self) -> None:
+        """Come back as a new worker that had to set the index aside."""
+        self.blocks.clear()
+        self._done.append(WorkerUp(EMPTY_STATS))
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
         """Place a chain on disk, as an earlier process left it."""

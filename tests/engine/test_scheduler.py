@@ -87,8 +87,8 @@ class Loop:
 
     def sample(self, request: Request) -> None:
         """Give a request its next token."""
-        if not request.is_touched:
-            request.is_touched = True
+        if not request.touched_at:
+            request.touched_at = 1.0
             self.rig.cache.touch(request.prefix)
         request.append(7)
         num_full = request.num_computed_tokens // SIZE

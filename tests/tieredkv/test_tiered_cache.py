@@ -533,3 +533,15 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
     rig.cache.release(prefix)
     rig.check()
     assert len(rig.tiers.directory) == 2
+
+
+def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
+    rig = Rig()
+    rig.run("a", 4)
+    assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
+    assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
+    rig.store.restart_empty()
+    rig.cache.poll()
+    assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
+    assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
+    rig.check_nothing_is_held()

@@ -25,7 +25,7 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored
+from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.messages import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
@@ -302,6 +302,8 @@ class TieredCache:
                 self.demoter.on_page_stored(event)
             elif isinstance(event, LookupDone):
                 self._on_lookup_done(event)
+            elif isinstance(event, WorkerUp):
+                self._forget_disk_copies()
             else:
                 self._other_events.append(event)
 
@@ -399,6 +401,16 @@ class TieredCache:
             pages = self.promoter.prefetch(found, max_pages=room)
             prefix.held_pages.extend(pages)
             self._num_held_pages += len(pages)
+
+    def _forget_disk_copies(self) -> None:
+        """Count no block as being on disk: a new worker may have had to start with an empty store.
+
+        What is there after all is acknowledged without being written again.
+        """
+        for entry in self.tiers.directory.entries():
+            if entry.claims:
+                entry.disk_expires_at = 0.0
+                entry.is_droppable = False
 
     def _load(self, prefix: Prefix, block: Block, block_hash: BlockHash, now: float) -> Tier | None:
         """Start filling a fresh device block from the fastest tier that has it, if any does."""

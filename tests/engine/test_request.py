@@ -1,0 +1,47 @@
+"""What a request says of where its prompt came from."""
+
+from tieredkv.cache.tiered import Prefix
+from tieredkv.engine.request import Request
+from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.types import BlockHash, Tier
+
+SIZE = 16
+HASHES = [BlockHash(bytes([index]) * 32) for index in range(4)]
+
+
+def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
+    params = SamplingParams()
+    prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], "24h", sources=sources)
+    return Request(
+        request_id="r",
+        params=params,
+        token_ids=[1] * num_prompt_tokens,
+        num_prompt_tokens=num_prompt_tokens,
+        prefix=prefix,
+        sampler=SamplerState.from_params(params, 0),
+    )
+
+
+def test_tokens_are_counted_by_the_tier_that_had_them() -> None:
+    request = make_request(70, [Tier.DEVICE, Tier.HOST, Tier.DISK, None])
+    usage = request.measure_usage(SIZE, 0)
+    assert (usage.device, usage.host, usage.disk) == (16, 16, 16)
+    assert (usage.cached_tokens, usage.written_tokens) == (48, 16)
+
+
+def test_the_last_token_of_a_wholly_cached_prompt_is_not_counted_as_cached() -> None:
+    usage = make_request(64, [Tier.DISK] * 4).measure_usage(SIZE, 1)
+    assert (usage.disk, usage.cached_tokens, usage.written_tokens) == (63, 63, 0)
+
+
+def test_a_block_that_generated_tokens_fill_is_no_part_of_the_prompt() -> None:
+    usage = make_request(40, [Tier.DEVICE, Tier.DEVICE, Tier.DEVICE]).measure_usage(SIZE, 0)
+    assert (usage.cached_tokens, usage.written_tokens) == (32, 0)
+
+
+def test_blocks_that_a_request_computed_before_its_preemption_are_no_hit() -> None:
+    request = make_request(64, [Tier.DISK, Tier.DEVICE, Tier.DEVICE, None])
+    request.own_hashes = {HASHES[1], HASHES[2]}
+    usage = request.measure_usage(SIZE, 0)
+    assert (usage.device, usage.disk, usage.written_tokens) == (0, 16, 48)
