@@ -26,13 +26,13 @@ _INDEX_PAGE_BYTES = 4096
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def headroom_bytes(num_blocks: int) -> int:
-    """Bytes kept free for the index to grow in one transaction of `TXN_BLOCKS` changes.
+def headroom_bytes(index_bytes: int) -> int:
+    """Bytes kept free for an index of this size to grow in one transaction of `TXN_BLOCKS` changes.
 
-    LMDB copies each page that it changes: a few per database, then at most four a block, and never
-    more than the index has.
+    LMDB copies each page that it changes: at most four a block, and at most all that there are;
+    beside them it may add a few.
     """
-    return _INDEX_PAGE_BYTES * (48 + min(4 * TXN_BLOCKS, num_blocks))
+    return min(4 * TXN_BLOCKS * _INDEX_PAGE_BYTES, index_bytes) + 48 * _INDEX_PAGE_BYTES
 
 
 class SlotAllocator:
@@ -62,7 +62,6 @@ class SlotAllocator:
         self._index = index
         self._failpoint = failpoint
         self._overhead_bytes = 0
-        self._num_blocks = 0
 
     # --- state ------------------------------------------------------------------------------
 
@@ -97,8 +96,6 @@ class SlotAllocator:
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
         self._overhead_bytes = self._directory.occupied_bytes()
-        with self._index.reading() as txn:
-            self._num_blocks = txn.totals().num_blocks
 
     @property
     def occupied_bytes(self) -> int:
@@ -113,7 +110,7 @@ class SlotAllocator:
     @property
     def room_bytes(self) -> int:
         """What segment files may still grow by; negative when something must go."""
-        return self.budget_bytes - self.occupied_bytes - headroom_bytes(self._num_blocks)
+        return self.budget_bytes - self.occupied_bytes - headroom_bytes(self._overhead_bytes)
 
     @property
     def pending_bytes(self) -> int:
@@ -140,7 +137,7 @@ class SlotAllocator:
         Raises:
             StoreFullError: with both sizes.
         """
-        most = self.budget_bytes - self._overhead_bytes - headroom_bytes(0)
+        most = self.budget_bytes - self._overhead_bytes - headroom_bytes(self._overhead_bytes)
         if slot_bytes > most:
             raise StoreFullError(
                 f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes} "

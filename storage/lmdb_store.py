@@ -47,7 +47,11 @@ _SMALLEST_INDEX_BYTES = 512 << 10
 
 def minimum_budget_bytes(block_bytes: int) -> int:
     """The smallest budget in which blocks of this size can be stored and replaced."""
-    return _SMALLEST_INDEX_BYTES + headroom_bytes(16) + 2 * slot_bytes_for(block_bytes)
+    return (
+        _SMALLEST_INDEX_BYTES
+        + headroom_bytes(_SMALLEST_INDEX_BYTES)
+        + 2 * slot_bytes_for(block_bytes)
+    )
 
 
 class BlockStore:

@@ -1,0 +1,114 @@
+"""Blocks, chains and stores for the tests of the block store."""
+
+import hashlib
+import mmap
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.fakes import FakeClock
+from tieredkv.errors import StorageError
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.types import BlockRecord
+
+BLOCK_BYTES = 8192
+BUDGET_BYTES = 4 << 20
+
+
+def digest(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
+def payload_of(record: BlockRecord) -> bytes:
+    """The only right bytes of a block: they follow from its hash and computing time."""
+    seed = record.block_hash + str(record.computed_at).encode()
+    return random.Random(seed).randbytes(record.size_bytes)
+
+
+def make_record(
+    name: str = "a", position: int = 0, *, now: float = 1_800_000_000.0, **changes: Any
+) -> BlockRecord:
+    """Block `position` of chain `name`, kept for a day."""
+    parent = digest(f"{name}/{position - 1}") if position else digest("root")
+    record = BlockRecord(
+        block_hash=digest(f"{name}/{position}"),
+        parent_hash=parent,
+        root=digest("root"),
+        namespace=digest("tenant"),
+        position=position,
+        size_bytes=BLOCK_BYTES,
+        retention="24h",
+        computed_at=now,
+        expires_at=now + 86_400,
+        last_used=now,
+    )
+    return msgspec.structs.replace(record, **changes)
+
+
+def page_with(data: bytes, page_bytes: int | None = None) -> memoryview:
+    """An aligned page, as the arena has them, that starts with `data`."""
+    size = page_bytes or -(-len(data) // 4096) * 4096
+    page = memoryview(mmap.mmap(-1, size))
+    page[: len(data)] = data
+    return page
+
+
+def open_store(path: Path, clock: FakeClock | None = None, **options: Any) -> BlockStore:
+    options.setdefault("budget_bytes", BUDGET_BYTES)
+    options.setdefault("sync", "none")
+    return BlockStore.open(str(path), clock=clock or FakeClock(), **options)
+
+
+def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
+    """Store blocks with their right bytes, as the worker does."""
+    slots = store.reserve_many(records)
+    writes = []
+    for slot, record in zip(slots, records, strict=True):
+        assert slot is not None
+        writes.append(
+            (slot, record, store.write_payload(slot, record, page_with(payload_of(record))))
+        )
+    return store.commit(writes)
+
+
+def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:
+    """Read a block as the worker does: its bytes, the reason of a failure, or None for a miss."""
+    located = store.locate(record.block_hash)
+    if located is None:
+        return None
+    page = page_with(b"", -(-record.size_bytes // 4096) * 4096)
+    try:
+        store.read_payload(located, page)
+    except StorageError as error:
+        return store.read_failed(located, error)
+    return bytes(page[: record.size_bytes])
+
+
+def stored_hashes(store: BlockStore, records: Sequence[BlockRecord]) -> set[bytes]:
+    found = store.lookup([record.block_hash for record in records])
+    return {record.block_hash for record in found if record is not None}
+
+
+def occupied_bytes(path: Path) -> int:
+    """What `du` would say."""
+    return 512 * sum(each.lstat().st_blocks for each in [path, *path.rglob("*")])
+
+
+def segment_files(path: Path) -> list[Path]:
+    return sorted((path / "segments").iterdir())
+
+
+def change_bytes(path: Path, at: int, change: Callable[[bytes], bytes], size: int = 1) -> None:
+    """Damage a file behind the store's back."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        data = file.read(size)
+        file.seek(at)
+        file.write(change(data))
+
+
+def flip(data: bytes) -> bytes:
+    return bytes(byte ^ 1 for byte in data)

@@ -1,0 +1,420 @@
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import (
+    BLOCK_BYTES,
+    BUDGET_BYTES,
+    digest,
+    load,
+    make_record,
+    occupied_bytes,
+    open_store,
+    page_with,
+    payload_of,
+    put,
+    segment_files,
+    stored_hashes,
+)
+from tieredkv.errors import IntegrityError, StorageError, StoreFullError
+from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
+from tieredkv.storage.results import EvictFilter, Slot
+from tieredkv.types import BlockRecord
+
+
+def chain(name: str, length: int, **changes: Any) -> list[BlockRecord]:
+    return [make_record(name, i, **changes) for i in range(length)]
+
+
+def test_a_block_comes_back_bit_for_bit_after_reopening(tmp_path: Path) -> None:
+    records = [*chain("a", 5), make_record("odd", size_bytes=5001), make_record("s", size_bytes=1)]
+    with open_store(tmp_path / "s") as store:
+        assert put(store, *records) == [True] * 7
+        assert [load(store, record) for record in records] == [payload_of(r) for r in records]
+    with open_store(tmp_path / "s", sync="commit") as store:
+        store.check()
+        assert store.lookup([record.block_hash for record in records]) == records
+        assert [load(store, record) for record in records] == [payload_of(r) for r in records]
+        assert store.lookup([digest("unknown")]) == [None]
+
+
+def test_a_load_reads_the_payload_and_nothing_else(tmp_path: Path) -> None:
+    record = make_record(size_bytes=64 << 10)
+    with open_store(tmp_path / "s") as store:
+        put(store, record)
+        load(store, record)
+        assert store.stats().bytes_read == 64 << 10
+
+
+def test_pages_longer_than_the_block_and_unaligned_buffers_work(tmp_path: Path) -> None:
+    record = make_record(size_bytes=5000)
+    data = payload_of(record)
+    with open_store(tmp_path / "s") as store:
+        slot = store.reserve(record)
+        assert slot is not None
+        page = page_with(data + b"secret of the page's last user", 16384)
+        store.commit([(slot, record, store.write_payload(slot, record, page))])
+        assert b"secret" not in segment_files(tmp_path / "s")[0].read_bytes()
+        located = store.locate(record.block_hash)
+        assert located is not None
+        for buffer in (bytearray(5000), bytearray(9001)):
+            store.read_payload(located, memoryview(buffer)[-5000:])
+            assert bytes(buffer[-5000:]) == data
+
+
+def test_expiry_is_to_the_second_and_touching_does_not_revive(tmp_path: Path) -> None:
+    clock = FakeClock()
+    record = make_record(expires_at=clock.now() + 10)
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, record)
+        clock.advance(9.999)
+        assert load(store, record) == payload_of(record)
+        clock.advance(0.001)
+        assert load(store, record) is None
+        assert store.lookup([record.block_hash]) == [None]
+        assert store.claim_or_touch([(record.block_hash, clock.now(), clock.now() + 99, None)]) == 0
+        assert store.sweep().expired_blocks == 1
+        assert store.stats().blocks == 0
+        assert put(store, record) == [False]
+        store.check()
+
+
+def test_expired_bytes_are_in_no_file_after_the_sweep(tmp_path: Path) -> None:
+    clock = FakeClock()
+    short, long = chain("short", 9, expires_at=clock.now() + 10), chain("long", 9)
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, *short, *long)
+        clock.advance(10)
+        result = store.sweep()
+        assert (result.expired_blocks, result.erased_bytes) == (9, 9 * (BLOCK_BYTES + 4096))
+        raw = b"".join(path.read_bytes() for path in segment_files(tmp_path / "s"))
+        for record in short:
+            assert payload_of(record)[1000:1032] not in raw
+            assert record.block_hash not in raw
+        assert all(payload_of(record) in raw for record in long)
+        assert store.sweep().expired_blocks == 0
+        store.check()
+
+
+@pytest.mark.parametrize("drop", ["delete", "evict", "capacity", "abandon"])
+def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop: str) -> None:
+    record = make_record()
+    with open_store(tmp_path / "s") as store:
+        if drop == "abandon":
+            slot = store.reserve(record)
+            assert slot is not None
+            store.write_payload(slot, record, page_with(payload_of(record)))
+            store.abandon(slot)
+        else:
+            put(store, record)
+        if drop == "delete":
+            assert store.delete([record.block_hash, digest("x")], "test") == 1
+        elif drop == "evict":
+            assert store.evict(EvictFilter(all=True)).evicted_blocks == 1
+        elif drop == "capacity":
+            while stored_hashes(store, [record]):
+                put(store, make_record(f"more{store.stats().num_stored}", size_bytes=100_000))
+        store.sweep()
+        raw = b"".join(path.read_bytes() for path in segment_files(tmp_path / "s"))
+        assert payload_of(record)[1000:1032] not in raw
+        store.check()
+
+
+def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> None:
+    clock = FakeClock()
+    record = make_record(expires_at=clock.now() + 10, retention="in_memory")
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, record)
+        key = record.block_hash
+        store.claim_or_touch([(key, clock.now() + 1, clock.now() + 50, "24h")])
+        store.claim_or_touch([(key, clock.now() - 1, clock.now() + 20, "in_memory")])
+        (found,) = store.lookup([key])
+        assert found is not None
+        assert (found.expires_at, found.retention) == (clock.now() + 50, "24h")
+        assert (found.last_used, found.hits) == (clock.now() + 1, 2)
+        store.check()
+
+
+def test_storing_again_keeps_the_older_bytes_unless_they_were_computed_anew(tmp_path: Path) -> None:
+    clock = FakeClock()
+    first = make_record()
+    anew = make_record(computed_at=clock.now() + 5, expires_at=clock.now() + 99_999)
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, first)
+        put(store, make_record(expires_at=clock.now() + 90_000))
+        assert load(store, first) == payload_of(first)
+        assert store.lookup([first.block_hash])[0].expires_at == clock.now() + 90_000  # type: ignore
+        put(store, anew)
+        assert load(store, anew) == payload_of(anew)
+        assert store.stats().blocks == 1
+        store.check()
+
+
+def test_eviction_takes_the_longest_unused_and_the_tail_of_a_chain_first(tmp_path: Path) -> None:
+    clock = FakeClock()
+    with open_store(tmp_path / "s", clock, budget_bytes=2 << 20) as store:
+        old: list[BlockRecord] = []
+        new: list[BlockRecord] = []
+        while store.stats().num_evicted == 0:
+            clock.advance(1)
+            name, tenant = f"old{len(old)}", digest(f"tenant{len(old) % 3}")
+            old += chain(name, 8, last_used=clock.now(), namespace=tenant)
+            put(store, *old[-8:])
+        gone = [r for r in old if not stored_hashes(store, [r])]
+        while len(new) < 24:
+            clock.advance(1)
+            new.append(make_record(f"new{len(new)}", last_used=clock.now()))
+            put(store, new[-1])
+            now_gone = [r for r in old if not stored_hashes(store, [r])]
+            assert len(now_gone) <= len(gone) + 1
+            gone = now_gone
+        assert stored_hashes(store, new) == {r.block_hash for r in new}
+        order = sorted(old, key=lambda r: (r.last_used, -r.position))
+        assert sorted(gone, key=lambda r: (r.last_used, -r.position)) == order[: len(gone)]
+        store.check()
+
+
+def test_protected_blocks_are_evicted_last(tmp_path: Path) -> None:
+    clock = FakeClock()
+    safe = make_record("safe", protect_until=clock.now() + 1000)
+    with open_store(tmp_path / "s", clock, budget_bytes=2 << 20) as store:
+        put(store, safe)
+        for i in range(300):
+            put(store, make_record(f"{i}", last_used=clock.now() + i))
+        assert stored_hashes(store, [safe])
+        clock.advance(1000)
+        put(store, make_record("last", last_used=clock.now()))
+        assert not stored_hashes(store, [safe])
+
+
+def test_two_slot_sizes_share_a_budget(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    with open_store(path, clock) as store:
+        for round_number in range(4):
+            size = (8192, 120_000)[round_number % 2]
+            for i in range(BUDGET_BYTES // size + 5):
+                clock.advance(1)
+                record = make_record(f"{round_number}/{i}", size_bytes=size, last_used=clock.now())
+                assert put(store, record) == [True]
+                assert occupied_bytes(path) <= BUDGET_BYTES
+                assert load(store, record) == payload_of(record)
+            store.check()
+            assert store.stats().bytes_live > BUDGET_BYTES * 0.4
+
+
+def test_a_smaller_budget_is_reached_before_open_returns(tmp_path: Path) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    records = [make_record(f"{i}", last_used=clock.now() + i) for i in range(250)]
+    with open_store(path, clock) as store:
+        put(store, *records)
+    with open_store(path, clock, budget_bytes=2 << 20) as store:
+        assert occupied_bytes(path) <= 2 << 20
+        kept = stored_hashes(store, records)
+        assert 50 < len(kept) < 250
+        assert kept == {record.block_hash for record in records[-len(kept) :]}
+        store.check()
+    with open_store(path, clock, budget_bytes=None) as store:
+        assert store.stats().bytes_budget == 2 << 20
+
+
+def test_a_bloated_index_shrinks_when_the_budget_does(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    records = [make_record(f"{i}", size_bytes=1) for i in range(4000)]
+    with open_store(path, budget_bytes=64 << 20) as store:
+        put(store, *records)
+        store.delete([record.block_hash for record in records[100:]], "test")
+    assert (path / "index" / "data.mdb").stat().st_size > 2 << 20
+    with open_store(path, budget_bytes=3 << 20) as store:
+        assert occupied_bytes(path) <= 3 << 20
+        assert stored_hashes(store, records) == {r.block_hash for r in records[:100]}
+        store.check()
+
+
+def test_a_block_larger_than_the_budget_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", budget_bytes=1 << 20) as store:
+        with pytest.raises(StoreFullError, match=r"needs 1052672 bytes .* budget of 1048576"):
+            store.reserve(make_record(size_bytes=1 << 20))
+        assert put(store, make_record()) == [True]
+    with pytest.raises(StoreFullError, match="raise the disk size"):
+        open_store(tmp_path / "t", budget_bytes=10_000)
+
+
+@pytest.mark.parametrize("size", [1, 32768, 2 << 20])
+def test_the_smallest_budget_lets_blocks_replace_one_another(tmp_path: Path, size: int) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    budget = minimum_budget_bytes(size)
+    with open_store(path, clock, budget_bytes=budget) as store:
+        for i in range(40):
+            record = make_record(f"{i}", size_bytes=size, last_used=clock.now() + i)
+            assert put(store, record) == [True]
+            assert load(store, record) == payload_of(record)
+            assert occupied_bytes(path) <= budget
+        store.check()
+
+
+def test_lent_slots_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", budget_bytes=2 << 20) as store:
+        slots: list[Slot] = []
+        while (slot := store.reserve(make_record(f"{len(slots)}", size_bytes=60_000))) is not None:
+            slots.append(slot)
+        assert len(set(slots)) == len(slots) > 5
+        store.sweep()
+        assert store.reserve(make_record("x", size_bytes=60_000)) is None
+        store.check()
+        store.abandon(slots.pop())
+        with pytest.raises(IntegrityError):
+            store.abandon(slots[0]._replace(extent=slots[0].extent._replace(slot=999)))
+        assert store.reserve(make_record("x", size_bytes=60_000)) is not None
+
+
+def test_a_failed_write_loses_nothing_that_was_stored(tmp_path: Path) -> None:
+    old, new = make_record("old"), make_record("new")
+    with open_store(tmp_path / "s") as store:
+        put(store, old)
+        slot = store.reserve(new)
+        assert slot is not None
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+        try:
+            with pytest.raises(StorageError, match=r"File too large|short write"):
+                store.write_payload(slot, new, page_with(payload_of(new)))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        store.abandon(slot)
+        assert load(store, old) == payload_of(old)
+        assert load(store, new) is None
+        store.check()
+        assert put(store, new) == [True]
+
+
+def test_a_full_filesystem_fails_the_put_and_keeps_what_is_stored(tmp_path: Path) -> None:
+    records = [make_record(f"{i}", size_bytes=200_000) for i in range(8)]
+    with open_store(tmp_path / "s", budget_bytes=64 << 20) as store:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        put(store, *records[:4])
+        size = segment_files(tmp_path / "s")[0].stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(StoreFullError, match="no space left"):
+                for record in records[4:]:
+                    put(store, record)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert store.stats().faults == {"no_space": 1}
+        assert store.stats().num_evicted == 0
+        assert all(load(store, record) == payload_of(record) for record in records[:4])
+        store.check()
+        assert put(store, records[7]) == [True]
+
+
+def test_a_clock_far_behind_the_store_expires_everything(tmp_path: Path) -> None:
+    clock = FakeClock()
+    record = make_record()
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, record)
+        clock.advance(1000)
+        store.sweep()
+    clock.set(clock.now() - 59)
+    with open_store(tmp_path / "s", clock) as store:
+        assert clock.now() == 1_800_000_000.0 + 1000
+        assert load(store, record) == payload_of(record)
+    clock.set(clock.now() - 61)
+    with open_store(tmp_path / "s", clock) as store:
+        assert load(store, record) is None
+        assert (store.stats().blocks, store.stats().num_expired) == (0, 1)
+        assert segment_files(tmp_path / "s") == []
+        assert put(store, record) == [True]
+        store.check()
+    with open_store(tmp_path / "s", clock) as store:
+        assert load(store, record) == payload_of(record)
+
+
+def test_a_block_evicted_between_locate_and_read_is_a_miss_and_no_fault(tmp_path: Path) -> None:
+    old, new = make_record("old"), make_record("new")
+    with open_store(tmp_path / "s") as store:
+        put(store, old)
+        located = store.locate(old.block_hash)
+        assert located is not None
+        store.delete([old.block_hash], "test")
+        put(store, new)
+        with pytest.raises(StorageError) as caught:
+            store.read_payload(located, page_with(b"", BLOCK_BYTES))
+        assert store.read_failed(located, caught.value) == "evicted"
+        assert store.stats().faults == {}
+        assert load(store, new) == payload_of(new)
+
+
+@pytest.mark.parametrize(
+    "expected", [{"parent_hash": b"x"}, {"root": b"x"}, {"position": 1}, {"size_bytes": 1}]
+)
+def test_a_block_that_is_not_the_expected_one_is_a_miss(
+    tmp_path: Path, expected: dict[str, object]
+) -> None:
+    record = make_record()
+    with open_store(tmp_path / "s") as store:
+        put(store, record)
+        assert store.locate(record.block_hash, **expected) is None  # type: ignore[arg-type]
+        assert store.stats().faults == {"mismatch": 1}
+        assert store.locate(record.block_hash, root=record.root, position=0) is not None
+
+
+def test_chains_are_listed_by_their_leaf_and_evicted_without_what_they_share(
+    tmp_path: Path,
+) -> None:
+    clock = FakeClock()
+    trunk = chain("trunk", 3)
+    left = make_record("left", 3, parent_hash=trunk[-1].block_hash, last_used=clock.now() + 2)
+    right = make_record("right", 3, parent_hash=trunk[-1].block_hash, namespace=digest("other"))
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, *trunk, left, right)
+        first, second = store.chains()
+        assert (first.id, second.id) == (left.block_hash.hex(), right.block_hash.hex())
+        assert (first.blocks, first.last_position, first.bytes) == (4, 3, 4 * BLOCK_BYTES)
+        assert first.last_used_max == clock.now() + 2
+        result = store.evict(EvictFilter(ids=(first.id[:12], "beef")))
+        assert (result.evicted_blocks, result.unknown_ids) == (1, ("beef",))
+        assert result.freed_bytes == BLOCK_BYTES + 4096
+        assert store.evict(EvictFilter(ids=(second.id,))).evicted_blocks == 4
+        assert store.chains() == []
+        store.check()
+
+
+def test_filters_must_all_apply_and_an_empty_one_means_nothing(tmp_path: Path) -> None:
+    clock = FakeClock()
+    old = make_record("old", last_used=clock.now() - 100)
+    new = make_record("new", namespace=b"\xab" * 32)
+    with open_store(tmp_path / "s", clock) as store:
+        put(store, old, new)
+        assert store.evict(EvictFilter()).evicted_blocks == 0
+        which = EvictFilter(older_than_s=50.0, namespace_prefix="abab")
+        assert store.evict(which).evicted_blocks == 0
+        assert store.evict(EvictFilter(namespace_prefix="AB")).evicted_blocks == 1
+        assert stored_hashes(store, [old, new]) == {old.block_hash}
+        assert store.evict(EvictFilter(older_than_s=100.0)).evicted_blocks == 1
+        store.check()
+
+
+def test_roots_are_described_for_whoever_lists_the_store(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s") as store:
+        store.describe_root(digest("root"), {"model": "tiny"})
+        assert store.roots() == {digest("root"): {"model": "tiny"}}
+
+
+def test_closing_twice_is_fine_and_frees_the_lock(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "s")
+    store.close()
+    store.close()
+    open_store(tmp_path / "s").close()
+    assert os.listdir(f"/proc/{os.getpid()}/fd")
+
+
+def test_opening_does_not_read_the_entries(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", budget_bytes=64 << 20) as store:
+        put(store, *(make_record(f"{i}", size_bytes=1) for i in range(500)))
+    store = BlockStore.open(str(tmp_path / "s"), budget_bytes=None, clock=FakeClock())
+    assert store.stats().bytes_read == 0
+    store.close()
