@@ -115,11 +115,7 @@ class EngineCore:
                 progress=lambda done, total: progress("pinning host memory", done, total),
             )
             stack.callback(pinned.unregister)
-        copier = BlockCopier(
-            self._block_bytes,
-            arena_bytes.view(num_pages, spec.page_bytes),
-            num_layers=spec.num_layers,
-        )
+        copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         transfer = BlockTransfer[Any](copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
