@@ -308,18 +308,25 @@ class EngineCore:
         self,
         *,
         older_than_s: float | None = None,
-        namespace_prefix: str | None = None,
-        hash_prefixes: Sequence[str] = (),
+        namespace_prefix: str = "",
+        ids: Sequence[str] = (),
     ) -> int:
-        """Drop blocks from VRAM and host memory, all of them or those that match; count them."""
+        """Drop blocks from VRAM and host memory, all of them or those that match; count them.
+
+        Args:
+            older_than_s: only what was not used for so long.
+            namespace_prefix: only this namespace, by the beginning of its digest in hex.
+            ids: only these chains, by the beginning of their ids.
+        """
         now = self._clock.now()
+        chains = self.tiers.directory.chains(ids)
 
         def is_wanted(entry: Entry) -> bool:
-            if older_than_s is not None and now - entry.computed_at < older_than_s:
+            if older_than_s is not None and now - entry.last_used < older_than_s:
                 return False
-            if namespace_prefix and not entry.namespace.hex().startswith(namespace_prefix):
+            if ids and entry.block_hash not in chains:
                 return False
-            return not hash_prefixes or entry.block_hash.hex().startswith(tuple(hash_prefixes))
+            return entry.namespace.hex().startswith(namespace_prefix)
 
         return self.cache.evict(is_wanted)
 
@@ -471,8 +478,8 @@ class EngineCore:
                 args = event.args
                 evicted = self.evict(
                     older_than_s=args.get("older_than_s"),
-                    namespace_prefix=args.get("namespace_prefix"),
-                    hash_prefixes=args.get("ids") or (),
+                    namespace_prefix=args.get("namespace_prefix") or "",
+                    ids=args.get("ids") or (),
                 )
                 self._store.reply_control(
                     event.id,

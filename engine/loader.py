@@ -158,11 +158,13 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
             f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
             f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
         )
+    # NOTE: before the probe, which leaves its own dtype in the config.
+    kv_dtype = _resolve_dtype(dtype, config, target)
     return FoundModel(
         name=name,
         config=config,
         shape=probe_attention(name, config),
-        dtype=_resolve_dtype(dtype, config, target),
+        dtype=kv_dtype,
         device=target,
         folder=folder,
     )

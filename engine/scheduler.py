@@ -77,7 +77,6 @@ class Scheduler:
         budget = self._max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
-        num_preemptions = self.num_preemptions
         has_room = True
         # Decodes first: one token each, so that a long prefill holds up nobody's next token.
         for request in sorted(self.running, key=lambda r: r.is_prefilling):
@@ -92,7 +91,7 @@ class Scheduler:
             if row is not None:
                 scheduled.append(row)
                 budget -= row.end - row.start
-        if has_room and num_preemptions == self.num_preemptions:
+        if has_room:
             self._admit(budget, claimed, scheduled)
         return scheduled
 

@@ -179,7 +179,12 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     for entry in rig.tiers.directory.entries():
         entry.is_droppable = False
     rig.clock.moment += 1
-    rig.run("new", 8)
+    prefix = rig.prefix("new", 8)
+    prefix.asked.update(prefix.hashes)
+    assert rig.admit(prefix)
+    rig.compute(prefix)
+    rig.cache.release(prefix)
+    assert not rig.store.jobs
     assert rig.cache.demoter.drain(deadline=soon()) == 0
     assert rig.on_disk("old", 4) == [0, 1, 2, 3]
     assert rig.on_disk("new", 8) == list(range(8))

@@ -167,3 +167,23 @@ def test_check_finds_an_entry_under_another_key() -> None:
     entry.block_hash = dataclasses.replace(make_entry(2)).block_hash
     with pytest.raises(IntegrityError, match="another key"):
         directory.check()
+
+
+def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_other() -> None:
+    directory = make_directory()
+    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # 0-1-2 is shared by 3 and by 4-5
+    for number in range(6):
+        entry = make_entry(number)
+        if number in parents:
+            entry.parent_hash = BlockHash(b"%032d" % parents[number])
+        directory.add(entry)
+
+    def chain(number: int) -> set[int]:
+        name = (b"%032d" % number).hex()
+        return {int(block_hash) for block_hash in directory.chains([name])}
+
+    assert chain(3) == {3}
+    assert chain(4) == {4, 5}
+    assert chain(5) == {4, 5}
+    assert chain(1) == {0, 1, 2, 3, 4, 5}
+    assert directory.chains([]) == set()

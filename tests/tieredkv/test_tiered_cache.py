@@ -227,6 +227,22 @@ def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     assert oldest == chain_of("a", 6)[::-1]
 
 
+def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request() -> None:
+    rig = Rig(num_blocks=8, num_pages=16)
+    rig.store.put("a", 4)
+    rig.store.is_held = True
+    prefix = rig.queue("a", 4)
+    rig.store.answer(0)
+    rig.turn()
+    assert rig.admit(prefix)
+    while rig.store.jobs:
+        rig.store.complete(0)
+        rig.turn(2)
+    rig.cache.release(prefix)
+    oldest = [page.block_hash for page in rig.tiers.host.evictable()]
+    assert oldest == chain_of("a", 4)[::-1]
+
+
 def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None:
     rig = Rig(num_blocks=16)
     for name in "abc":
@@ -505,3 +521,15 @@ def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
     for user in users:
         rig.finish(user)
     rig.check_nothing_is_held()
+
+
+def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotten() -> None:
+    rig = Rig(num_blocks=8, num_pages=2, can_load=False, has_store=False)
+    rig.run("a", 2, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    prefix = rig.start("a", 2, "in_memory")
+    rig.run("b", 2, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.cache.release(prefix)
+    rig.check()
+    assert len(rig.tiers.directory) == 2

@@ -36,6 +36,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
         is_write_behind=st.booleans(),
         has_timeout=st.booleans(),
         is_patient=st.booleans(),
+        can_load=st.sampled_from([True, True, False]),
     )
     def build(
         self,
@@ -44,12 +45,14 @@ class TieredCacheMachine(RuleBasedStateMachine):
         is_write_behind: bool,
         has_timeout: bool,
         is_patient: bool,
+        can_load: bool,
     ) -> None:
         tiered.PATIENCE_S = 1e9 if is_patient else 0.0
         self.rig = Rig(
             num_blocks=num_blocks,
             num_pages=num_pages,
             is_write_behind=is_write_behind,
+            can_load=can_load,
             load_timeout_s=0.0 if has_timeout else 1e9,
         )
         self.rig.store.is_held = self.rig.transfer.is_held = True

@@ -5,6 +5,7 @@ Called by the engine's thread only.
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError
@@ -164,6 +165,35 @@ class Directory:
             last_used=entry.last_used,
             hits=entry.hits,
         )
+
+    def chains(self, id_prefixes: Sequence[str]) -> set[BlockHash]:
+        """Return the blocks of chains: those that end in, or go on from, a block of such an id.
+
+        Blocks before it belong to the chain as far as no other chain shares them.
+
+        Args:
+            id_prefixes: beginnings of block hashes, in hex.
+        """
+        children: dict[BlockHash, list[Entry]] = {}
+        for entry in self._entries.values():
+            children.setdefault(entry.parent_hash, []).append(entry)
+        named = [
+            e for e in self._entries.values() if e.block_hash.hex().startswith(tuple(id_prefixes))
+        ]
+        found: set[BlockHash] = set()
+        below = list(named)
+        while below:
+            entry = below.pop()
+            found.add(entry.block_hash)
+            below.extend(children.get(entry.block_hash, ()))
+        for entry in named:
+            above = self._entries.get(entry.parent_hash)
+            while above is not None and all(
+                child.block_hash in found for child in children[above.block_hash]
+            ):
+                found.add(above.block_hash)
+                above = self._entries.get(above.parent_hash)
+        return found
 
     def due(self, now: float) -> list[Entry]:
         """Return the entries whose time has come; cost follows what expires, not what is held."""

@@ -192,7 +192,7 @@ class Promoter:
         for promotion in promotions:
             tiers.device.mark_ready(promotion.block)
             self._settle(promotion)
-        tiers.host.release([p.page for p in reversed(promotions) if p.page is not None])
+        tiers.host.release([p.page for p in promotions if p.page is not None])
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
         """Let go of the blocks that the filter wants and that are being read just now."""

@@ -6,7 +6,7 @@ from tieredkv.cli.bench import ARMS, show_ttft
 from tieredkv.cli.output import json_option
 
 CPU_MODEL, CPU_PREFIX_TOKENS = "tiny-random", 2048
-GPU_MODEL, GPU_PREFIX_TOKENS = "random:qwen2.5-1.5b", 65536
+GPU_MODEL, GPU_PREFIX_TOKENS = "random:qwen2.5-1.5b", 98304
 REPEATS = 3
 
 
