@@ -221,7 +221,7 @@ class ModelRunner:
         Raises:
             ModelError: the model's type is not among the tested ones and fails `check_paging`.
         """
-        if self._loaded.hf_config.model_type not in TESTED_MODEL_TYPES:
+        if self._loaded.config.model_type not in TESTED_MODEL_TYPES:
             check_paging(self._loaded, self._kv_spec)
         chunk = min(max_num_batched_tokens, max_context_len)
         far = max_context_len - 1
@@ -278,7 +278,7 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
     if not error < _MAX_PAGING_ERROR:
         raise ModelError(
             f"model `{loaded.name}` cannot be served: in pieces a prompt gives other logits than "
-            f"as a whole, so `{loaded.hf_config.model_type}` mixes tokens outside of attention"
+            f"as a whole, so `{loaded.config.model_type}` mixes tokens outside of attention"
         )
 
 

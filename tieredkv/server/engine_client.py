@@ -24,7 +24,6 @@ from tieredkv.engine.messages import (
     Shutdown,
     Start,
     StartFailed,
-    StatsReply,
     StepOutputs,
     TokenOutput,
     ToServer,
@@ -175,8 +174,6 @@ class EngineClient:
                 self._info.set_result(message)
             case StartFailed(error_type, text):
                 self._info.set_exception(_error_named(error_type, text))
-            case StatsReply():
-                logger.debug("an answer to no question")
 
     def _deliver(self, output: TokenOutput) -> None:
         finish = output.finish_reason
