@@ -18,6 +18,15 @@ LOG2_E = 1.4426950408889634
 MERGE_TILE = 16
 
 
+class Tiling(NamedTuple):
+    """How one program works: rows, positions a step, warps, software pipeline stages."""
+
+    row_tile: int
+    kv_tile: int
+    num_warps: int
+    num_stages: int
+
+
 class Partials(NamedTuple):
     """Scratch for the splits' results; a split without keys has lse -inf and no output.
 

@@ -7,35 +7,26 @@ Reference: `tieredkv.kernels.reference.paged_decode_attention`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tieredkv.kernels import attention_tiles, splits
-from tieredkv.kernels.attention_tiles import attend, store_rows
+from tieredkv.kernels.attention_tiles import Tiling, attend, store_rows
 
 MIN_ROWS = 16
 """Rows that a tensor core instruction takes at least; smaller groups are padded."""
 
 
-class Tiling(NamedTuple):
-    """How one program works: positions a step, warps, software pipeline stages."""
-
-    kv_tile: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+def choose_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """Keep about 100 KiB of keys and values in flight per multiprocessor, which hides latency."""
+    rows = max(MIN_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
-        return Tiling(16, 4 if head_dim <= 128 else 8, 1)
+        return Tiling(rows, 16, 4 if head_dim <= 128 else 8, 1)
     if head_dim <= 64:
-        return Tiling(128, 4, 3)
-    return Tiling(64, 4, 3) if head_dim <= 128 else Tiling(32, 4, 3)
+        return Tiling(rows, 128, 4, 3)
+    return Tiling(rows, 64 if head_dim <= 128 else 32, 4, 3)
 
 
 @triton.jit(do_not_specialize=["num_splits", "block_tables_stride"])
@@ -153,7 +144,7 @@ def paged_decode_attention(
         splits.num_multiprocessors(q.device),
         splits.MAX_DECODE_SPLIT_TOKENS,
     )
-    tiling = choose_tiling(head_dim, q.dtype)
+    tiling = choose_tiling(group, head_dim, q.dtype)
     partials = attention_tiles.make_partials(out, num_splits)
     _decode_kernel[(num_kv_heads, num_splits, num_requests)](
         out,
@@ -172,7 +163,7 @@ def paged_decode_attention(
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         GROUP=group,
-        GROUP_TILE=max(MIN_ROWS, triton.next_power_of_2(group)),
+        GROUP_TILE=tiling.row_tile,
         HEAD_DIM=head_dim,
         DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
         KV_TILE=tiling.kv_tile,

@@ -7,24 +7,13 @@ Reference: `tieredkv.kernels.reference.paged_prefill_attention`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tieredkv.kernels import attention_tiles, splits
-from tieredkv.kernels.attention_tiles import attend, store_rows
-
-
-class Tiling(NamedTuple):
-    """How one program works: rows, positions a step, warps, software pipeline stages."""
-
-    row_tile: int
-    kv_tile: int
-    num_warps: int
-    num_stages: int
+from tieredkv.kernels.attention_tiles import Tiling, attend, store_rows
 
 
 def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:

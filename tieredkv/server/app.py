@@ -316,20 +316,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
 
-        async def send_body(text: str, *, is_last: bool = False) -> None:
-            await send(
-                {"type": "http.response.body", "body": text.encode(), "more_body": not is_last}
-            )
+        async def send_event(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            last = "[DONE]"
             try:
                 async for event in self._events:
-                    await send_body(f"data: {_to_json(event)}\n\n")
+                    await send_event(_to_json(event))
             except RequestError as error:
-                await send_body(f"data: {_to_json(_body_of(error))}\n\n", is_last=True)
-            else:
-                await send_body("data: [DONE]\n\n", is_last=True)
+                last = _to_json(_body_of(error))
+            await send_event(last)
+            await send({"type": "http.response.body"})
         except (ClientGoneError, OSError):
             pass
         finally:
@@ -417,8 +417,7 @@ def _to_json(value: object) -> str:
 
 
 def _body_of(error: RequestError) -> dict[str, Any]:
-    kind = responses.error_kind(error.status)
-    return error_body(str(error), kind=kind, param=error.param, code=error.code)
+    return error_body(str(error), status=error.status, param=error.param, code=error.code)
 
 
 async def _on_request_error(_request: Request, error: Exception) -> Response:
@@ -435,7 +434,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}"
         code = "method_not_supported"
-    body = error_body(message, kind=responses.error_kind(error.status_code), code=code)
+    body = error_body(message, status=error.status_code, code=code)
     return JSONResponse(body, error.status_code, error.headers)
 
 
@@ -445,5 +444,5 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 async def _on_bug(_request: Request, error: Exception) -> Response:
     """Answer without a traceback; the log has it."""
-    body = error_body("The server had an error while processing your request", kind="server_error")
+    body = error_body("The server had an error while processing your request", status=500)
     return JSONResponse(body, 500)

@@ -66,6 +66,14 @@ def unknown_parameter(path: str) -> RequestError:
     return RequestError(f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter")
 
 
+def check_items(values: list[Any], kind: type, path: str) -> None:
+    """Check that all items of an array are of one JSON type; the field itself is at fault."""
+    for i, value in enumerate(values):
+        if type(value) is not kind:
+            param = path.partition("[")[0]
+            raise invalid_type(f"{path}[{i}]", _TYPE_NAMES[kind], value, param=param)
+
+
 class Fields:
     """The fields of one JSON object; `path` leads to it from the body."""
 

@@ -34,47 +34,6 @@ OnReady = Callable[[str, EngineInfo], None]
 """Told the URL and what the engine is, once requests are answered."""
 
 
-def serve(
-    settings: Settings,
-    *,
-    on_progress: Progress,
-    on_ready: OnReady,
-    is_strict: bool = False,
-    allows_open_access: bool = False,
-    log_level: str = "INFO",
-) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit code.
-
-    The first signal stops accepting, ends the streams and lets the engine write what it promised;
-    a second one does not wait for that.
-
-    Args:
-        settings: model, tiers, address and keys.
-        on_progress: told how far loading and draining are.
-        on_ready: told once, when requests are answered.
-        is_strict: refuse unknown request fields.
-        allows_open_access: listen on an outside address without a key.
-        log_level: of the engine's process.
-
-    Raises:
-        TieredKVError: it cannot start; nothing stored was changed.
-    """
-    settings.check_server()
-    with contextlib.closing(bind(settings, allows_open_access=allows_open_access)) as sock:
-        server = _Server(
-            settings=settings,
-            sock=sock,
-            on_progress=on_progress,
-            on_ready=on_ready,
-            is_strict=is_strict,
-            log_level=log_level,
-        )
-        try:
-            return asyncio.run(server.run())
-        except asyncio.CancelledError:
-            return EXIT_INTERRUPTED
-
-
 def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
     """Take the address, before anything is loaded; nobody is answered yet.
 
@@ -127,21 +86,46 @@ class _HttpServer(uvicorn.Server):
 
 
 @dataclass(kw_only=True)
-class _Server:
-    """One run of the server, on its event loop."""
+class Server:
+    """One run of the server.
+
+    Attributes:
+        settings: model, tiers, address and keys.
+        on_progress: told how far loading and draining are.
+        on_ready: told once, when requests are answered.
+        is_strict: refuse unknown request fields.
+        allows_open_access: listen on an outside address without a key.
+        log_level: of the engine's process.
+    """
 
     settings: Settings
-    sock: socket.socket
     on_progress: Progress
     on_ready: OnReady
-    is_strict: bool
-    log_level: str
+    is_strict: bool = False
+    allows_open_access: bool = False
+    log_level: str = "INFO"
 
-    def __post_init__(self) -> None:
+    def serve(self) -> int:
+        """Serve until SIGTERM or SIGINT and return the exit code.
+
+        The first signal stops accepting, ends the streams and lets the engine write what it
+        promised; a second one does not wait for that.
+
+        Raises:
+            TieredKVError: it cannot start; nothing stored was changed.
+        """
+        self.settings.check_server()
         self._stop = asyncio.Event()
         self._is_forced = False
+        with contextlib.closing(
+            bind(self.settings, allows_open_access=self.allows_open_access)
+        ) as self._socket:
+            try:
+                return asyncio.run(self._run())
+            except asyncio.CancelledError:
+                return EXIT_INTERRUPTED
 
-    async def run(self) -> int:
+    async def _run(self) -> int:
         """Start, serve, end."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -200,10 +184,10 @@ class _Server:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STREAMS_END_S,
         )
-        host, port = self.sock.getsockname()[:2]
+        host, port = self._socket.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         http = _HttpServer(config, lambda: self.on_ready(url, engine.info))
-        serving = asyncio.create_task(http.serve([self.sock]))
+        serving = asyncio.create_task(http.serve([self._socket]))
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
