@@ -7,7 +7,6 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 
 import contextlib
 import logging
-import os
 import random
 import threading
 import time
@@ -155,14 +154,8 @@ class EngineCore:
             model=settings.served_model_name or self.model.name,
             max_model_len=max_model_len,
             vocab_size=self.model.vocab_size,
-            block_size=spec.block_size,
-            num_device_blocks=num_blocks,
             num_host_pages=num_pages,
-            device=str(device),
-            dtype=self.model.dtype,
-            engine_pid=os.getpid(),
             worker_pid=self.worker_pid,
-            default_retention=settings.default_retention,
         )
 
     # Requests

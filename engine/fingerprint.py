@@ -112,7 +112,7 @@ def _digest_parts(parts: Iterable[bytes]) -> bytes:
 def _full_digests(
     files: Sequence[Path], cache_dir: Path | None, progress: Progress | None
 ) -> list[bytes]:
-    remembered = _read_cache(cache_dir)
+    remembered = {} if cache_dir is None else _read_cache(cache_dir)
     keys = [_cache_key(path) for path in files]
     missing = [(path, key) for path, key in zip(files, keys, strict=True) if key not in remembered]
     if missing:
@@ -133,7 +133,8 @@ def _full_digests(
                 if _cache_key(path) != key:
                     raise ModelError(f"`{path}` changed while it was read; load it again")
                 remembered[key] = digest.hex()
-        _write_cache(cache_dir, remembered)
+        if cache_dir is not None:
+            _write_cache(cache_dir, remembered)
     return [bytes.fromhex(remembered[key]) for key in keys]
 
 
@@ -160,10 +161,8 @@ def _cache_key(path: Path) -> str:
     return f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
 
 
-def _read_cache(cache_dir: Path | None) -> dict[str, str]:
+def _read_cache(cache_dir: Path) -> dict[str, str]:
     """Read what is remembered; anything that is not a table of digests is as good as nothing."""
-    if cache_dir is None:
-        return {}
     try:
         table = json.loads((cache_dir / _CACHE_FILE).read_bytes())
         return {str(key): bytes.fromhex(value).hex() for key, value in table.items()}
@@ -171,9 +170,7 @@ def _read_cache(cache_dir: Path | None) -> dict[str, str]:
         return {}
 
 
-def _write_cache(cache_dir: Path | None, remembered: Mapping[str, str]) -> None:
-    if cache_dir is None:
-        return
+def _write_cache(cache_dir: Path, remembered: Mapping[str, str]) -> None:
     try:
         cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = cache_dir / f"{_CACHE_FILE}.{os.getpid()}"

@@ -107,14 +107,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model: str
     max_model_len: int
     vocab_size: int
-    block_size: int
-    num_device_blocks: int
     num_host_pages: int
-    device: str
-    dtype: str
-    engine_pid: int
     worker_pid: int | None
-    default_retention: str
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="failed"):

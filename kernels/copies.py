@@ -155,7 +155,7 @@ def register_pinned(
     nbytes: int,
     *,
     page_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None],
 ) -> PinnedRange:
     """Pin host memory for CUDA, in chunks of whole pages: a copy must not span two chunks.
 
@@ -180,8 +180,7 @@ def register_pinned(
                 hint="lower `--host-size`, or raise the limit of locked memory (`ulimit -l`)",
             )
             pinned._chunks.append(address + offset)
-            if progress is not None:
-                progress(offset + size, nbytes)
+            progress(offset + size, nbytes)
     except BaseException:
         pinned.unregister()
         raise

@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import msgspec
 
@@ -49,10 +48,9 @@ class EngineClient:
 
     Args:
         on_progress: told how far loading and draining are.
-        command: starts the engine; the descriptor's number is appended.
     """
 
-    def __init__(self, *, on_progress: Progress, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(self, *, on_progress: Progress) -> None:
         self._on_progress = on_progress
         self._queues: dict[str, OutputQueue] = {}
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -60,7 +58,7 @@ class EngineClient:
         try:
             # Own session: Ctrl-C in the terminal reaches the server alone, which tells the engine.
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*ENGINE_COMMAND, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 pass_fds=[theirs.fileno()],
