@@ -9,7 +9,7 @@ knows neither requests nor where blocks come from.
 import itertools
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,10 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, conte
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer of a model asked of the attention interface."""
+    """What one layer of a model asked of the attention interface.
+
+    A list of calls stands in for a context's handle in a forward pass without weights.
+    """
 
     layer: int
     query_shape: tuple[int, ...]
@@ -144,13 +147,6 @@ class AttentionCall:
     value_shape: tuple[int, ...]
     is_causal: bool
     options: dict[str, object]
-
-
-@dataclass(slots=True)
-class AttentionProbe:
-    """Stands in for a context's handle in a forward pass without weights, and notes every call."""
-
-    calls: list[AttentionCall] = field(default_factory=list)
 
 
 def attention_forward(
@@ -172,8 +168,8 @@ def attention_forward(
     context = options.pop(CONTEXT_ARGUMENT, None)
     layer = module.layer_idx
     assert isinstance(layer, int), f"layer index is `{layer}`"
-    if isinstance(context, AttentionProbe):
-        context.calls.append(
+    if isinstance(context, list):
+        context.append(
             AttentionCall(
                 layer,
                 tuple(query.shape),

@@ -7,7 +7,6 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 
 import contextlib
 import logging
-import os
 import random
 import threading
 import time
@@ -116,11 +115,7 @@ class EngineCore:
                 progress=lambda done, total: progress("pinning host memory", done, total),
             )
             stack.callback(pinned.unregister)
-        copier = BlockCopier(
-            self._block_bytes,
-            arena_bytes.view(num_pages, spec.page_bytes),
-            num_layers=spec.num_layers,
-        )
+        copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         transfer = BlockTransfer[Any](copier, device=device, block_bytes=spec.block_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -160,14 +155,8 @@ class EngineCore:
             model=settings.served_model_name or self.model.name,
             max_model_len=max_model_len,
             vocab_size=self.model.vocab_size,
-            block_size=spec.block_size,
-            num_device_blocks=num_blocks,
             num_host_pages=num_pages,
-            device=str(device),
-            dtype=self.model.dtype,
-            engine_pid=os.getpid(),
             worker_pid=self.worker_pid,
-            default_retention=settings.default_retention,
         )
 
     # Requests

@@ -32,11 +32,10 @@ class Detokenizer:
         *,
         stop: Sequence[str] = (),
         min_tokens: int = 0,
-        skip_special_tokens: bool = True,
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        self._decode = _decoder(tokenizer, skip_special_tokens)
+        self._decode = _decoder(tokenizer)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -88,24 +87,19 @@ class Detokenizer:
 
     def _release(self, new: str) -> str:
         """Pass text on, up to a stop string or to what may become one."""
-        self._pending += new
-        if not self._stop or not self._pending:
-            given, self._pending = self._pending, ""
-            return given
-        if self._num_tokens < self._min_tokens:
-            # A stop string may not lie in text from before `min_tokens`.
-            given, self._pending = self._pending, ""
-            return given
-        found = [(at, text) for text in self._stop if (at := self._pending.find(text)) >= 0]
-        if found:
-            # The first to be complete, so that it does not matter how the text is cut into tokens.
-            at, self.stopped_by = min(found, key=lambda item: (item[0] + len(item[1]), item[0]))
-            given, self._pending = self._pending[:at], ""
-            return given
-        held = max(_overlap(self._pending, text) for text in self._stop)
-        cut = len(self._pending) - held
-        given, self._pending = self._pending[:cut], self._pending[cut:]
-        return given
+        pending = self._pending + new
+        cut = len(pending)
+        # A stop string may not lie in text from before `min_tokens`.
+        if self._stop and self._num_tokens >= self._min_tokens:
+            found = [(at, text) for text in self._stop if (at := pending.find(text)) >= 0]
+            if found:
+                # The first to be complete, so that it does not matter how text is cut into tokens.
+                cut, self.stopped_by = min(found, key=lambda it: (it[0] + len(it[1]), it[0]))
+                self._pending = ""
+                return pending[:cut]
+            cut -= max(_overlap(pending, text) for text in self._stop)
+        self._pending = pending[cut:]
+        return pending[:cut]
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -116,17 +110,11 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _decoder(
-    tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool
-) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     """Take the Rust decoder itself where there is one; the wrapper is ten times slower."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return lambda ids: str(backend.decode(ids, skip_special_tokens=skip_special_tokens))
+        return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
     return lambda ids: str(
-        tokenizer.decode(
-            ids,
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
+        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     )

@@ -4,11 +4,11 @@ Changed weights under the same name give another fingerprint, so that nothing co
 weights is ever hit. It knows files and parameters, not how a model is built.
 """
 
+import functools
 import hashlib
 import json
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 FingerprintMode = Literal["full", "sample"]
 Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction that is done; from any thread."""
+"""Called with what is being done and the fraction that is done."""
 
 _FORMAT = b"tieredkv/fingerprint/1"
 _PIECE_BYTES = 64 << 20
@@ -112,45 +112,35 @@ def _digest_parts(parts: Iterable[bytes]) -> bytes:
 def _full_digests(
     files: Sequence[Path], cache_dir: Path | None, progress: Progress | None
 ) -> list[bytes]:
-    remembered = _read_cache(cache_dir)
+    remembered = {} if cache_dir is None else _read_cache(cache_dir)
     keys = [_cache_key(path) for path in files]
     missing = [(path, key) for path, key in zip(files, keys, strict=True) if key not in remembered]
     if missing:
         total_bytes = max(1, sum(path.stat().st_size for path, _ in missing))
-        counter = _Counter(total_bytes, progress)
+        done_bytes = 0
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
             for path, key in missing:
                 size = path.stat().st_size
                 offsets = range(0, size, _PIECE_BYTES)
-                pieces = pool.map(lambda o, p=path: _piece_digest(p, o, counter), offsets)
+                pieces = []
+                read = pool.map(functools.partial(_piece_digest, path), offsets)
+                for offset, piece in zip(offsets, read, strict=True):
+                    pieces.append(piece)
+                    done_bytes += min(_PIECE_BYTES, size - offset)
+                    if progress is not None:
+                        progress("fingerprinting weights", done_bytes / total_bytes)
                 digest = _digest_parts([size.to_bytes(8, "little"), *pieces])
                 if _cache_key(path) != key:
                     raise ModelError(f"`{path}` changed while it was read; load it again")
                 remembered[key] = digest.hex()
-        _write_cache(cache_dir, remembered)
+        if cache_dir is not None:
+            _write_cache(cache_dir, remembered)
     return [bytes.fromhex(remembered[key]) for key in keys]
 
 
-class _Counter:
-    """Adds up the bytes read by several threads."""
-
-    def __init__(self, total_bytes: int, progress: Progress | None) -> None:
-        self._total_bytes, self._done_bytes = total_bytes, 0
-        self._progress, self._lock = progress, threading.Lock()
-
-    def add(self, num_bytes: int) -> None:
-        with self._lock:
-            self._done_bytes += num_bytes
-            done = self._done_bytes / self._total_bytes
-        if self._progress is not None:
-            self._progress("fingerprinting weights", done)
-
-
-def _piece_digest(path: Path, offset: int, counter: _Counter) -> bytes:
+def _piece_digest(path: Path, offset: int) -> bytes:
     with path.open("rb", buffering=0) as file:
-        piece = os.pread(file.fileno(), _PIECE_BYTES, offset)
-    counter.add(len(piece))
-    return hashlib.sha256(piece).digest()
+        return hashlib.sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
 
 
 def _sampled_digest(path: Path) -> bytes:
@@ -171,10 +161,8 @@ def _cache_key(path: Path) -> str:
     return f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
 
 
-def _read_cache(cache_dir: Path | None) -> dict[str, str]:
+def _read_cache(cache_dir: Path) -> dict[str, str]:
     """Read what is remembered; anything that is not a table of digests is as good as nothing."""
-    if cache_dir is None:
-        return {}
     try:
         table = json.loads((cache_dir / _CACHE_FILE).read_bytes())
         return {str(key): bytes.fromhex(value).hex() for key, value in table.items()}
@@ -182,9 +170,7 @@ def _read_cache(cache_dir: Path | None) -> dict[str, str]:
         return {}
 
 
-def _write_cache(cache_dir: Path | None, remembered: Mapping[str, str]) -> None:
-    if cache_dir is None:
-        return
+def _write_cache(cache_dir: Path, remembered: Mapping[str, str]) -> None:
     try:
         cache_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         partial = cache_dir / f"{_CACHE_FILE}.{os.getpid()}"

@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -53,56 +53,16 @@ _HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundErr
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """A model that is ready to run, and what the rest of the engine must know of it.
-
-    Attributes:
-        name: as the user gave it.
-        model: transformers' causal language model, in eval mode on its device, with our attention.
-        hf_config: its config.
-        tokenizer: its tokenizer.
-        fingerprint: digest of config and weights, 32 bytes.
-        num_layers, num_heads, num_kv_heads, head_dim: the attention layers.
-        dtype: of weights and of keys and values: `float32`, `bfloat16` or `float16`.
-        device: where it lies.
-        vocab_size: number of logits.
-        max_model_len: positions that the model was made for.
-        eos_token_ids: tokens that end an answer, all of them in the vocabulary.
-    """
-
-    name: str
-    model: PreTrainedModel
-    hf_config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    fingerprint: bytes
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str
-    device: torch.device
-    vocab_size: int
-    max_model_len: int
-    eos_token_ids: frozenset[int]
-
-    def kv_spec(self, block_size: int) -> KVSpec:
-        """Describe the keys and values of this model in blocks of `block_size` tokens."""
-        return KVSpec(
-            num_layers=self.num_layers,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            block_size=block_size,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
     """A model that can be loaded: its config was read and accepted, no weight was touched yet.
 
     Attributes:
+        name: as the user gave it.
+        config: transformers' own.
+        shape: of the attention layers.
+        dtype: of weights and of keys and values: `float32`, `bfloat16` or `float16`.
+        device: where it lies, or will.
         folder: where its files are, None for a model with drawn weights.
-        dtype, device: what it will be loaded as, and where.
     """
 
     name: str
@@ -111,6 +71,16 @@ class FoundModel:
     dtype: str
     device: torch.device
     folder: Path | None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of logits."""
+        return int(self.config.vocab_size)
+
+    @property
+    def max_model_len(self) -> int:
+        """Positions that the model was made for."""
+        return _max_model_len(self.config)
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Describe the keys and values of this model in blocks of `block_size` tokens."""
@@ -128,16 +98,54 @@ class FoundModel:
         progress: Progress | None = None,
         fingerprint: FingerprintMode = "full",
         cache_dir: Path | None = DEFAULT_CACHE_DIR,
-    ) -> LoadedModel:
-        """Load or draw the weights; arguments and errors as for `load_model`."""
+    ) -> "LoadedModel":
+        """Load or draw the weights.
+
+        Args:
+            progress: told what is being done and how far it is.
+            fingerprint: `full` digests all weights' bytes, `sample` pieces of them.
+            cache_dir: remembers the digests of weight files.
+
+        Raises:
+            ModelError: they cannot be read, or do not fit the config.
+        """
+        progress = progress or _ignore_progress
         if self.folder is None:
             return _load_random(self, progress)
         cache_dir = None if cache_dir is None else cache_dir.expanduser()
         return _load_folder(self, self.folder, progress, fingerprint, cache_dir)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel(FoundModel):
+    """A model that is ready to run.
+
+    Attributes:
+        model: transformers' causal language model, in eval mode on its device, with our attention.
+        tokenizer: its tokenizer.
+        fingerprint: digest of config and weights, 32 bytes.
+        eos_token_ids: tokens that end an answer, all of them in the vocabulary.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    fingerprint: bytes
+    eos_token_ids: frozenset[int]
+
+
 def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> FoundModel:
-    """Find a model and refuse what cannot be served; arguments and errors as for `load_model`."""
+    """Find a model and refuse what cannot be served.
+
+    Args:
+        name: a folder with config.json and safetensors; a hub id; `tiny-random`; or
+            `random:<shape>` with a known shape or the path of a config.json.
+        dtype: None or `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16
+            where it does not say.
+        device: a torch device, or `auto`: CUDA where there is one.
+
+    Raises:
+        ModelError: the model cannot be found, read, or served.
+    """
     register_attention()
     target = _resolve_device(device)
     if dtype not in (None, "auto", *DTYPE_BYTES):
@@ -166,35 +174,6 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
         device=target,
         folder=folder,
     )
-
-
-def load_model(
-    name: str,
-    *,
-    dtype: str | None = None,
-    device: str = "auto",
-    progress: Progress | None = None,
-    fingerprint: FingerprintMode = "full",
-    cache_dir: Path | None = DEFAULT_CACHE_DIR,
-) -> LoadedModel:
-    """Load a model by name.
-
-    Args:
-        name: a folder with config.json and safetensors; a hub id; `tiny-random`; or
-            `random:<shape>` with a known shape or the path of a config.json.
-        dtype: None or `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16
-            where it does not say.
-        device: a torch device, or `auto`: CUDA where there is one.
-        progress: told what is being done and how far it is.
-        fingerprint: `full` digests all weights' bytes, `sample` pieces of them.
-        cache_dir: remembers the digests of weight files.
-
-    Raises:
-        ModelError: the model cannot be found, read, or served; before weights are allocated
-            wherever the config tells.
-    """
-    found = find_model(name, dtype=dtype, device=device)
-    return found.load(progress=progress, fingerprint=fingerprint, cache_dir=cache_dir)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -320,7 +299,7 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
 def _load_folder(
     found: FoundModel,
     folder: Path,
-    progress: Progress | None,
+    progress: Progress,
     mode: FingerprintMode,
     cache_dir: Path | None,
 ) -> LoadedModel:
@@ -330,8 +309,7 @@ def _load_folder(
     digest = files_fingerprint(
         config.to_dict(), files, mode=mode, cache_dir=cache_dir, progress=progress
     )
-    if progress is not None:
-        progress("loading weights", 0.0)
+    progress("loading weights", 0.0)
     try:
         with _without_progress_bars():
             model, info = _AUTO_MODEL.from_pretrained(
@@ -357,8 +335,7 @@ def _load_folder(
     model = model.to(device)
     if device.type == "cpu":
         _own_weights(model)
-    if progress is not None:
-        progress("loading weights", 1.0)
+    progress("loading weights", 1.0)
     eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
     return _finish(found, model, tokenizer, digest, eos_token_ids)
 
@@ -398,11 +375,10 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_random(found: FoundModel, progress: Progress | None) -> LoadedModel:
+def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     """Make a model with drawn weights, directly on the device and in its dtype."""
     config, device = found.config, found.device
-    if progress is not None:
-        progress("drawing weights", 0.0)
+    progress("drawing weights", 0.0)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
@@ -415,9 +391,8 @@ def _load_random(found: FoundModel, progress: Progress | None) -> LoadedModel:
         seed = RANDOM_SEED
         _draw_weights(model, seed)
     digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
-    tokenizer = tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
-    if progress is not None:
-        progress("drawing weights", 1.0)
+    tokenizer = tiny.byte_tokenizer(found.vocab_size, found.max_model_len)
+    progress("drawing weights", 1.0)
     return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
 
 
@@ -441,37 +416,28 @@ def _finish(
     fingerprint: bytes,
     eos_token_ids: frozenset[int],
 ) -> LoadedModel:
-    config, shape = found.config, found.shape
     model.eval().requires_grad_(False)
     device = next(model.parameters()).device
     logger.info(
         "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s",
         found.name,
-        config.model_type,
-        shape.num_layers,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
+        found.config.model_type,
+        *found.shape,
         found.dtype,
         device,
         fingerprint.hex()[:12],
     )
     return LoadedModel(
-        name=found.name,
+        **{field.name: getattr(found, field.name) for field in fields(found)} | {"device": device},
         model=model,
-        hf_config=config,
         tokenizer=tokenizer,
         fingerprint=fingerprint,
-        num_layers=shape.num_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        dtype=found.dtype,
-        device=device,
-        vocab_size=config.vocab_size,
-        max_model_len=_max_model_len(config),
-        eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < config.vocab_size),
+        eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < found.vocab_size),
     )
+
+
+def _ignore_progress(_what: str, _fraction: float) -> None:
+    """Report progress to nobody."""
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

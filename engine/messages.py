@@ -107,14 +107,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model: str
     max_model_len: int
     vocab_size: int
-    block_size: int
-    num_device_blocks: int
     num_host_pages: int
-    device: str
-    dtype: str
-    engine_pid: int
     worker_pid: int | None
-    default_retention: str
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
@@ -132,24 +126,11 @@ class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
-class StatsRequest(msgspec.Struct, frozen=True, tag="stats?"):
-    """Ask for the tiers' counters."""
-
-    query_id: int
-
-
-class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
-    """Blocks and bytes of each tier, and the engine's counters; `{"device", "host", "disk", …}`."""
-
-    query_id: int
-    tiers: dict[str, object]
-
-
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
     drain_timeout_s: float
 
 
-ToEngine = Start | EngineRequest | Abort | StatsRequest | Shutdown
-ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport | StatsReply
+ToEngine = Start | EngineRequest | Abort | Shutdown
+ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport

@@ -86,7 +86,6 @@ class ModelRunner:
     def __init__(self, loaded: LoadedModel, kv_pool: Tensor, kv_spec: KVSpec) -> None:
         self._loaded = loaded
         self._kv_spec = kv_spec
-        self._model = loaded.model
         self._device = loaded.device
         self._block_size = kv_spec.block_size
         self._context = AttentionContext(kv_pool)
@@ -109,7 +108,7 @@ class ModelRunner:
         tokens, positions, kept, step = self._prepare(rows)
         self._context.step = step
         try:
-            output = self._model(
+            output = self._loaded.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],
                 use_cache=False,
@@ -221,7 +220,7 @@ class ModelRunner:
         Raises:
             ModelError: the model's type is not among the tested ones and fails `check_paging`.
         """
-        if self._loaded.hf_config.model_type not in TESTED_MODEL_TYPES:
+        if self._loaded.config.model_type not in TESTED_MODEL_TYPES:
             check_paging(self._loaded, self._kv_spec)
         chunk = min(max_num_batched_tokens, max_context_len)
         far = max_context_len - 1
@@ -278,7 +277,7 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
     if not error < _MAX_PAGING_ERROR:
         raise ModelError(
             f"model `{loaded.name}` cannot be served: in pieces a prompt gives other logits than "
-            f"as a whole, so `{loaded.hf_config.model_type}` mixes tokens outside of attention"
+            f"as a whole, so `{loaded.config.model_type}` mixes tokens outside of attention"
         )
 
 
@@ -314,9 +313,7 @@ class _Upload:
         self._device = device
         self._pinned = torch.empty(0, dtype=torch.uint8)
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._copied = torch.cuda.Event()
+        self._copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def __call__(self, *parts: NDArray[np.int32] | NDArray[np.int64]) -> list[Tensor]:
         """Give each array as a tensor on the device; valid until the next call."""
@@ -350,10 +347,8 @@ def profile_peak_bytes(
     """Measure the device memory that the largest steps take beside weights and pool.
 
     Two steps are run over a pool of one block: many requests with logits each, and one chunk at
-    the end of the longest context. On the CPU the answer is 0.
+    the end of the longest context.
     """
-    if loaded.device.type != "cuda":
-        return 0
     runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), kv_spec)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     share = min(max_num_batched_tokens // num_rows, loaded.max_model_len)

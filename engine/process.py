@@ -27,8 +27,6 @@ from tieredkv.engine.messages import (
     Shutdown,
     Start,
     StartFailed,
-    StatsReply,
-    StatsRequest,
     StepOutputs,
     ToEngine,
     TokenOutput,
@@ -141,8 +139,6 @@ class EngineProcess:
                     self._request_ids.add(request_id)
             case Abort(request_id=request_id):
                 core.abort(request_id)
-            case StatsRequest(query_id=query_id):
-                self._channel.send(StatsReply(query_id, core.tier_stats()))
             case Shutdown():
                 self._shutdown = message
 

@@ -136,27 +136,20 @@ class Sampler:
 
 
 @torch.inference_mode()
-def score(
-    logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int] | int
-) -> list[SampledToken]:
+def score(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[SampledToken]:
     """Give the log probabilities of given tokens, one a row, and the most likely ones.
-
-    Serves the chosen tokens of a step and the tokens of a prompt alike.
 
     Args:
         logits: [num_rows, vocab_size] float32.
         token_ids: the token of each row.
-        num_top: how many alternatives, for all rows or for each.
+        num_top: how many alternatives of each row.
     """
-    counts = [num_top] * len(token_ids) if isinstance(num_top, int) else num_top
-    if not token_ids:
-        return []
     logprobs = logits.log_softmax(dim=-1)
     index = torch.tensor(token_ids, device=logits.device)[:, None]
     own = logprobs.gather(1, index)[:, 0].tolist()
-    most = min(max(counts), logits.shape[-1])
+    most = min(max(num_top), logits.shape[-1])
     values, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], index[:, :0])
-    rows = zip(token_ids, own, counts, ids.tolist(), values.tolist(), strict=True)
+    rows = zip(token_ids, own, num_top, ids.tolist(), values.tolist(), strict=True)
     return [
         SampledToken(token_id, logprob, tuple(zip(top_ids[:n], top_values[:n], strict=True)))
         for token_id, logprob, n, top_ids, top_values in rows

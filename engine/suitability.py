@@ -13,12 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
-from tieredkv.engine.attention import (
-    ATTENTION_NAME,
-    CONTEXT_ARGUMENT,
-    AttentionCall,
-    AttentionProbe,
-)
+from tieredkv.engine.attention import ATTENTION_NAME, CONTEXT_ARGUMENT, AttentionCall
 from tieredkv.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -96,7 +91,7 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
         ModelError: it does not go through the attention interface in every layer, or asks for
             something other than plain causal attention of one shape.
     """
-    probe = AttentionProbe()
+    calls: list[AttentionCall] = []
     num_tokens = 3
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     try:
@@ -113,7 +108,7 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
                 position_ids=tokens,
                 use_cache=False,
                 logits_to_keep=last,
-                **{CONTEXT_ARGUMENT: probe},
+                **{CONTEXT_ARGUMENT: calls},
             )
     except ModelError as error:
         raise ModelError(f"model `{name}` cannot be served: {error}") from error
@@ -122,7 +117,7 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
             f"model `{name}` cannot be served: a run of `{config.model_type}` without weights "
             f"failed: {error!r}"
         ) from error
-    if reason := _probe_refusal(probe.calls, num_tokens, config):
+    if reason := _probe_refusal(calls, num_tokens, config):
         raise ModelError(f"model `{name}` cannot be served: {reason}")
     if tuple(out.logits.shape) != (1, 1, config.vocab_size):
         raise ModelError(
@@ -136,10 +131,8 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
             config.model_type,
             ", ".join(sorted(TESTED_MODEL_TYPES)),
         )
-    first = probe.calls[0]
-    return AttentionShape(
-        len(probe.calls), first.query_shape[1], first.key_shape[1], first.key_shape[3]
-    )
+    first = calls[0]
+    return AttentionShape(len(calls), first.query_shape[1], first.key_shape[1], first.key_shape[3])
 
 
 def _probe_refusal(

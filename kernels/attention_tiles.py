@@ -18,6 +18,15 @@ LOG2_E = 1.4426950408889634
 MERGE_TILE = 16
 
 
+class Tiling(NamedTuple):
+    """How one program works: rows, positions a step, warps, software pipeline stages."""
+
+    row_tile: int
+    kv_tile: int
+    num_warps: int
+    num_stages: int
+
+
 class Partials(NamedTuple):
     """Scratch for the splits' results; a split without keys has lse -inf and no output.
 
@@ -31,16 +40,14 @@ class Partials(NamedTuple):
 
 
 @triton.jit
-def attend_tile(
+def attend(
     q,
-    row_max,
-    row_sum,
-    acc,
     k_ptr,
     v_ptr,
     block_table_ptr,
-    first_position,
-    end_position,
+    first,
+    whole_end,
+    end,
     row_position,
     scale_log2,
     stride_block,
@@ -49,38 +56,48 @@ def attend_tile(
     HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr,
     KV_TILE: tl.constexpr,
-    IS_MASKED: tl.constexpr,
 ):
-    """Fold KV_TILE positions of one request and KV head into the running softmax of q's rows.
+    """Attend q's rows to the positions [first, end) of one request and KV head, tile by tile.
 
-    Each position's block id is looked up by itself, so a tile may span blocks. Masks: dims past
-    HEAD_DIM; with IS_MASKED also loads from `end_position` on and scores after the row's own
-    position, which covers the former. Bytes moved: 2 * KV_TILE * HEAD_DIM elements. k_ptr and
-    v_ptr point at the KV head.
+    All rows see all of the tiles below `whole_end`. Each position's block id is looked up by
+    itself, so a tile may span blocks. Masks: dims past HEAD_DIM; from `whole_end` on also loads
+    past the end and scores after the row's own position, which covers the former. Bytes moved:
+    2 * KV_TILE * HEAD_DIM elements a tile. k_ptr and v_ptr point at the KV head.
     """
-    position = first_position + tl.arange(0, KV_TILE)
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], DIM_TILE], tl.float32)
     dim = tl.arange(0, DIM_TILE)
-    mask = (dim < HEAD_DIM)[None, :]
-    if IS_MASKED:
-        is_loaded = position < end_position
-        mask = mask & is_loaded[:, None]
-        block_id = tl.load(block_table_ptr + position // BLOCK_SIZE, mask=is_loaded, other=0)
-    else:
-        block_id = tl.load(block_table_ptr + position // BLOCK_SIZE)
-    token_offset = block_id.to(tl.int64) * stride_block + (position % BLOCK_SIZE) * stride_token
-    offset = token_offset[:, None] + dim[None, :]
-    k = tl.load(k_ptr + offset, mask=mask, other=0.0)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    if IS_MASKED:
-        scores = tl.where(position[None, :] <= row_position[:, None], scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, 1))
-    # A row that has seen nothing yet keeps -inf; 0 in its place makes exp2 give 0, not NaN.
-    shift = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
-    weights = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(row_max - shift)
-    v = tl.load(v_ptr + offset, mask=mask, other=0.0)
-    acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-    return new_max, row_sum * decay + tl.sum(weights, 1), acc
+    for IS_MASKED in tl.static_range(2):
+        start = whole_end if IS_MASKED else first
+        stop = end if IS_MASKED else whole_end
+        for tile_start in tl.range(start, stop, KV_TILE, num_stages=1 if IS_MASKED else None):
+            position = tile_start + tl.arange(0, KV_TILE)
+            mask = (dim < HEAD_DIM)[None, :]
+            if IS_MASKED:
+                is_loaded = position < end
+                mask = mask & is_loaded[:, None]
+                block_id = tl.load(block_table_ptr + position // BLOCK_SIZE, is_loaded, other=0)
+            else:
+                block_id = tl.load(block_table_ptr + position // BLOCK_SIZE)
+            block_offset = block_id.to(tl.int64) * stride_block
+            token_offset = block_offset + (position % BLOCK_SIZE) * stride_token
+            offset = token_offset[:, None] + dim[None, :]
+            k = tl.load(k_ptr + offset, mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            if IS_MASKED:
+                is_seen = position[None, :] <= row_position[:, None]
+                scores = tl.where(is_seen, scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            # A row that has seen nothing yet keeps -inf; 0 in its place makes exp2 give 0, not NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(row_max - shift)
+            v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            row_sum = row_sum * decay + tl.sum(weights, 1)
+            row_max = new_max
+    return row_max, row_sum, acc
 
 
 @triton.jit
@@ -181,13 +198,13 @@ def merge_splits(out: Tensor, partials: Partials) -> None:
     )
 
 
-def make_partials(out: Tensor, num_splits: int, workspace: Tensor | None = None) -> Partials:
-    """Lay the scratch of `splits.workspace_numel` elements out, allocating it if there is none."""
+def make_partials(out: Tensor, num_splits: int) -> Partials:
+    """Allocate the splits' results of every query and head; nothing is written if none is split."""
+    if num_splits == 1:
+        return Partials(out, out)
     num_queries, num_heads, head_dim = out.shape
-    rows = num_queries * num_heads * num_splits
-    if workspace is None:
-        workspace = torch.empty(rows * (head_dim + 1), dtype=torch.float32, device=out.device)
+    rows = (num_queries, num_heads, num_splits)
     return Partials(
-        workspace[: rows * head_dim].view(num_queries, num_heads, num_splits, head_dim),
-        workspace[rows * head_dim :][:rows].view(num_queries, num_heads, num_splits),
+        torch.empty(*rows, head_dim, dtype=torch.float32, device=out.device),
+        torch.empty(rows, dtype=torch.float32, device=out.device),
     )

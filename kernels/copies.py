@@ -35,14 +35,13 @@ class BlockCopier:
     and until then neither side may be reused or written. One thread at a time calls it.
     """
 
-    def __init__(self, device_blocks: Tensor, arena: Tensor, *, num_layers: int = 1) -> None:
+    def __init__(self, device_blocks: Tensor, arena: Tensor) -> None:
         """Bind the two memories, which the caller keeps alive.
 
         Args:
             device_blocks: uint8 [num_blocks, block_bytes], a view of the pool, contiguous.
             arena: uint8 [num_pages, page_bytes] on the CPU, contiguous; pinned (see
                 `register_pinned`) if the pool is on CUDA, or copies are slow and block.
-            num_layers: layers in a block; needed only to copy a range of them.
 
         Raises:
             ShapeError: a block does not fit a page, or the tensors are not as described.
@@ -57,79 +56,55 @@ class BlockCopier:
             raise ShapeError(
                 f"pages of {page_bytes} bytes on {arena.device} do not hold blocks of {block_bytes}"
             )
-        if num_layers < 1 or block_bytes % num_layers:
-            raise ShapeError(f"{num_layers} layers do not divide a block of {block_bytes} bytes")
         self._blocks = device_blocks
         self._arena = arena
-        self._num_layers = num_layers
 
-    def copy_in(
-        self,
-        pairs: Pairs,
-        stream: torch.cuda.Stream | None = None,
-        *,
-        layers: tuple[int, int] | None = None,
-    ) -> None:
+    def copy_in(self, pairs: Pairs, stream: torch.cuda.Stream | None = None) -> None:
         """Copy pages to blocks, host to device.
 
         Args:
             pairs: (page_id, block_id) each; block ids must be distinct.
             stream: orders the copies on CUDA; None is the current stream. A stream of its own
                 lets them go in one call: the driver does not batch on the default stream.
-            layers: [first, end) of the layers to copy, None for all: they lie side by side.
 
         Raises:
-            ShapeError: an id or a layer is out of range; nothing was copied.
+            ShapeError: an id is out of range; nothing was copied.
             DeviceError: the driver refused the copies.
         """
-        self._copy(self._arena, self._blocks, pairs, stream, layers)
+        self._copy(self._arena, self._blocks, pairs, stream)
 
-    def copy_out(
-        self,
-        pairs: Pairs,
-        stream: torch.cuda.Stream | None = None,
-        *,
-        layers: tuple[int, int] | None = None,
-    ) -> None:
+    def copy_out(self, pairs: Pairs, stream: torch.cuda.Stream | None = None) -> None:
         """Copy blocks to pages, device to host: as `copy_in`, pairs are (block_id, page_id)."""
-        self._copy(self._blocks, self._arena, pairs, stream, layers)
+        self._copy(self._blocks, self._arena, pairs, stream)
 
     def _copy(
-        self,
-        source: Tensor,
-        target: Tensor,
-        pairs: Pairs,
-        stream: torch.cuda.Stream | None,
-        layers: tuple[int, int] | None,
+        self, source: Tensor, target: Tensor, pairs: Pairs, stream: torch.cuda.Stream | None
     ) -> None:
-        first, end = (0, self._num_layers) if layers is None else layers
-        if not 0 <= first < end <= self._num_layers:
-            raise ShapeError(f"layers {first} to {end} are not within {self._num_layers}")
         ids = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
         limits = (source.shape[0], target.shape[0])
         if ((ids < 0) | (ids >= limits)).any():
             raise ShapeError(f"a pair of ids is outside of [0, {limits[0]}) and [0, {limits[1]})")
         if not len(ids):
             return
-        layer_bytes = self._blocks.shape[1] // self._num_layers
-        span = slice(first * layer_bytes, end * layer_bytes)
+        block_bytes = self._blocks.shape[1]
         if not self._blocks.is_cuda:
             from_rows, to_rows = source.numpy(), target.numpy()
             for source_id, target_id in ids:
-                to_rows[target_id, span] = from_rows[source_id, span]
+                to_rows[target_id, :block_bytes] = from_rows[source_id, :block_bytes]
             return
         with torch.cuda.device(self._blocks.device):
             stream = stream or torch.cuda.current_stream()
             runtime = _batch_runtime() if stream.cuda_stream else None
             if runtime is not None:
-                bases = np.array([source.data_ptr(), target.data_ptr()]) + span.start
+                bases = np.array([source.data_ptr(), target.data_ptr()])
                 strides = np.array([source.shape[1], target.shape[1]])
                 sources, targets = (bases + ids * strides).T.tolist()
-                _copy_batch(runtime, sources, targets, span.stop - span.start, stream.cuda_stream)
+                _copy_batch(runtime, sources, targets, block_bytes, stream.cuda_stream)
                 return
             with torch.cuda.stream(stream):
                 for source_id, target_id in ids.tolist():
-                    target[target_id, span].copy_(source[source_id, span], non_blocking=True)
+                    piece = source[source_id, :block_bytes]
+                    target[target_id, :block_bytes].copy_(piece, non_blocking=True)
 
 
 def _copy_batch(
@@ -180,7 +155,7 @@ def register_pinned(
     nbytes: int,
     *,
     page_bytes: int,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None],
 ) -> PinnedRange:
     """Pin host memory for CUDA, in chunks of whole pages: a copy must not span two chunks.
 
@@ -205,8 +180,7 @@ def register_pinned(
                 hint="lower `--host-size`, or raise the limit of locked memory (`ulimit -l`)",
             )
             pinned._chunks.append(address + offset)
-            if progress is not None:
-                progress(offset + size, nbytes)
+            progress(offset + size, nbytes)
     except BaseException:
         pinned.unregister()
         raise

@@ -7,35 +7,26 @@ Reference: `tieredkv.kernels.reference.paged_decode_attention`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tieredkv.kernels import attention_tiles, splits
-from tieredkv.kernels.attention_tiles import attend_tile, store_rows
+from tieredkv.kernels.attention_tiles import Tiling, attend, store_rows
 
 MIN_ROWS = 16
 """Rows that a tensor core instruction takes at least; smaller groups are padded."""
 
 
-class Tiling(NamedTuple):
-    """How one program works: positions a step, warps, software pipeline stages."""
-
-    kv_tile: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiling(head_dim: int, dtype: torch.dtype) -> Tiling:
+def choose_tiling(group: int, head_dim: int, dtype: torch.dtype) -> Tiling:
     """Keep about 100 KiB of keys and values in flight per multiprocessor, which hides latency."""
+    rows = max(MIN_ROWS, triton.next_power_of_2(group))
     if dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
-        return Tiling(16, 4 if head_dim <= 128 else 8, 1)
+        return Tiling(rows, 16, 4 if head_dim <= 128 else 8, 1)
     if head_dim <= 64:
-        return Tiling(128, 4, 3)
-    return Tiling(64, 4, 3) if head_dim <= 128 else Tiling(32, 4, 3)
+        return Tiling(rows, 128, 4, 3)
+    return Tiling(rows, 64 if head_dim <= 128 else 32, 4, 3)
 
 
 @triton.jit(do_not_specialize=["num_splits", "block_tables_stride"])
@@ -93,56 +84,25 @@ def _decode_kernel(
     q_mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
     q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=q_mask, other=0.0)
 
-    row_max = tl.full([GROUP_TILE], float("-inf"), tl.float32)
-    row_sum = tl.zeros([GROUP_TILE], tl.float32)
-    acc = tl.zeros([GROUP_TILE, DIM_TILE], tl.float32)
-    k_ptr = k_cache_ptr + kv_head * cache_stride_head
-    v_ptr = v_cache_ptr + kv_head * cache_stride_head
-    block_table_ptr = block_tables_ptr + request.to(tl.int64) * block_tables_stride
     row_position = tl.zeros([GROUP_TILE], tl.int32) + context_len - 1
     whole_end = tl.maximum(first, end // KV_TILE * KV_TILE)
-    for position in range(first, whole_end, KV_TILE):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            row_max,
-            row_sum,
-            acc,
-            k_ptr,
-            v_ptr,
-            block_table_ptr,
-            position,
-            end,
-            row_position,
-            scale_log2,
-            cache_stride_block,
-            cache_stride_token,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
-            KV_TILE,
-            False,
-        )
-    for position in tl.range(whole_end, end, KV_TILE, num_stages=1):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            row_max,
-            row_sum,
-            acc,
-            k_ptr,
-            v_ptr,
-            block_table_ptr,
-            position,
-            end,
-            row_position,
-            scale_log2,
-            cache_stride_block,
-            cache_stride_token,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
-            KV_TILE,
-            True,
-        )
+    row_max, row_sum, acc = attend(
+        q,
+        k_cache_ptr + kv_head * cache_stride_head,
+        v_cache_ptr + kv_head * cache_stride_head,
+        block_tables_ptr + request.to(tl.int64) * block_tables_stride,
+        first,
+        whole_end,
+        end,
+        row_position,
+        scale_log2,
+        cache_stride_block,
+        cache_stride_token,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_TILE,
+        KV_TILE,
+    )
     store_rows(
         out_ptr,
         partial_out_ptr,
@@ -173,7 +133,6 @@ def paged_decode_attention(
     scale: float,
     max_context_len: int,
     out: Tensor,
-    workspace: Tensor | None,
 ) -> None:
     """Launch the split kernel, and the merge if there are splits; as `launch.…`, into `out`."""
     num_requests, num_heads, head_dim = q.shape
@@ -185,10 +144,8 @@ def paged_decode_attention(
         splits.num_multiprocessors(q.device),
         splits.MAX_DECODE_SPLIT_TOKENS,
     )
-    tiling = choose_tiling(head_dim, q.dtype)
-    partials = attention_tiles.Partials(out, out)
-    if num_splits > 1:
-        partials = attention_tiles.make_partials(out, num_splits, workspace)
+    tiling = choose_tiling(group, head_dim, q.dtype)
+    partials = attention_tiles.make_partials(out, num_splits)
     _decode_kernel[(num_kv_heads, num_splits, num_requests)](
         out,
         *partials,
@@ -206,7 +163,7 @@ def paged_decode_attention(
         BLOCK_SIZE=block_size,
         NUM_HEADS=num_heads,
         GROUP=group,
-        GROUP_TILE=max(MIN_ROWS, triton.next_power_of_2(group)),
+        GROUP_TILE=tiling.row_tile,
         HEAD_DIM=head_dim,
         DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
         KV_TILE=tiling.kv_tile,

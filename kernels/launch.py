@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ModelError, ShapeError
-from tieredkv.kernels import prefill_dense, reference, splits
+from tieredkv.kernels import prefill_dense, reference
 
 logger = logging.getLogger(__name__)
 
@@ -62,16 +62,15 @@ def store_kv(
     Source: PagedAttention, Kwon et al. 2023, section 5.1.
     """
     _check_cache(k_cache, v_cache)
-    _require(
-        k.shape == v.shape and k.ndim == 3 and k.shape[1:] == k_cache.shape[2:],
-        f"k {_describe(k)} and v {_describe(v)} do not fit the cache {_describe(k_cache)}",
-    )
-    _require(
-        slot_mapping.shape == k.shape[:1],
-        f"slot_mapping {_describe(slot_mapping)} for k {_describe(k)}",
-    )
-    _check_data(k_cache, k=k, v=v)
-    _check_indices(k_cache, slot_mapping=slot_mapping)
+    if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:]:
+        raise ShapeError(
+            f"k {_describe(k)} and v {_describe(v)} do not fit the cache {_describe(k_cache)}"
+        )
+    if slot_mapping.shape != k.shape[:1]:
+        raise ShapeError(f"slot_mapping {_describe(slot_mapping)} for k {_describe(k)}")
+    _check_data("k", k, k_cache)
+    _check_data("v", v, k_cache)
+    _check_indices("slot_mapping", slot_mapping, k_cache)
     if not k.shape[0]:
         return
     store = _triton("store_kv").store_kv if _use_triton(backend, k) else reference.store_kv
@@ -87,7 +86,6 @@ def paged_decode_attention(
     scale: float,
     max_context_len: int,
     *,
-    workspace: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
     """Attend one query per request to all of its context, which includes the query's own token.
@@ -100,8 +98,6 @@ def paged_decode_attention(
         context_lens: [num_requests] int32; 0 marks a padding row, whose output is 0.
         scale: factor on the scores, 1/sqrt(head_dim) in most models.
         max_context_len: no context is longer; it sizes the grid, a larger bound is only slower.
-        workspace: float32 scratch of `decode_workspace_numel` elements or more, or None to
-            allocate; ignored by the reference.
         backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
     Returns:
@@ -113,47 +109,16 @@ def paged_decode_attention(
     Source: Flash-Decoding, Dao et al. 2023.
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens, max_context_len)
-    _require(
-        block_tables.shape[0] == q.shape[0],
-        f"block_tables {_describe(block_tables)} for {q.shape[0]} queries",
-    )
+    if block_tables.shape[0] != q.shape[0]:
+        raise ShapeError(f"block_tables {_describe(block_tables)} for {q.shape[0]} queries")
     if not q.shape[0]:
         return q.new_empty(q.shape)
-    if workspace is not None:
-        num_requests, num_heads, head_dim = q.shape
-        numel = decode_workspace_numel(
-            num_requests, num_heads, k_cache.shape[2], head_dim, max_context_len, q.device
-        )
-        _require(
-            workspace.numel() >= numel
-            and workspace.is_contiguous()
-            and (workspace.dtype, workspace.device) == (torch.float32, q.device),
-            f"workspace {_describe(workspace)} is not contiguous float32 of {numel} or more",
-        )
     arguments = (q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len)
     if not _use_triton(backend, q):
         return reference.paged_decode_attention(*arguments)
     out = q.new_empty(q.shape)
-    _triton("decode_attention").paged_decode_attention(*arguments, out, workspace)
+    _triton("decode_attention").paged_decode_attention(*arguments, out)
     return out
-
-
-def decode_workspace_numel(
-    num_requests: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    max_context_len: int,
-    device: torch.device,
-) -> int:
-    """Count the float32 elements of scratch that `paged_decode_attention` uses for these sizes."""
-    num_splits = splits.num_splits(
-        num_requests * num_kv_heads,
-        max_context_len,
-        splits.num_multiprocessors(device),
-        splits.MAX_DECODE_SPLIT_TOKENS,
-    )
-    return splits.workspace_numel(num_requests, num_heads, head_dim, num_splits)
 
 
 def paged_prefill_attention(
@@ -203,20 +168,22 @@ def paged_prefill_attention(
     """
     _check_attention(q, k_cache, v_cache, block_tables, context_lens, max_context_len)
     num_requests = block_tables.shape[0]
-    _require(
-        query_start_lens.shape == (num_requests + 1,),
-        f"query_start_lens {_describe(query_start_lens)} for {num_requests} requests",
-    )
-    _check_indices(k_cache, query_start_lens=query_start_lens)
-    _require(max_query_len >= 1 or not q.shape[0], f"max_query_len {max_query_len} is below 1")
-    if spans is not None:
-        _require(
-            len(spans) == num_requests
-            and sum(span.query_len for span in spans) <= q.shape[0]
-            and all(0 <= span.query_len <= max_query_len for span in spans)
-            and all(span.query_len <= span.context_len <= max_context_len for span in spans),
+    if query_start_lens.shape != (num_requests + 1,):
+        raise ShapeError(
+            f"query_start_lens {_describe(query_start_lens)} for {num_requests} requests"
+        )
+    _check_indices("query_start_lens", query_start_lens, k_cache)
+    if max_query_len < 1 and q.shape[0]:
+        raise ShapeError(f"max_query_len {max_query_len} is below 1")
+    if spans is not None and not (
+        len(spans) == num_requests
+        and sum(span.query_len for span in spans) <= q.shape[0]
+        and all(0 <= span.query_len <= max_query_len for span in spans)
+        and all(span.query_len <= span.context_len <= max_context_len for span in spans)
+    ):
+        raise ShapeError(
             f"spans {spans} for {num_requests} requests and {q.shape[0]} tokens of at most "
-            f"{max_query_len} in {max_context_len}",
+            f"{max_query_len} in {max_context_len}"
         )
     if not q.shape[0] or not num_requests:
         return q.new_empty(q.shape)
@@ -296,10 +263,10 @@ def _use_triton(backend: str, q: Tensor) -> bool:
         raise ShapeError(f"unknown backend `{backend}`")
     if backend == "reference" or (backend == "auto" and not q.is_cuda):
         return False
-    _require(
-        q.shape[2] <= MAX_TRITON_HEAD_DIM,
-        f"head_dim {q.shape[2]} is above {MAX_TRITON_HEAD_DIM}, the most that the kernels take",
-    )
+    if q.shape[2] > MAX_TRITON_HEAD_DIM:
+        raise ShapeError(
+            f"head_dim {q.shape[2]} is above {MAX_TRITON_HEAD_DIM}, the most that the kernels take"
+        )
     return True
 
 
@@ -325,62 +292,53 @@ def _check_attention(
 ) -> None:
     _check_cache(k_cache, v_cache)
     num_kv_heads, head_dim = k_cache.shape[2:]
-    _require(
-        q.ndim == 3 and q.shape[2] == head_dim and q.shape[1] % num_kv_heads == 0 < q.shape[1],
-        f"q {_describe(q)} does not fit the cache {_describe(k_cache)}",
-    )
-    _require(
-        block_tables.ndim == 2 and context_lens.shape == block_tables.shape[:1],
-        f"block_tables {_describe(block_tables)} and context_lens {_describe(context_lens)}",
-    )
+    if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or not q.shape[1]:
+        raise ShapeError(f"q {_describe(q)} does not fit the cache {_describe(k_cache)}")
+    if block_tables.ndim != 2 or context_lens.shape != block_tables.shape[:1]:
+        raise ShapeError(
+            f"block_tables {_describe(block_tables)} and context_lens {_describe(context_lens)}"
+        )
     capacity = block_tables.shape[1] * k_cache.shape[1]
-    _require(
-        0 <= max_context_len <= capacity,
-        f"max_context_len {max_context_len} is outside of 0 to {capacity}, what block_tables hold",
-    )
-    _check_data(k_cache, q=q)
-    _check_indices(k_cache, block_tables=block_tables, context_lens=context_lens)
+    if not 0 <= max_context_len <= capacity:
+        raise ShapeError(
+            f"max_context_len {max_context_len} is outside of 0 to {capacity}, what block_tables "
+            "hold"
+        )
+    _check_data("q", q, k_cache)
+    _check_indices("block_tables", block_tables, k_cache)
+    _check_indices("context_lens", context_lens, k_cache)
+
+
+# NOTE: these run for every layer of every step, so a message is made only when a check fails.
 
 
 def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
-    _require(
-        k_cache.ndim == 4 and k_cache.dtype in KERNEL_DTYPES,
-        f"k_cache {_describe(k_cache)} is not a 4-dimensional cache of a supported dtype",
-    )
-    _require(
-        v_cache.shape == k_cache.shape and v_cache.stride() == k_cache.stride(),
-        f"v_cache {_describe(v_cache)} and k_cache {_describe(k_cache)} differ",
-    )
-    _check_data(k_cache, k_cache=k_cache, v_cache=v_cache)
-
-
-def _check_data(cache: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        _require(
-            tensor.dtype == cache.dtype and tensor.device == cache.device,
-            f"{name} {_describe(tensor)} is not of the cache's dtype and device {_describe(cache)}",
+    if k_cache.ndim != 4 or k_cache.dtype not in KERNEL_DTYPES:
+        raise ShapeError(
+            f"k_cache {_describe(k_cache)} is not a 4-dimensional cache of a supported dtype"
         )
-        _require(
-            tensor.stride(-1) == 1 or tensor.shape[-1] == 1,
-            f"{name} {_describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}",
+    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
+        raise ShapeError(f"v_cache {_describe(v_cache)} and k_cache {_describe(k_cache)} differ")
+    _check_data("k_cache", k_cache, k_cache)
+    _check_data("v_cache", v_cache, k_cache)
+
+
+def _check_data(name: str, tensor: Tensor, cache: Tensor) -> None:
+    if tensor.dtype != cache.dtype or tensor.device != cache.device:
+        raise ShapeError(
+            f"{name} {_describe(tensor)} is not of the cache's dtype and device {_describe(cache)}"
+        )
+    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
+        raise ShapeError(
+            f"{name} {_describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}"
         )
 
 
-def _check_indices(cache: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        _require(
-            tensor.dtype in (torch.int32, torch.int64) and tensor.device == cache.device,
-            f"{name} {_describe(tensor)} is not int32 or int64 on {cache.device}",
-        )
-        _require(
-            tensor.stride(-1) == 1 or tensor.shape[-1] <= 1,
-            f"{name} {_describe(tensor)} is not contiguous in its last dimension",
-        )
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ShapeError(message)
+def _check_indices(name: str, tensor: Tensor, cache: Tensor) -> None:
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.device:
+        raise ShapeError(f"{name} {_describe(tensor)} is not int32 or int64 on {cache.device}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ShapeError(f"{name} {_describe(tensor)} is not contiguous in its last dimension")
 
 
 def _describe(tensor: Tensor) -> str:

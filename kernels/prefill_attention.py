@@ -7,24 +7,13 @@ Reference: `tieredkv.kernels.reference.paged_prefill_attention`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tieredkv.kernels import attention_tiles, splits
-from tieredkv.kernels.attention_tiles import attend_tile, store_rows
-
-
-class Tiling(NamedTuple):
-    """How one program works: rows, positions a step, warps, software pipeline stages."""
-
-    row_tile: int
-    kv_tile: int
-    num_warps: int
-    num_stages: int
+from tieredkv.kernels.attention_tiles import Tiling, attend, store_rows
 
 
 def choose_tiling(num_rows: int, head_dim: int, dtype: torch.dtype) -> Tiling:
@@ -120,54 +109,23 @@ def _prefill_kernel(
     diagonal = tl.minimum(end, first_row_position + 1) // KV_TILE * KV_TILE
     diagonal = tl.maximum(first, diagonal)
 
-    row_max = tl.full([ROW_TILE], float("-inf"), tl.float32)
-    row_sum = tl.zeros([ROW_TILE], tl.float32)
-    acc = tl.zeros([ROW_TILE, DIM_TILE], tl.float32)
-    k_ptr = k_cache_ptr + kv_head * cache_stride_head
-    v_ptr = v_cache_ptr + kv_head * cache_stride_head
-    block_table_ptr = block_tables_ptr + request.to(tl.int64) * block_tables_stride
-    for position in range(first, diagonal, KV_TILE):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            row_max,
-            row_sum,
-            acc,
-            k_ptr,
-            v_ptr,
-            block_table_ptr,
-            position,
-            end,
-            row_position,
-            scale_log2,
-            cache_stride_block,
-            cache_stride_token,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
-            KV_TILE,
-            False,
-        )
-    for position in tl.range(diagonal, end, KV_TILE, num_stages=1):
-        row_max, row_sum, acc = attend_tile(
-            q,
-            row_max,
-            row_sum,
-            acc,
-            k_ptr,
-            v_ptr,
-            block_table_ptr,
-            position,
-            end,
-            row_position,
-            scale_log2,
-            cache_stride_block,
-            cache_stride_token,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
-            KV_TILE,
-            True,
-        )
+    row_max, row_sum, acc = attend(
+        q,
+        k_cache_ptr + kv_head * cache_stride_head,
+        v_cache_ptr + kv_head * cache_stride_head,
+        block_tables_ptr + request.to(tl.int64) * block_tables_stride,
+        first,
+        diagonal,
+        end,
+        row_position,
+        scale_log2,
+        cache_stride_block,
+        cache_stride_token,
+        BLOCK_SIZE,
+        HEAD_DIM,
+        DIM_TILE,
+        KV_TILE,
+    )
     store_rows(
         out_ptr,
         partial_out_ptr,
@@ -213,9 +171,7 @@ def paged_prefill_attention(
         max_context_len,
         splits.num_multiprocessors(q.device),
     )
-    partials = attention_tiles.Partials(out, out)
-    if num_splits > 1:
-        partials = attention_tiles.make_partials(out, num_splits)
+    partials = attention_tiles.make_partials(out, num_splits)
     _prefill_kernel[(num_tiles * num_splits, num_kv_heads, num_requests)](
         out,
         *partials,

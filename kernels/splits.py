@@ -43,8 +43,3 @@ def num_splits(
         wanted = max(wanted, -(-max_context_len // max_split_tokens))
     useful = -(-max_context_len // MIN_SPLIT_TOKENS)
     return max(1, min(wanted, useful))
-
-
-def workspace_numel(num_queries: int, num_heads: int, head_dim: int, num_splits: int) -> int:
-    """Count the float32 elements of the partial results: an output and a log-sum-exp a split."""
-    return 0 if num_splits == 1 else num_queries * num_heads * num_splits * (head_dim + 1)

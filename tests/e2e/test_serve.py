@@ -332,11 +332,13 @@ def test_a_client_that_leaves_takes_its_request_with_it(
     )
 
 
-def test_a_full_queue_is_429_and_sigterm_ends_streams_and_keeps_the_cache(tmp_path: Path) -> None:
-    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promised(
+    tmp_path: Path,
+) -> None:
     prompt = f"restart {TEXT}"
-    with running(tmp_path, *flags) as server, server.client() as client:
-        cold = client.completions.create(**GREEDY, prompt=prompt)
+    with running(tmp_path, "--max-num-seqs", "1", "--max-num-queued-reqs", "1") as server:
+        with server.client() as client:
+            client.completions.create(**GREEDY, prompt=prompt)
         long = {**GREEDY, "max_tokens": 3500, "ignore_eos": True, "stream": True, "prompt": "a"}
         results: list[httpx.Response] = []
 
@@ -361,14 +363,29 @@ def test_a_full_queue_is_429_and_sigterm_ends_streams_and_keeps_the_cache(tmp_pa
         assert results[2].status_code == 503
         assert server.process.wait(60) == 0
         assert "Traceback" not in server.log, server.log
+        assert server.df()["disk"]["blocks"] >= len(prompt) // 16
 
+
+@pytest.mark.slow
+def test_sigterm_keeps_the_cache_for_the_next_server(tmp_path: Path) -> None:
+    prompt = f"restart {TEXT}"
+    with running(tmp_path) as server, server.client() as client:
+        cold = client.completions.create(**GREEDY, prompt=prompt)
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
     with running(tmp_path) as server, server.client() as client:
         warm = client.completions.create(**GREEDY, prompt=prompt)
         assert warm.choices[0].text == cold.choices[0].text
-        full = len(prompt) // 16 * 16
         by_tier = details(warm.usage)["cached_tokens_by_tier"]
-        assert by_tier == {"device": 0, "host": 0, "disk": full}
+        assert by_tier == {"device": 0, "host": 0, "disk": len(prompt) // 16 * 16}
 
+
+def test_a_dead_worker_is_replaced_and_a_dead_server_takes_its_engine_along(
+    tmp_path: Path,
+) -> None:
+    prompt = f"killed {TEXT}"
+    with running(tmp_path) as server, server.client() as client:
+        client.completions.create(**GREEDY, prompt=prompt)
         pids = server.pids
         os.kill(pids["worker"], signal.SIGKILL)
         wait_for(lambda: server.pids["worker"] not in (None, pids["worker"]), "no new worker")
@@ -378,7 +395,7 @@ def test_a_full_queue_is_429_and_sigterm_ends_streams_and_keeps_the_cache(tmp_pa
         wait_for(lambda: not is_running(pids["engine"]), "the engine outlives its server")
         df = server.df()
         assert df["writer_pid"] is None
-        assert df["disk"]["blocks"] >= full // 16
+        assert df["disk"]["blocks"] >= len(prompt) // 16
 
 
 def test_a_dead_engine_is_unhealthy_and_its_requests_end(tmp_path: Path) -> None:

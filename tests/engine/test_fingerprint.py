@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tieredkv.engine import fingerprint
 from tieredkv.engine.fingerprint import config_digest, files_fingerprint, parameters_fingerprint
-from tieredkv.engine.loader import load_model
+from tieredkv.engine.loader import find_model
 from tieredkv.errors import ModelError
 
 CONFIG = {"model_type": "llama", "rope_parameters": {"rope_theta": 10000.0}, "hidden_size": 64}
@@ -132,12 +132,12 @@ def test_changed_weights_under_the_same_name_are_another_model(
 ) -> None:
     folder, cache = tmp_path / "model", tmp_path / "cache"
     shutil.copytree(checkpoints("llama"), folder)
-    first = load_model(str(folder), device="cpu", cache_dir=cache).fingerprint
-    assert load_model(str(folder), device="cpu", cache_dir=cache).fingerprint == first
+    first = find_model(str(folder), device="cpu").load(cache_dir=cache).fingerprint
+    assert find_model(str(folder), device="cpu").load(cache_dir=cache).fingerprint == first
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"][0] += 1e-3
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    assert load_model(str(folder), device="cpu", cache_dir=cache).fingerprint != first
+    assert find_model(str(folder), device="cpu").load(cache_dir=cache).fingerprint != first
 
 
 @pytest.mark.parametrize("change", ["value", "swap", "config", "seed"])
@@ -166,22 +166,23 @@ def test_drawn_models_differ_by_weight_order_config_and_seed(change: str) -> Non
 
 def test_the_tiny_model_is_the_same_in_another_process() -> None:
     script = (
-        "from tieredkv.engine.loader import load_model\n"
-        "import sys; sys.stdout.write(load_model('tiny-random', device='cpu').fingerprint.hex())"
+        "from tieredkv.engine.loader import find_model\n"
+        "import sys; model = find_model('tiny-random', device='cpu').load()\n"
+        "sys.stdout.write(model.fingerprint.hex())"
     )
     other = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
-    assert other.stdout == load_model("tiny-random", device="cpu").fingerprint.hex()
+    assert other.stdout == find_model("tiny-random", device="cpu").load().fingerprint.hex()
 
 
 @pytest.mark.gpu
 def test_a_model_drawn_on_the_device_is_the_same_in_another_process() -> None:
     script = (
-        "from tieredkv.engine.loader import load_model\n"
-        "import sys; sys.stdout.write(load_model('random:qwen3-0.6b').fingerprint.hex())"
+        "from tieredkv.engine.loader import find_model\n"
+        "import sys; sys.stdout.write(find_model('random:qwen3-0.6b').load().fingerprint.hex())"
     )
     other = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
     )
-    assert other.stdout == load_model("random:qwen3-0.6b").fingerprint.hex()
+    assert other.stdout == find_model("random:qwen3-0.6b").load().fingerprint.hex()

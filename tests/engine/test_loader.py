@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import BatchRow, ModelRunner, make_kv_pool
 from tieredkv.errors import ModelError
 
 
-def load(name: object, **options: Any) -> LoadedModel:
-    return load_model(str(name), device="cpu", cache_dir=None, **options)
+def load(name: object, *, dtype: str | None = None, **options: Any) -> LoadedModel:
+    return find_model(str(name), dtype=dtype, device="cpu").load(cache_dir=None, **options)
 
 
 def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
@@ -35,8 +35,8 @@ def folder(checkpoints: Any, tmp_path: Path) -> Path:
 
 def test_a_loaded_model_says_what_the_engine_must_know(checkpoints: Any) -> None:
     loaded = load(checkpoints("qwen3"))
-    assert (loaded.num_layers, loaded.num_heads, loaded.num_kv_heads) == (2, 4, 2)
-    assert (loaded.head_dim, loaded.vocab_size, loaded.max_model_len) == (32, 300, 512)
+    assert loaded.shape == (2, 4, 2, 32)
+    assert (loaded.vocab_size, loaded.max_model_len) == (300, 512)
     assert loaded.dtype == "float32"
     assert loaded.eos_token_ids == {7, 257}
     assert not loaded.model.training
@@ -201,7 +201,7 @@ def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
 
 def test_a_random_model_takes_its_shape_from_a_config(checkpoints: Any) -> None:
     loaded = load(f"random:{checkpoints('qwen2')}/config.json")
-    assert (loaded.num_layers, loaded.head_dim, loaded.vocab_size) == (2, 16, 300)
+    assert (loaded.shape.num_layers, loaded.shape.head_dim, loaded.vocab_size) == (2, 16, 300)
     weight = loaded.model.get_parameter("model.layers.0.mlp.up_proj.weight")
     assert weight.std().item() == pytest.approx(0.02, rel=0.1)
     assert loaded.model.get_parameter("model.norm.weight").eq(1).all()
@@ -245,7 +245,7 @@ def test_devices_and_dtypes_that_cannot_be_are_refused(
     options: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(ModelError, match=reason):
-        load_model("tiny-random", **options)
+        find_model("tiny-random", **options).load()
 
 
 @pytest.mark.gpu
@@ -253,7 +253,7 @@ def test_a_random_model_is_drawn_on_the_device_without_a_second_copy() -> None:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    loaded = load_model("random:llama-3.2-1b", device="cuda")
+    loaded = find_model("random:llama-3.2-1b", device="cuda").load()
     weight_bytes = sum(p.numel() * p.element_size() for p in set(loaded.model.parameters()))
     assert loaded.dtype == "bfloat16"
     assert torch.cuda.max_memory_allocated() - before < 1.5 * weight_bytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import (
     BatchRow,
     ModelRunner,
@@ -87,7 +87,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     family: str, checkpoints: Any, chunks: list[int]
 ) -> None:
     folder = checkpoints(family)
-    harness = Harness(load_model(str(folder), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(folder), device="cpu").load(cache_dir=None))
     ids = prompt(77, seed=1)
     tokens = harness.generate(ids, 40, chunks)
     assert tokens == reference_tokens(folder, ids, 40)
@@ -96,7 +96,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> None:
     folder = checkpoints(family)
-    harness = Harness(load_model(str(folder), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(folder), device="cpu").load(cache_dir=None))
     ids = prompt(130, seed=2)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([ids])).logits[0]
@@ -114,7 +114,7 @@ def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> No
 
 def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints: Any) -> None:
     folder = checkpoints(family)
-    loaded = load_model(str(folder), device="cpu", cache_dir=None)
+    loaded = find_model(str(folder), device="cpu").load(cache_dir=None)
     harness = Harness(loaded)
     prompts = [prompt(n, seed=n) for n in (21, 40, 17, 64)]
     tables = [harness.table(len(ids) + 1) for ids in prompts]
@@ -136,7 +136,7 @@ def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints
 
 
 def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> None:
-    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
     row = BatchRow(prompt(20, seed=1), 0, harness.table(20), needs_logits=False)
     assert harness.runner.execute([row]).shape == (0, 300)
 
@@ -144,7 +144,7 @@ def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> Non
 def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
     checkpoints: Any,
 ) -> None:
-    harness = Harness(load_model(str(checkpoints("qwen3")), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("qwen3")), device="cpu").load(cache_dir=None))
     ids = prompt(48, seed=4)
     table = harness.table(48)
     cold = harness.prefill(ids, table, [48])
@@ -155,7 +155,7 @@ def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
 
 
 def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
-    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
     ids = prompt(40, seed=6)
     table = harness.table(40)
     cold = harness.prefill(ids, table, [40])
@@ -171,7 +171,7 @@ def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
 
 def test_two_runners_in_one_process_keep_their_pools_apart(checkpoints: Any) -> None:
     folders = [checkpoints("llama"), checkpoints("qwen2")]
-    harnesses = [Harness(load_model(str(f), device="cpu", cache_dir=None)) for f in folders]
+    harnesses = [Harness(find_model(str(f), device="cpu").load(cache_dir=None)) for f in folders]
     ids = prompt(30, seed=8)
     tables = [harness.table(64) for harness in harnesses]
     last = [h.prefill(ids, t, [30]) for h, t in zip(harnesses, tables, strict=True)]
@@ -186,7 +186,7 @@ def test_two_runners_in_one_process_keep_their_pools_apart(checkpoints: Any) -> 
 
 def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
     folder = checkpoints("mistral")
-    loaded = load_model(str(folder), device="cpu", cache_dir=None)
+    loaded = find_model(str(folder), device="cpu").load(cache_dir=None)
     spec = loaded.kv_spec(64)
     runner = ModelRunner(loaded, make_kv_pool(spec, 4, loaded.device), spec)
     ids = prompt(100, seed=9)
@@ -195,7 +195,7 @@ def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
 
 
 def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> None:
-    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
     seen: list[float] = []
     harness.runner.warm_up(
         max_num_batched_tokens=64, max_context_len=512, progress=lambda _, done: seen.append(done)
@@ -206,7 +206,7 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:
-    loaded = load_model(str(checkpoints("llama")), device="cpu", cache_dir=None)
+    loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
     spec = loaded.kv_spec(BLOCK_SIZE)
     check_paging(loaded, spec)
     layer: torch.nn.Module = loaded.model.get_submodule("model.layers.0")
@@ -219,7 +219,7 @@ def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_pat
     config = {"model_type": "granite", "vocab_size": 300, "hidden_size": 64}
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    harness = Harness(load_model(f"random:{tmp_path}", device="cpu"))
+    harness = Harness(find_model(f"random:{tmp_path}", device="cpu").load())
     harness.runner.warm_up(max_num_batched_tokens=16, max_context_len=64)
     layer: torch.nn.Module = harness.loaded.model.get_submodule("model.layers.0")
     layer.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
@@ -228,13 +228,13 @@ def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_pat
 
 
 def test_a_token_id_beyond_the_vocabulary_never_reaches_the_device(checkpoints: Any) -> None:
-    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
     with pytest.raises(AssertionError, match="unknown token ids"):
         harness.runner.execute([BatchRow([1, 300], 0, harness.table(2))])
 
 
 def test_a_row_that_its_blocks_cannot_hold_is_our_bug(checkpoints: Any) -> None:
-    harness = Harness(load_model(str(checkpoints("llama")), device="cpu", cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
     with pytest.raises(AssertionError, match="1 blocks for 17 tokens"):
         harness.runner.execute([BatchRow([1] * 17, 0, [0])])
 
@@ -249,7 +249,7 @@ def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers(
     with torch.inference_mode():
         exact = reference_model(folder, device="cuda")(batch).logits[0]
         theirs = reference_model(folder, torch.bfloat16, "cuda")(batch).logits[0].float()
-    loaded = load_model(str(folder), dtype="bfloat16", device="cuda", cache_dir=None)
+    loaded = find_model(str(folder), dtype="bfloat16", device="cuda").load(cache_dir=None)
     harness = Harness(loaded)
     table = harness.table(len(ids))
     rows = [BatchRow(ids[:90], 0, table, all_logits=True), BatchRow(ids[90:], 90, table)]
@@ -268,7 +268,7 @@ def test_greedy_tokens_on_the_device_equal_those_of_transformers(
     family: str, checkpoints: Any
 ) -> None:
     folder = checkpoints(family)
-    harness = Harness(load_model(str(folder), dtype="float32", device="cuda", cache_dir=None))
+    harness = Harness(find_model(str(folder), dtype="float32", device="cuda").load(cache_dir=None))
     harness.runner.warm_up(max_num_batched_tokens=128, max_context_len=512)
     ids = prompt(77, seed=1)
     expected = reference_tokens(folder, ids, 20)
@@ -277,7 +277,7 @@ def test_greedy_tokens_on_the_device_equal_those_of_transformers(
 
 @pytest.mark.gpu
 def test_the_pool_is_sized_from_what_steps_take() -> None:
-    loaded = load_model("random:qwen3-0.6b", device="cuda", cache_dir=None)
+    loaded = find_model("random:qwen3-0.6b", device="cuda").load(cache_dir=None)
     spec = loaded.kv_spec(16)
     peak_bytes = profile_peak_bytes(loaded, spec, max_num_batched_tokens=2048, max_num_seqs=64)
     assert peak_bytes > 64 * loaded.vocab_size * 4

@@ -222,10 +222,9 @@ def test_sampling_leaves_the_logits_as_they_are() -> None:
 
 def test_scoring_a_prompt_gives_each_tokens_probability() -> None:
     logits = random_logits(3)
-    scored = score(logits, [4, 5, 6], 2)
+    scored = score(logits, [4, 5, 6], [2, 2, 2])
     expected = logits.log_softmax(-1)
     assert [t.logprob for t in scored] == pytest.approx(
         [float(expected[i, token]) for i, token in enumerate((4, 5, 6))]
     )
     assert all(len(t.top_logprobs) == 2 for t in scored)
-    assert score(logits[:0], [], 2) == []

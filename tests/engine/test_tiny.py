@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from tieredkv.engine import tiny
-from tieredkv.engine.loader import LoadedModel, load_model
+from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import BatchRow, ModelRunner, make_kv_pool
 
 
 @pytest.fixture(scope="module")
 def loaded() -> LoadedModel:
-    return load_model("tiny-random", device="cpu")
+    return find_model("tiny-random", device="cpu").load()
 
 
 def test_the_tiny_model_has_the_promised_shape(loaded: LoadedModel) -> None:
-    assert (loaded.num_layers, loaded.num_heads, loaded.num_kv_heads) == (4, 8, 2)
-    assert (loaded.head_dim, loaded.dtype) == (32, "float32")
+    assert loaded.shape == (4, 8, 2, 32)
+    assert loaded.dtype == "float32"
     assert loaded.kv_spec(16).token_bytes == 2048
     assert loaded.vocab_size <= 512
     assert loaded.max_model_len >= 16384

@@ -58,11 +58,11 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         "DIM_TILE": triton.next_power_of_2(head_dim),
     }
     attention = sizes | {"BLOCK_SIZE": 16, "GROUP": group, "MIN_SPLIT": 128}
-    decode = decode_attention.choose_tiling(head_dim, dtype)
+    decode = decode_attention.choose_tiling(group, head_dim, dtype)
     compile_kernel(
         decode_attention._decode_kernel,
         dtype,
-        attention | {"GROUP_TILE": 16, "KV_TILE": decode.kv_tile, "IS_SPLIT": True},
+        attention | {"GROUP_TILE": decode.row_tile, "KV_TILE": decode.kv_tile, "IS_SPLIT": True},
         num_warps=decode.num_warps,
         num_stages=decode.num_stages,
     )

@@ -43,21 +43,6 @@ def test_copy_out_leaves_the_rest_of_a_page_alone() -> None:
     assert torch.equal(arena, expected)
 
 
-def test_layer_groups_together_make_the_whole_block() -> None:
-    blocks, arena = random_bytes(5, BLOCK_BYTES), random_bytes(7, PAGE_BYTES)
-    before = blocks.clone()
-    copier = BlockCopier(blocks, arena, num_layers=LAYERS)
-
-    copier.copy_in([(2, 1)], layers=(1, 3))
-    assert torch.equal(blocks[1, 600:1800], arena[2, 600:1800])
-    assert torch.equal(blocks[1, :600], before[1, :600])
-    assert torch.equal(blocks[1, 1800:], before[1, 1800:])
-
-    copier.copy_in([(2, 1)], layers=(0, 1))
-    copier.copy_in([(2, 1)], layers=(3, 4))
-    assert torch.equal(blocks[1], arena[2, :BLOCK_BYTES])
-
-
 def test_no_pairs_is_no_copy() -> None:
     blocks, arena = random_bytes(2, BLOCK_BYTES), random_bytes(2, PAGE_BYTES)
     before = blocks.clone()
@@ -74,39 +59,25 @@ def test_an_id_out_of_range_copies_nothing(pair: tuple[int, int]) -> None:
     assert torch.equal(blocks, before)
 
 
-@pytest.mark.parametrize("layers", [(-1, 2), (2, 2), (3, 5)])
-def test_layers_out_of_range_are_refused(layers: tuple[int, int]) -> None:
-    copier = BlockCopier(
-        random_bytes(2, BLOCK_BYTES), random_bytes(2, PAGE_BYTES), num_layers=LAYERS
-    )
-    with pytest.raises(ShapeError, match="layers"):
-        copier.copy_in([(0, 0)], layers=layers)
-
-
 @pytest.mark.parametrize(
-    ("blocks", "arena", "num_layers", "message"),
+    ("blocks", "arena", "message"),
     [
         (
             torch.zeros(2, 5000, dtype=torch.uint8),
             torch.zeros(2, 4096, dtype=torch.uint8),
-            1,
             "hold",
         ),
-        (torch.zeros(2, 64), torch.zeros(2, 4096, dtype=torch.uint8), 1, "uint8"),
+        (torch.zeros(2, 64), torch.zeros(2, 4096, dtype=torch.uint8), "uint8"),
         (
             torch.zeros(64, 4, dtype=torch.uint8).t(),
             torch.zeros(2, 4096, dtype=torch.uint8),
-            1,
             "contiguous",
         ),
-        (torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(2, 64, dtype=torch.uint8), 3, "divide"),
     ],
 )
-def test_memories_that_do_not_fit_are_refused(
-    blocks: Tensor, arena: Tensor, num_layers: int, message: str
-) -> None:
+def test_memories_that_do_not_fit_are_refused(blocks: Tensor, arena: Tensor, message: str) -> None:
     with pytest.raises(ShapeError, match=message):
-        BlockCopier(blocks, arena, num_layers=num_layers)
+        BlockCopier(blocks, arena)
 
 
 @pytest.mark.gpu
@@ -131,7 +102,7 @@ def test_on_the_gpu_scattered_blocks_come_back_bit_for_bit(
     try:
         assert arena.is_pinned()
         assert steps[-1] == (arena.nbytes, arena.nbytes)
-        copier = BlockCopier(blocks, arena, num_layers=8)
+        copier = BlockCopier(blocks, arena)
         stream = torch.cuda.Stream() if own_stream else torch.cuda.default_stream()
         torch.cuda.synchronize()
 
@@ -144,8 +115,7 @@ def test_on_the_gpu_scattered_blocks_come_back_bit_for_bit(
         torch.cuda.synchronize()
         targets = torch.randperm(num_blocks).tolist()
         pairs = list(zip(pages, targets, strict=True))
-        for layers in [(0, 1), (1, 5), (5, 8)]:
-            copier.copy_in(pairs, stream, layers=layers)
+        copier.copy_in(pairs, stream)
         stream.synchronize()
         assert torch.equal(blocks[targets].cpu(), computed)
     finally:

@@ -76,21 +76,8 @@ def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
 
     cold = {r["prefix_tokens"]: r["ttft_ms"]["p50"] for r in report["rows"] if r["arm"] == "cold"}
     limits = report["raw"]
-    print_table(
-        [
-            "arm",
-            "prefix tokens",
-            "TTFT p50 ms",
-            "min ms",
-            "vs cold",
-            "cached tokens",
-            "loaded GB/s",
-            "tokens equal",
-            "KV bytes equal",
-        ],
-        [_ttft_row(row, cold.get(row["prefix_tokens"])) for row in report["rows"]],
-        numbers=8,
-    )
+    rows = [_ttft_row(row, cold.get(row["prefix_tokens"])) for row in report["rows"]]
+    print_table(rows, numbers=8)
     disk = limits["disk_read_GBps"]
     click.echo(
         f"{report['model']}, {report['dtype']}, blocks of {report['block_size']} tokens; raw limits"
@@ -105,20 +92,20 @@ def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
     return 1 if found else 0
 
 
-def _ttft_row(row: dict[str, Any], cold_ms: float | None) -> list[str]:
+def _ttft_row(row: dict[str, Any], cold_ms: float | None) -> dict[str, str]:
     p50 = row["ttft_ms"]["p50"]
     is_hit = row["arm"] != "cold"
-    return [
-        row["arm"],
-        str(row["prefix_tokens"]),
-        f"{p50:.1f}",
-        f"{row['ttft_ms']['min']:.1f}",
-        f"{cold_ms / p50:.1f}x" if is_hit and cold_ms else "-",
-        str(row["cached_tokens"]),
-        f"{row['bytes_loaded'] / p50 / 1e6:.2f}" if row["bytes_loaded"] else "-",
-        ("yes" if row["tokens_equal_cold"] else "NO") if is_hit else "-",
-        ("yes" if row["kv_bytes_equal"] else "NO") if is_hit else "-",
-    ]
+    return {
+        "arm": row["arm"],
+        "prefix tokens": str(row["prefix_tokens"]),
+        "TTFT p50 ms": f"{p50:.1f}",
+        "min ms": f"{row['ttft_ms']['min']:.1f}",
+        "vs cold": f"{cold_ms / p50:.1f}x" if is_hit and cold_ms else "-",
+        "cached tokens": str(row["cached_tokens"]),
+        "loaded GB/s": f"{row['bytes_loaded'] / p50 / 1e6:.2f}" if row["bytes_loaded"] else "-",
+        "tokens equal": ("yes" if row["tokens_equal_cold"] else "NO") if is_hit else "-",
+        "KV bytes equal": ("yes" if row["kv_bytes_equal"] else "NO") if is_hit else "-",
+    }
 
 
 def _lengths(text: str) -> list[int]:

@@ -1,6 +1,5 @@
 """`tieredkv config show`."""
 
-import dataclasses
 from typing import Any
 
 import click
@@ -31,11 +30,12 @@ def show(model: str | None, config_path: str | None, as_json: bool, **settings: 
     """
     loaded = settings_of(settings, config_path=config_path, model=model)
     if not as_json:
-        print_table(["section", "setting", "value", "from"], loaded.describe())
+        columns = ("section", "setting", "value", "from")
+        print_table([dict(zip(columns, row, strict=True)) for row in loaded.describe()])
         return
     values = {}
     for name, source in loaded.sources.items():
-        if name in {field.name for field in dataclasses.fields(loaded.settings)}:
+        if not name.startswith("retention."):
             value = getattr(loaded.settings, name)
             shown = f"{len(value)} configured" if name in SECRET else value
             values[name] = {"value": shown, "source": source}

@@ -47,10 +47,11 @@ def doctor(disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
     if settings.disk_dir is not None:
         checks += _disk(Path(settings.disk_dir))
     num_failed = sum(check.status == "fail" for check in checks)
+    rows = [check._asdict() for check in checks]
     if as_json:
-        print_json({"checks": [check._asdict() for check in checks], "failed": num_failed})
+        print_json({"checks": rows, "failed": num_failed})
     else:
-        print_table(["check", "status", "detail"], checks)
+        print_table(rows)
     return 1 if num_failed else 0
 
 
@@ -113,13 +114,11 @@ def _disk(folder: Path) -> Iterator[Check]:
     except OSError as error:
         yield Check("disk folder", "fail", f"cannot write: {error.strerror}")
         return
-    yield Check(
-        "O_DIRECT",
-        "ok" if has_direct_io else "warn",
-        "works" if has_direct_io else "not here: blocks go through the page cache",
-    )
-    yield Check(
-        "hole punching",
-        "ok" if can_punch else "warn",
-        "works" if can_punch else "not here: expired bytes are overwritten with zeroes",
-    )
+    without = "not here: blocks go through the page cache"
+    yield _ability("O_DIRECT", has_direct_io, without)
+    without = "not here: expired bytes are overwritten with zeroes"
+    yield _ability("hole punching", can_punch, without)
+
+
+def _ability(name: str, is_there: bool, without: str) -> Check:
+    return Check(name, "ok", "works") if is_there else Check(name, "warn", without)

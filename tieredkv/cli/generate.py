@@ -1,5 +1,6 @@
 """`tieredkv generate`."""
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -9,6 +10,8 @@ import tieredkv
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import json_option, print_json, set_up_logging
 from tieredkv.cli.settings_options import settings_of, settings_options
+
+SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
 
 
 @click.command()
@@ -29,13 +32,7 @@ from tieredkv.cli.settings_options import settings_of, settings_options
 def generate(
     model: str,
     prompts: tuple[str, ...],
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    top_k: int,
     sampling_seed: int | None,
-    stop: tuple[str, ...],
-    ignore_eos: bool,
     cache_salt: str | None,
     config_path: str | None,
     as_json: bool,
@@ -53,15 +50,8 @@ def generate(
             raise click.UsageError("Give a PROMPT, or pipe one in.", click.get_current_context())
         prompts = (sys.stdin.read(),)
     set_up_logging("WARNING")
-    params = tieredkv.SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=sampling_seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    )
+    sampling = {name: settings.pop(name) for name in SAMPLING_FLAGS}
+    params = tieredkv.SamplingParams(seed=sampling_seed, **sampling)
     settings_of(settings, config_path=config_path, model=model)  # what is wrong is said at once
     given = {name: value for name, value in settings.items() if value is not None}
     with tieredkv.LLM(model, config=config_path, progress=terminal_progress(), **given) as llm:
@@ -76,12 +66,7 @@ def generate(
                         "token_ids": output.token_ids,
                         "finish_reason": output.finish_reason,
                         "ttft_ms": output.ttft_s * 1000,
-                        "usage": {
-                            "prompt_tokens": output.usage.prompt_tokens,
-                            "completion_tokens": output.usage.completion_tokens,
-                            "cached_tokens": output.usage.cached_tokens,
-                            "cached_tokens_by_tier": output.usage.cached_tokens_by_tier,
-                        },
+                        "usage": dataclasses.asdict(output.usage),
                     }
                     for output in outputs
                 ],

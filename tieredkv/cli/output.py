@@ -3,7 +3,7 @@
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -27,14 +27,15 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, ensure_ascii=False))
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: int = 0) -> None:
-    """Write a table to stdout; the last `numbers` columns are aligned right."""
+def print_table(rows: Sequence[Mapping[str, str]], *, numbers: int = 0) -> None:
+    """Write a table of rows by column to stdout; the last `numbers` columns are aligned right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    columns = list(rows[0])
     for i, name in enumerate(columns):
         is_number = i >= len(columns) - numbers
         table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
 
 

@@ -65,7 +65,7 @@ def serve(
             err=True,
         )
     from tieredkv.engine.messages import EngineInfo
-    from tieredkv.server.serve import serve as run_server
+    from tieredkv.server.serve import Server
 
     def on_ready(url: str, info: EngineInfo) -> None:
         click.echo(f"tieredkv: serving `{info.model}` at {url}/v1", err=True)
@@ -73,11 +73,11 @@ def serve(
             print_json({"url": url, "model": info.model, "max_model_len": info.max_model_len})
             sys.stdout.flush()
 
-    return run_server(
-        loaded.settings,
+    return Server(
+        settings=loaded.settings,
         on_progress=terminal_progress(),
         on_ready=on_ready,
         is_strict=strict_params,
         allows_open_access=allow_open_access,
         log_level=log_level,
-    )
+    ).serve()

@@ -39,7 +39,6 @@ _EXAMPLES = {
     "sweep_interval": "60s",
 }
 _LITERALS = {"auto", "sha256", "fdatasync"}
-_MULTIPLE = {"api_keys"}
 
 config_option = click.option(
     "--config",
@@ -76,7 +75,7 @@ def settings_of(
 
 
 def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
-    default = Settings.__dataclass_fields__[setting.name].default
+    default = setting.default
     is_choice = get_origin(setting.type) is not None and isinstance(default, str)
     notes = []
     if default not in (None, ""):
@@ -92,7 +91,7 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
         setting.name,
         type=click.Choice(get_args(setting.type)) if is_choice else str,
-        multiple=setting.name in _MULTIPLE,
+        multiple=setting.type == tuple[str, ...],
         metavar=None if is_choice else _metavar(setting),
         help=(text if text.split()[0].strip(",") in _LITERALS else f"{text[0].upper()}{text[1:]}")
         + (f" [{'; '.join(notes)}]" if notes else "")

@@ -59,15 +59,12 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
     rows = []
     for tier in ("device", "host", "disk"):
         stats: dict[str, Any] = answer.get(tier) or {}
-        sizes = [stats.get(f"bytes_{what}") for what in ("live", "files", "budget")]
-        rows.append(
-            [
-                tier,
-                str(stats["blocks"]) if stats else "-",
-                *("-" if size is None else format_bytes(size) for size in sizes),
-            ]
-        )
-    print_table(["tier", "blocks", "live", "on disk", "budget"], rows, numbers=4)
+        row = {"tier": tier, "blocks": str(stats["blocks"]) if stats else "-"}
+        for column, key in (("live", "live"), ("on disk", "files"), ("budget", "budget")):
+            size = stats.get(f"bytes_{key}")
+            row[column] = "-" if size is None else format_bytes(size)
+        rows.append(row)
+    print_table(rows, numbers=4)
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 
@@ -91,20 +88,19 @@ def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
         return
     now = store.clock.now()
     rows = [
-        [
-            chain["id"][:SHORT_HEX],
-            chain["namespace"][:SHORT_HEX],
-            chain["retention"],
-            str(chain["blocks"]),
-            format_bytes(chain["bytes"]),
-            format_duration(max(0.0, now - chain["last_used_max"])),
-            format_duration(max(0.0, chain["expires_at_min"] - now)),
-            str(chain["hits"]),
-        ]
+        {
+            "id": chain["id"][:SHORT_HEX],
+            "namespace": chain["namespace"][:SHORT_HEX],
+            "retention": chain["retention"],
+            "blocks": str(chain["blocks"]),
+            "size": format_bytes(chain["bytes"]),
+            "idle": format_duration(max(0.0, now - chain["last_used_max"])),
+            "expires in": format_duration(max(0.0, chain["expires_at_min"] - now)),
+            "hits": str(chain["hits"]),
+        }
         for chain in answer["chains"]
     ]
-    columns = ["id", "namespace", "retention", "blocks", "size", "idle", "expires in", "hits"]
-    print_table(columns, rows, numbers=5)
+    print_table(rows, numbers=5)
 
 
 @click.command()

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,14 +23,14 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tieredkv.config import Settings
-from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.errors import RequestError
 from tieredkv.server import openai_requests as requests
 from tieredkv.server import openai_responses as responses
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.fields import parse_body
-from tieredkv.server.generation import ClientGoneError, Generation, Origin, Piece
+from tieredkv.server.generation import ClientGoneError, Generation, Piece
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, Shape, error_body
 
 logger = logging.getLogger(__name__)
@@ -93,9 +93,7 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
-        tenant = self._tenant(request)
-        body = parse_body(await _read_body(request))
-        requests.read_model(body, self._engine.info.model)
+        tenant, body = await self._open(request)
         asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
         prompts = await self._tokenization.encode_prompts(asked.prompts)
         echoes = await self._echoes(asked) if asked.is_echo else None
@@ -105,9 +103,7 @@ class Api:
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        tenant = self._tenant(request)
-        body = parse_body(await _read_body(request))
-        requests.read_model(body, self._engine.info.model)
+        tenant, body = await self._open(request)
         asked = requests.read_chat(body, policies=self._policies, is_strict=self._is_strict)
         prompt = await self._tokenization.encode_chat(
             asked.messages, asked.tools, asked.template_arguments
@@ -117,6 +113,13 @@ class Api:
         return await self._answer(request, asked, generation, shape, None)
 
     # Steps of a request
+
+    async def _open(self, request: Request) -> tuple[str, dict[str, Any]]:
+        """Return whose request it is and its body, once it is known to ask for this model."""
+        tenant = self._tenant(request)
+        body = parse_body(await _read_body(request))
+        requests.read_model(body, self._engine.info.model)
+        return tenant, body
 
     def _tenant(self, request: Request) -> str:
         """Return whose request it is: a digest of its key, or the one tenant where no key is set.
@@ -161,7 +164,7 @@ class Api:
                 param="n",
                 code="invalid_value",
             )
-        params: list[list[SamplingParams]] = []
+        engine_requests = []
         seed = secrets.randbits(62)
         for i, prompt in enumerate(prompts):
             requests.check_prompt(
@@ -172,19 +175,20 @@ class Api:
             )
             room = info.max_model_len - len(prompt)
             max_tokens = min(asked.max_tokens or default_max_tokens or room, room)
-            params.append(
-                [
-                    asked.params_of(j, max_tokens, seed + i * asked.num_choices)
-                    for j in range(asked.num_choices)
-                ]
-            )
-        origin = Origin(
-            tenant=tenant,
-            retention=asked.retention,
-            cache_salt=asked.cache_salt,
-            prompt_cache_key=asked.prompt_cache_key,
-        )
-        return Generation(self._engine, self._tokenization.tokenizer, prompts, params, origin)
+            engine_requests += [
+                EngineRequest(
+                    request_id=uuid.uuid4().hex,
+                    prompt_token_ids=prompt,
+                    params=asked.params_of(j, max_tokens, seed + i * asked.num_choices),
+                    retention=asked.retention,
+                    tenant=tenant,
+                    cache_salt=asked.cache_salt,
+                    prompt_cache_key=asked.prompt_cache_key,
+                )
+                for j in range(asked.num_choices)
+            ]
+        tokenizer = self._tokenization.tokenizer
+        return Generation(self._engine, tokenizer, engine_requests, asked.num_choices)
 
     async def _echoes(self, asked: requests.CompletionRequest) -> list[str]:
         """Return each prompt's text, to go before its answers."""
@@ -211,8 +215,6 @@ class Api:
                 is_handed_on = True
                 return EventStream(answer.events(), on_end=lambda: _end(watching, generation))
             return JSONResponse(await answer.whole())
-        except ClientGoneError:
-            return Response(status_code=CLIENT_CLOSED_REQUEST)
         finally:
             if not is_handed_on:
                 _end(watching, generation)
@@ -236,20 +238,13 @@ class _Answering:
         self._shape = shape
         self._asked = asked
         self._pieces = generation.pieces()
-        self._first: Piece | None = None
         self._num_choices = asked.num_choices * len(generation.prompt_usages)
         self._texts = [
             echoes[i // asked.num_choices] if echoes else "" for i in range(self._num_choices)
         ]
 
     async def wait_for_first(self) -> None:
-        self._first = await anext(self._pieces)
-
-    async def _all(self) -> AsyncIterator[Piece]:
-        assert self._first is not None
-        yield self._first
-        async for piece in self._pieces:
-            yield piece
+        self._pieces = _after(await anext(self._pieces), self._pieces)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
@@ -257,7 +252,7 @@ class _Answering:
         offsets = [len(text) for text in texts]
         tokens: list[list[Any]] = [[] for _ in texts]
         finish_reasons = ["stop"] * len(texts)
-        async for piece in self._all():
+        async for piece in self._pieces:
             texts[piece.index] += piece.text
             tokens[piece.index].extend(piece.logprobs or ())
             finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
@@ -284,7 +279,7 @@ class _Answering:
                 offsets[i] = len(echo)
                 for choice in self._shape.delta(i, echo, None, None):
                     yield self._chunk(choice)
-        async for piece in self._all():
+        async for piece in self._pieces:
             logprobs = None
             if self._asked.params.logprobs is not None and piece.logprobs:
                 logprobs = self._shape.logprobs(piece.logprobs, offsets[piece.index])
@@ -321,20 +316,20 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the stream."""
 
-        async def send_body(text: str, *, is_last: bool = False) -> None:
-            await send(
-                {"type": "http.response.body", "body": text.encode(), "more_body": not is_last}
-            )
+        async def send_event(data: str) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
 
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            last = "[DONE]"
             try:
                 async for event in self._events:
-                    await send_body(f"data: {_to_json(event)}\n\n")
+                    await send_event(_to_json(event))
             except RequestError as error:
-                await send_body(f"data: {_to_json(_body_of(error))}\n\n", is_last=True)
-            else:
-                await send_body("data: [DONE]\n\n", is_last=True)
+                last = _to_json(_body_of(error))
+            await send_event(last)
+            await send({"type": "http.response.body"})
         except (ClientGoneError, OSError):
             pass
         finally:
@@ -344,19 +339,15 @@ class EventStream(Response):
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error shapes."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    handlers: list[tuple[str, str, Callable[[Request], Awaitable[Response]]]] = [
-        ("GET", "/health", api.health),
-        ("GET", "/v1/models", api.models),
-        ("GET", "/v1/models/{name:path}", api.model),
-        ("POST", "/v1/completions", api.completions),
-        ("POST", "/v1/chat/completions", api.chat),
-    ]
-    for method, path, handler in handlers:
-        methods = [method, "HEAD"] if path == "/health" else [method]
-        app.add_route(path, handler, methods=methods)
+    app.add_route("/health", api.health)  # GET, and with it HEAD
+    app.add_route("/v1/models", api.models)
+    app.add_route("/v1/models/{name:path}", api.model)
+    app.add_route("/v1/completions", api.completions, methods=["POST"])
+    app.add_route("/v1/chat/completions", api.chat, methods=["POST"])
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
     return RequestIds(app)
 
@@ -403,6 +394,12 @@ async def _read_body(request: Request) -> bytes:
     return bytes(body)
 
 
+async def _after(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
+    yield first
+    async for piece in others:
+        yield piece
+
+
 async def _watch(request: Request, generation: Generation) -> None:
     """Cancel the generation when the client goes away."""
     while (await request.receive())["type"] != "http.disconnect":
@@ -420,8 +417,7 @@ def _to_json(value: object) -> str:
 
 
 def _body_of(error: RequestError) -> dict[str, Any]:
-    kind = responses.error_kind(error.status)
-    return error_body(str(error), kind=kind, param=error.param, code=error.code)
+    return error_body(str(error), status=error.status, param=error.param, code=error.code)
 
 
 async def _on_request_error(_request: Request, error: Exception) -> Response:
@@ -438,7 +434,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}"
         code = "method_not_supported"
-    body = error_body(message, kind=responses.error_kind(error.status_code), code=code)
+    body = error_body(message, status=error.status_code, code=code)
     return JSONResponse(body, error.status_code, error.headers)
 
 
@@ -448,5 +444,5 @@ async def _on_client_gone(_request: Request, _error: Exception) -> Response:
 
 async def _on_bug(_request: Request, error: Exception) -> Response:
     """Answer without a traceback; the log has it."""
-    body = error_body("The server had an error while processing your request", kind="server_error")
+    body = error_body("The server had an error while processing your request", status=500)
     return JSONResponse(body, 500)

@@ -55,7 +55,8 @@ class Tokenization:
                 param="messages",
                 code="chat_template_missing",
             )
-        return await self._in_thread(lambda: self._render(messages, tools, template_arguments))
+        arguments = {"tools": tools, **template_arguments}
+        return await self._in_thread(lambda: self._render(messages, arguments))
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of a prompt that came as token ids."""
@@ -74,19 +75,10 @@ class Tokenization:
         # Not a warning's matter: what does not fit the context is refused by the caller.
         return list(self.tokenizer.encode(prompt, verbose=False))
 
-    def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        template_arguments: Mapping[str, Any],
-    ) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
         try:
             text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,  # type: ignore[arg-type]
-                add_generation_prompt=True,
-                tokenize=False,
-                **template_arguments,
+                messages, add_generation_prompt=True, tokenize=False, **arguments
             )
         except jinja2.TemplateError as error:
             reason = error.message or type(error).__name__

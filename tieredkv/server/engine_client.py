@@ -10,7 +10,6 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
 
 import msgspec
 
@@ -24,7 +23,6 @@ from tieredkv.engine.messages import (
     Shutdown,
     Start,
     StartFailed,
-    StatsReply,
     StepOutputs,
     TokenOutput,
     ToServer,
@@ -50,10 +48,9 @@ class EngineClient:
 
     Args:
         on_progress: told how far loading and draining are.
-        command: starts the engine; the descriptor's number is appended.
     """
 
-    def __init__(self, *, on_progress: Progress, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(self, *, on_progress: Progress) -> None:
         self._on_progress = on_progress
         self._queues: dict[str, OutputQueue] = {}
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
@@ -61,7 +58,7 @@ class EngineClient:
         try:
             # Own session: Ctrl-C in the terminal reaches the server alone, which tells the engine.
             self._process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
+                [*ENGINE_COMMAND, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=sys.stderr,
                 pass_fds=[theirs.fileno()],
@@ -175,8 +172,6 @@ class EngineClient:
                 self._info.set_result(message)
             case StartFailed(error_type, text):
                 self._info.set_exception(_error_named(error_type, text))
-            case StatsReply():
-                logger.debug("an answer to no question")
 
     def _deliver(self, output: TokenOutput) -> None:
         finish = output.finish_reason

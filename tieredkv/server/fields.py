@@ -66,6 +66,14 @@ def unknown_parameter(path: str) -> RequestError:
     return RequestError(f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter")
 
 
+def check_items(values: list[Any], kind: type, path: str) -> None:
+    """Check that all items of an array are of one JSON type; the field itself is at fault."""
+    for i, value in enumerate(values):
+        if type(value) is not kind:
+            param = path.partition("[")[0]
+            raise invalid_type(f"{path}[{i}]", _TYPE_NAMES[kind], value, param=param)
+
+
 class Fields:
     """The fields of one JSON object; `path` leads to it from the body."""
 
@@ -105,11 +113,7 @@ class Fields:
         self, name: str, *, least: int | None = None, most: int | None = None
     ) -> int | None:
         """Return an integer within its range."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if type(value) is not int:
-            raise invalid_type(self.path(name), "an integer", value)
+        value: int | None = self._typed(name, int)
         self._check_range(name, value, least, most, "integer")
         return value
 
@@ -117,51 +121,34 @@ class Fields:
         self, name: str, *, least: float | None = None, most: float | None = None
     ) -> float | None:
         """Return a number within its range."""
-        value = self.raw(name)
-        if value is None:
-            return None
-        if type(value) not in (int, float):
-            raise invalid_type(self.path(name), "a decimal", value)
+        value = self._typed(name, int, float)
         self._check_range(name, value, least, most, "decimal")
         try:
-            return float(value)
+            return None if value is None else float(value)
         except OverflowError:
             raise invalid_type(self.path(name), "a decimal", value) from None
 
     def boolean(self, name: str) -> bool:
         """Return a boolean; False where it is absent."""
-        value = self.raw(name)
-        if value is not None and not isinstance(value, bool):
-            raise invalid_type(self.path(name), "a boolean", value)
-        return bool(value)
+        return bool(self._typed(name, bool))
 
     def string(
         self, name: str, *, most: int | None = None, is_required: bool = False
     ) -> str | None:
         """Return a string that is not empty and of at most `most` characters."""
-        value = self.required(name) if is_required else self.raw(name)
-        if value is None:
-            return None
-        path = self.path(name)
-        if not isinstance(value, str):
-            raise invalid_type(path, "a string", value)
-        if not value:
+        value: str | None = self._typed(name, str, is_required=is_required)
+        if value == "":
             text = "empty string. Expected a string with minimum length 1, but got an empty string"
-            raise invalid(path, text, "empty_string")
-        if most is not None and len(value) > most:
-            raise _too_long(path, "string", value, most)
+            raise invalid(self.path(name), text, "empty_string")
+        self._check_length(name, value, most, "a string")
         return value
 
     def choice(
         self, name: str, supported: Sequence[str], *, is_required: bool = False
     ) -> str | None:
         """Return a string that is one of those supported."""
-        value = self.required(name) if is_required else self.raw(name)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            raise invalid_type(self.path(name), "a string", value)
-        if value not in supported:
+        value: str | None = self._typed(name, str, is_required=is_required)
+        if value is not None and value not in supported:
             raise invalid_value(self.path(name), value, supported)
         return value
 
@@ -169,17 +156,11 @@ class Fields:
         self, name: str, *, most: int | None = None, is_required: bool = False
     ) -> list[Any] | None:
         """Return an array of at most `most` items; an empty one is refused where it is required."""
-        value = self.required(name) if is_required else self.raw(name)
-        if value is None:
-            return None
-        path = self.path(name)
-        if not isinstance(value, list):
-            raise invalid_type(path, "an array", value)
+        value: list[Any] | None = self._typed(name, list, is_required=is_required)
         if is_required and not value:
             text = "empty array. Expected an array with minimum length 1, but got an empty array"
-            raise invalid(path, text, "empty_array")
-        if most is not None and len(value) > most:
-            raise _too_long(path, "array", value, most)
+            raise invalid(self.path(name), text, "empty_array")
+        self._check_length(name, value, most, "an array")
         return value
 
     def object(self, name: str) -> "Fields | None":
@@ -193,9 +174,18 @@ class Fields:
             if name not in known:
                 raise unknown_parameter(self.path(name))
 
+    def _typed(self, name: str, *kinds: type, is_required: bool = False) -> Any:
+        """Return a field of one of these types, or None; errors name the last of them."""
+        value = self.required(name) if is_required else self.raw(name)
+        if value is not None and type(value) not in kinds:
+            raise invalid_type(self.path(name), _TYPE_NAMES[kinds[-1]], value)
+        return value
+
     def _check_range(
-        self, name: str, value: float, least: float | None, most: float | None, kind: str
+        self, name: str, value: float | None, least: float | None, most: float | None, kind: str
     ) -> None:
+        if value is None:
+            return
         path = self.path(name)
         if least is not None and value < least:
             text = f"{kind} below minimum value. Expected a value >= {least}, but got {value}"
@@ -204,11 +194,11 @@ class Fields:
             text = f"{kind} above maximum value. Expected a value <= {most}, but got {value}"
             raise invalid(path, text, f"{kind}_above_max_value")
 
-
-def _too_long(path: str, kind: str, value: Sized, most: int) -> RequestError:
-    a = "an" if kind == "array" else "a"
-    text = (
-        f"{kind} too long. Expected {a} {kind} with maximum length {most}, but got {a} {kind} "
-        f"with length {len(value)}"
-    )
-    return invalid(path, text, f"{kind}_above_max_length")
+    def _check_length(self, name: str, value: Sized | None, most: int | None, a_kind: str) -> None:
+        if value is not None and most is not None and len(value) > most:
+            kind = a_kind.split()[1]
+            text = (
+                f"{kind} too long. Expected {a_kind} with maximum length {most}, but got {a_kind} "
+                f"with length {len(value)}"
+            )
+            raise invalid(self.path(name), text, f"{kind}_above_max_length")

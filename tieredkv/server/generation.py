@@ -4,7 +4,6 @@ It knows stop strings and usage, neither HTTP nor JSON.
 """
 
 import asyncio
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +11,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
-from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.server.engine_client import EngineClient, OutputQueue, error_of
 
 CANCELLED = TokenOutput(request_id="", finish_reason="cancelled")
@@ -32,23 +30,16 @@ class Piece:
     finish_reason: str | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Whose request it is and how its prefix is kept; see `EngineRequest`."""
-
-    tenant: str
-    retention: str | None
-    cache_salt: str | None
-    prompt_cache_key: str | None
-
-
 class _Answer:
     """One request to the engine and its text."""
 
-    def __init__(self, index: int, request: EngineRequest, detokenizer: Detokenizer) -> None:
+    def __init__(
+        self, index: int, request: EngineRequest, tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        params = request.params
         self.index = index
         self.request = request
-        self.detokenizer = detokenizer
+        self.detokenizer = Detokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
         self.num_tokens = 0
         self.usage: RequestUsage | None = None
 
@@ -68,49 +59,23 @@ class Generation:
     """All answers to one HTTP request; `close` releases whatever has not ended.
 
     Args:
-        prompts: token ids; answer `i * n + j` is the j-th of the i-th prompt.
-        params: for each prompt, one for each of its answers.
+        requests: answer `i * num_choices + j` is the j-th of the i-th prompt.
     """
 
     def __init__(
         self,
         engine: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[list[int]],
-        params: Sequence[Sequence[SamplingParams]],
-        origin: Origin,
+        requests: Sequence[EngineRequest],
+        num_choices: int,
     ) -> None:
         self._engine = engine
         self._queue: OutputQueue = asyncio.Queue()
-        self._answers: list[_Answer] = []
-        self._firsts: list[_Answer] = []
-        for prompt, params_of_prompt in zip(prompts, params, strict=True):
-            self._firsts.append(self._add(tokenizer, prompt, params_of_prompt[0], origin))
-            for more in params_of_prompt[1:]:
-                self._add(tokenizer, prompt, more, origin)
+        self._answers = [_Answer(i, request, tokenizer) for i, request in enumerate(requests)]
+        self._firsts = self._answers[::num_choices]
         self._unfinished = {answer.request.request_id: answer for answer in self._answers}
-        for answer in self._answers:
-            engine.submit(answer.request, self._queue)
-
-    def _add(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        prompt: list[int],
-        params: SamplingParams,
-        origin: Origin,
-    ) -> _Answer:
-        request = EngineRequest(
-            request_id=uuid.uuid4().hex,
-            prompt_token_ids=prompt,
-            params=params,
-            retention=origin.retention,
-            tenant=origin.tenant,
-            cache_salt=origin.cache_salt,
-            prompt_cache_key=origin.prompt_cache_key,
-        )
-        detokenizer = Detokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        self._answers.append(_Answer(len(self._answers), request, detokenizer))
-        return self._answers[-1]
+        for request in requests:
+            engine.submit(request, self._queue)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces of all answers as they come, until all have ended.

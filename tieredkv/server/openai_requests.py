@@ -13,7 +13,13 @@ from typing import Any
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.server.fields import Fields, invalid_type, invalid_value, unknown_parameter
+from tieredkv.server.fields import (
+    Fields,
+    check_items,
+    invalid_type,
+    invalid_value,
+    unknown_parameter,
+)
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -283,9 +289,7 @@ def _stops(fields: Fields) -> tuple[str, ...]:
     if value is None or isinstance(value, str):
         return (value,) if value else ()
     texts = fields.array("stop", most=MAX_STOPS) or []
-    for i, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise invalid_type(f"stop[{i}]", "a string", text, param="stop")
+    check_items(texts, str, "stop")
     return tuple(text for text in texts if text)
 
 
@@ -299,23 +303,14 @@ def _prompts(value: object) -> list[Prompt]:
         return [_token_ids(value, "prompt")]
     Fields({"prompt": value}).array("prompt", most=MAX_PROMPTS)
     if isinstance(value[0], str):
-        for i, text in enumerate(value):
-            if not isinstance(text, str):
-                raise invalid_type(f"prompt[{i}]", "a string", text, param="prompt")
+        check_items(value, str, "prompt")
         return list(value)
-    prompts: list[Prompt] = []
-    for i, item in enumerate(value):
-        if not isinstance(item, list):
-            raise invalid_type(f"prompt[{i}]", "an array", item, param="prompt")
-        prompts.append(_token_ids(item, f"prompt[{i}]"))
-    return prompts
+    check_items(value, list, "prompt")
+    return [_token_ids(item, f"prompt[{i}]") for i, item in enumerate(value)]
 
 
 def _token_ids(values: list[Any], path: str) -> list[int]:
-    for i, value in enumerate(values):
-        if type(value) is not int:
-            param = path.partition("[")[0]
-            raise invalid_type(f"{path}[{i}]", "an integer", value, param=param)
+    check_items(values, int, path)
     return values
 
 

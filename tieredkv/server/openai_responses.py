@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.types import Tier
 
 Json = dict[str, Any]
 TokenText = Callable[[int], str]
@@ -21,17 +22,13 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def error_body(
-    message: str, *, kind: str, param: str | None = None, code: str | None = None
+    message: str, *, status: int, param: str | None = None, code: str | None = None
 ) -> Json:
-    """Return the body of every answer that is an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def error_kind(status: int) -> str:
-    """Return the `type` that goes with a status."""
+    """Return the body of every answer that is an error; its `type` goes with the status."""
+    kind = "server_error" if status >= 500 else "invalid_request_error"
     if status == 429:
-        return "rate_limit_error"
-    return "server_error" if status >= 500 else "invalid_request_error"
+        kind = "rate_limit_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
@@ -40,11 +37,7 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
     `cached_tokens_by_tier` is an addition of ours, beside OpenAI's fields.
     """
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
-    by_tier = {
-        "device": sum(usage.device for usage in prompt_usages),
-        "host": sum(usage.host for usage in prompt_usages),
-        "disk": sum(usage.disk for usage in prompt_usages),
-    }
+    by_tier = {tier: sum(getattr(usage, tier) for usage in prompt_usages) for tier in Tier}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
@@ -63,8 +56,8 @@ def model_body(name: str, created: int, max_model_len: int) -> Json:
     return {**model, "max_model_len": max_model_len}
 
 
-class Shape:
-    """The shapes of one endpoint's answer; all chunks of it share id, time and model."""
+class _Shape:
+    """What both endpoints have in common; all chunks of an answer share id, time and model."""
 
     id_prefix: str
     object: str
@@ -89,27 +82,11 @@ class Shape:
         """Return the last chunk of a stream whose usage is wanted."""
         return {**self._envelope(self.chunk_object), "choices": [], "usage": usage}
 
-    def first_delta(self, index: int) -> Json | None:
-        """Return the choice that opens a stream, before the first token."""
-        raise NotImplementedError
-
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the choices of the chunks that one step's output becomes."""
-        raise NotImplementedError
-
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
-        """Return one answer in whole."""
-        raise NotImplementedError
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        """Return the log-probabilities of some tokens, whose text starts at `text_offset`."""
-        raise NotImplementedError
-
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
 
 
-class CompletionShape(Shape):
+class CompletionShape(_Shape):
     """`/v1/completions`."""
 
     id_prefix = "cmpl-"
@@ -145,7 +122,7 @@ class CompletionShape(Shape):
         }
 
 
-class ChatShape(Shape):
+class ChatShape(_Shape):
     """`/v1/chat/completions`."""
 
     id_prefix = "chatcmpl-"
@@ -196,6 +173,10 @@ class ChatShape(Shape):
         text = self._token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+Shape = CompletionShape | ChatShape
+"""The shapes of one endpoint's answer: whole, in chunks, and its log-probabilities."""
 
 
 def _finite(logprob: float) -> float:

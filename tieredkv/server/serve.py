@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import uvicorn
 
@@ -32,40 +32,6 @@ EXIT_INTERRUPTED = 130
 
 OnReady = Callable[[str, EngineInfo], None]
 """Told the URL and what the engine is, once requests are answered."""
-
-
-def serve(
-    settings: Settings,
-    *,
-    on_progress: Progress,
-    on_ready: OnReady,
-    is_strict: bool = False,
-    allows_open_access: bool = False,
-    log_level: str = "INFO",
-) -> int:
-    """Serve until SIGTERM or SIGINT and return the exit code.
-
-    The first signal stops accepting, ends the streams and lets the engine write what it promised;
-    a second one does not wait for that.
-
-    Args:
-        settings: model, tiers, address and keys.
-        on_progress: told how far loading and draining are.
-        on_ready: told once, when requests are answered.
-        is_strict: refuse unknown request fields.
-        allows_open_access: listen on an outside address without a key.
-        log_level: of the engine's process.
-
-    Raises:
-        TieredKVError: it cannot start; nothing stored was changed.
-    """
-    settings.check_server()
-    with contextlib.closing(bind(settings, allows_open_access=allows_open_access)) as sock:
-        server = _Server(settings, sock, on_progress, on_ready, is_strict, log_level)
-        try:
-            return asyncio.run(server.run())
-        except asyncio.CancelledError:
-            return EXIT_INTERRUPTED
 
 
 def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
@@ -119,28 +85,47 @@ class _HttpServer(uvicorn.Server):
         self._on_started()
 
 
-class _Server:
-    """One run of the server, on its event loop."""
+@dataclass(kw_only=True)
+class Server:
+    """One run of the server.
 
-    def __init__(
-        self,
-        settings: Settings,
-        sock: socket.socket,
-        on_progress: Progress,
-        on_ready: OnReady,
-        is_strict: bool,
-        log_level: str,
-    ) -> None:
-        self._settings = settings
-        self._socket = sock
-        self._on_progress = on_progress
-        self._on_ready = on_ready
-        self._is_strict = is_strict
-        self._log_level = log_level
+    Attributes:
+        settings: model, tiers, address and keys.
+        on_progress: told how far loading and draining are.
+        on_ready: told once, when requests are answered.
+        is_strict: refuse unknown request fields.
+        allows_open_access: listen on an outside address without a key.
+        log_level: of the engine's process.
+    """
+
+    settings: Settings
+    on_progress: Progress
+    on_ready: OnReady
+    is_strict: bool = False
+    allows_open_access: bool = False
+    log_level: str = "INFO"
+
+    def serve(self) -> int:
+        """Serve until SIGTERM or SIGINT and return the exit code.
+
+        The first signal stops accepting, ends the streams and lets the engine write what it
+        promised; a second one does not wait for that.
+
+        Raises:
+            TieredKVError: it cannot start; nothing stored was changed.
+        """
+        self.settings.check_server()
         self._stop = asyncio.Event()
         self._is_forced = False
+        with contextlib.closing(
+            bind(self.settings, allows_open_access=self.allows_open_access)
+        ) as self._socket:
+            try:
+                return asyncio.run(self._run())
+            except asyncio.CancelledError:
+                return EXIT_INTERRUPTED
 
-    async def run(self) -> int:
+    async def _run(self) -> int:
         """Start, serve, end."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
@@ -156,7 +141,7 @@ class _Server:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
-        engine = EngineClient(on_progress=self._on_progress)
+        engine = EngineClient(on_progress=self.on_progress)
         has_served, engine_exit_code = False, 0
         try:
             if await self._has_started(engine):
@@ -164,14 +149,14 @@ class _Server:
                 await self._serve(engine)
         finally:
             if not self._is_forced:  # else the engine drains by itself, its server being gone
-                engine_exit_code = await engine.shutdown(self._settings.drain_timeout)
+                engine_exit_code = await engine.shutdown(self.settings.drain_timeout)
         return 1 if has_served and engine_exit_code else 0
 
     async def _has_started(self, engine: EngineClient) -> bool:
         """Load model and tokenizer; False where a signal came first."""
         # The engine has no use for the keys.
-        settings = replace(self._settings, api_keys=())
-        starting = asyncio.create_task(engine.start(settings, log_level=self._log_level))
+        settings = replace(self.settings, api_keys=())
+        starting = asyncio.create_task(engine.start(settings, log_level=self.log_level))
         loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, settings.model))
         stopping = asyncio.create_task(self._stop.wait())
         try:
@@ -187,7 +172,7 @@ class _Server:
         return True
 
     async def _serve(self, engine: EngineClient) -> None:
-        api = Api(self._settings, engine, self._tokenization, is_strict=self._is_strict)
+        api = Api(self.settings, engine, self._tokenization, is_strict=self.is_strict)
         config = uvicorn.Config(
             build_app(api),
             loop="asyncio",
@@ -201,13 +186,13 @@ class _Server:
         )
         host, port = self._socket.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        http = _HttpServer(config, lambda: self._on_ready(url, engine.info))
+        http = _HttpServer(config, lambda: self.on_ready(url, engine.info))
         serving = asyncio.create_task(http.serve([self._socket]))
         stopping = asyncio.create_task(self._stop.wait())
         try:
             await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
             # Both at once: the engine's last word to each request is what ends its stream.
-            engine.stop(self._settings.drain_timeout)
+            engine.stop(self.settings.drain_timeout)
             http.should_exit = True
             await serving
         finally:
