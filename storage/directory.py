@@ -115,11 +115,13 @@ def _check_folder(path: str, *, create: bool) -> bool:
             raise StorageError(f"no store at `{path}`") from None
         return False
     except OSError as error:
-        raise StorageError(f"`{path}` cannot be reached: {error.strerror}") from error
+        raise StorageError(
+            f"`{path}` cannot be reached: {error.strerror}; choose another folder"
+        ) from error
     if stat.S_ISLNK(info.st_mode):
         raise StorageError(f"`{path}` is a symbolic link; name the folder that it points to")
     if not stat.S_ISDIR(info.st_mode):
-        raise StorageError(f"`{path}` is not a folder")
+        raise StorageError(f"`{path}` is not a folder; choose another path")
     _check_owner(path, info)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
@@ -205,7 +207,9 @@ def _make_folder(path: str) -> None:
         os.makedirs(path, 0o700, exist_ok=True)
         os.chmod(path, 0o700)
     except OSError as error:
-        raise StorageError(f"`{path}` cannot be made: {error.strerror}") from error
+        raise StorageError(
+            f"`{path}` cannot be made: {error.strerror}; choose another folder"
+        ) from error
 
 
 def _make_file(path: str) -> None:

@@ -1,14 +1,10 @@
 """`tieredkv serve` as its users see it: real processes, the openai client, signals, kill -9."""
 
-import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,98 +12,11 @@ import httpx
 import openai
 import pytest
 
+from tests.serving import Server, is_running, running, wait_for
+
 MODEL = "tiny-random"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
 TEXT = "The cache keeps what it promised. " * 10
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
-    """Return once the condition holds."""
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, what
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-class Server:
-    """One `tieredkv serve` process and its log."""
-
-    def __init__(self, folder: Path, *flags: str) -> None:
-        self.disk_dir = folder / "store"
-        self._log = folder / f"log-{time.monotonic_ns()}"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "tieredkv", "serve", MODEL, "--port", "0"),
-                    *("--disk-dir", str(self.disk_dir), "--disk-size", "256MiB"),
-                    *("--host-size", "8MiB", "--device-size", "8MiB", "--restore", "load"),
-                    *("--default-retention", "24h", *flags),
-                ],
-                stdout=subprocess.DEVNULL,
-                stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
-        wait_for(lambda: "serving" in self.log or self.process.poll() is not None, "no server")
-        assert "tieredkv: serving `tiny-random` at " in self.log, self.log
-        self.url = self.log.split("tieredkv: serving `tiny-random` at ")[1].split()[0]
-        self.root = self.url.removesuffix("/v1")
-
-    @property
-    def log(self) -> str:
-        """What it has said so far."""
-        return self._log.read_text()
-
-    def health(self) -> httpx.Response:
-        """Ask whether it is well."""
-        return httpx.get(f"{self.root}/health")
-
-    @property
-    def pids(self) -> dict[str, int]:
-        """Its processes."""
-        pids: dict[str, int] = self.health().json()["pids"]
-        return pids
-
-    def df(self) -> dict[str, Any]:
-        """Ask the store's worker what the tiers hold."""
-        result = subprocess.run(
-            [
-                *(sys.executable, "-P", "-m", "tieredkv"),
-                *("df", "--disk-dir", str(self.disk_dir), "--json"),
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-        return answer
-
-    def client(self, api_key: str = "any") -> openai.OpenAI:
-        """Return a client; to be closed."""
-        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0)
-
-    def stop(self) -> int:
-        """End it in an orderly way and return its exit code."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
-
-
-@contextlib.contextmanager
-def running(folder: Path, *flags: str) -> Iterator[Server]:
-    """Run a server; whatever is left of it afterwards is killed."""
-    server = Server(folder, *flags)
-    try:
-        yield server
-    finally:
-        server.process.kill()
-        server.process.wait()
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,332 @@
+"""Bad input, through the command line as people use it: one clear sentence, and nothing is changed.
+
+Proved elsewhere and not repeated: unknown keys and values in every place a setting can come from
+(tests/tieredkv/test_config.py), every attention that is refused (tests/engine/test_suitability.py),
+damaged checkpoints (tests/engine/test_loader.py), wrong requests over HTTP (e2e/test_serve.py).
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import MistralConfig
+
+from tieredkv import LLM, SamplingParams
+from tieredkv.cli.main import main
+
+SIZES = ("--device-size", "2MiB", "--host-size", "2MiB", "--max-tokens", "2")
+GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+TEXT = "y" * 200
+
+Result = tuple[int, str, str]
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Run:
+    """Return what runs a command line and answers exit code, stdout and stderr of all processes."""
+
+    def run(*arguments: object) -> Result:
+        exit_code = main([str(each) for each in arguments])
+        return exit_code, *capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def generate(run: Run, tmp_path: Path) -> Run:
+    """Return what continues a prompt with a disk tier in `tmp_path / "kv"` unless told."""
+
+    def generate(*arguments: object, model: object = "tiny-random", prompt: str = TEXT) -> Result:
+        where = () if "--disk-dir" in arguments else ("--disk-dir", tmp_path / "kv")
+        return run("generate", model, prompt, *SIZES, *where, *arguments)
+
+    return generate
+
+
+def refusal(result: Result, exit_code: int) -> str:
+    """Return the one sentence on stderr of a command that was refused."""
+    assert result[0] == exit_code, result
+    assert result[1] == ""
+    first, *hints = result[2].splitlines()
+    assert all(hint.startswith("hint: ") for hint in hints), result[2]
+    assert first.startswith("error: "), result[2]
+    return result[2].removeprefix("error: ").rstrip()
+
+
+def contents(folder: Path) -> list[tuple[str, int, bytes | None]]:
+    """Return everything that lies in a folder: names, modes, bytes."""
+    return sorted(
+        (str(path.relative_to(folder)), path.stat().st_mode, path.read_bytes())
+        if path.is_file()
+        else (str(path.relative_to(folder)), path.stat().st_mode, None)
+        for path in folder.rglob("*")
+    )
+
+
+@contextmanager
+def mounted(folder: Path, options: str) -> Iterator[Path]:
+    """Mount a filesystem in memory on a new folder."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"mode=700,{options}", "tieredkv-test", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("needs the right to mount")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+# --- models, prompts, settings --------------------------------------------------------------------
+
+
+def test_an_unknown_model_is_named_before_a_store_is_made(generate: Run, tmp_path: Path) -> None:
+    message = refusal(generate(model="no/such-model"), 2)
+    assert message.startswith("model `no/such-model` is not a local folder and cannot be fetched")
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_sliding_window_is_refused_with_its_size(generate: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "mistral"
+    config: Any = MistralConfig(sliding_window=4096, num_hidden_layers=1, hidden_size=64)
+    config.save_pretrained(folder)
+    message = refusal(generate(model=folder), 2)
+    assert message.startswith(f"model `{folder}` cannot be served: it uses sliding window att")
+    assert "`sliding_window` = 4096" in message
+    assert not (tmp_path / "kv").exists()
+
+
+def test_a_prompt_longer_than_the_context_names_both_lengths(generate: Run) -> None:
+    message = refusal(generate("--max-model-len", 128), 2)
+    assert "maximum context length is 128 tokens" in message
+    assert "your prompt has 200 tokens" in message
+
+
+def test_an_empty_prompt_is_refused(generate: Run) -> None:
+    assert refusal(generate(prompt=""), 2) == "The prompt is empty"
+
+
+def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> None:
+    with LLM("tiny-random", device_size="2MiB", host_size="2MiB") as llm:
+        with pytest.raises(ValueError, match="empty"):
+            llm.generate([TEXT, ""], GREEDY)
+        [output] = llm.generate(TEXT, GREEDY)
+        assert len(output.token_ids) == 4
+        llm.core.cache.check()
+
+
+def test_an_unknown_retention_lists_the_known_ones(generate: Run, tmp_path: Path) -> None:
+    message = refusal(generate("--default-retention", "48h"), 2)
+    assert message == "`default_retention` = `48h` must be one of in_memory, 24h"
+    with (
+        LLM("tiny-random", device_size="2MiB", host_size="2MiB") as llm,
+        pytest.raises(ValueError, match=r"'48h'.*'in_memory' and '24h'"),
+    ):
+        llm.generate(TEXT, GREEDY, retention="48h")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[cache]\nhost_sise = 1\n", "unknown key `cache.host_sise`; did you mean `host_size`?"),
+        ("[cash]\nhost_size = 1\n", "unknown section `cash`; did you mean `cache`?"),
+        ("[server]\nhost_size = 1\n", "`server.host_size`; it belongs to section `cache`"),
+        ('[retention.24h]\nidel = "1h"\n', "unknown key `idel`; did you mean `idle`?"),
+    ],
+)
+def test_an_unknown_key_in_a_config_names_the_nearest(
+    text: str, message: str, generate: Run, tmp_path: Path
+) -> None:
+    file = tmp_path / "a.toml"
+    file.write_text(text)
+    assert message in refusal(generate("--config", file), 2)
+    assert not (tmp_path / "kv").exists()
+
+
+@pytest.mark.parametrize(
+    ("flag", "size", "message"),
+    [
+        ("--device-size", "40KiB", "`device_size` = 40 KiB holds fewer than 2 blocks of 32 KiB"),
+        ("--host-size", "4KiB", "`host_size` = 4 KiB holds fewer than 4 blocks of 32 KiB"),
+        ("--disk-size", "40KiB", "`disk_size` = 40 KiB holds no block of 32 KiB"),
+    ],
+)
+def test_a_budget_smaller_than_a_block_names_the_least(
+    flag: str, size: str, message: str, generate: Run, tmp_path: Path
+) -> None:
+    answer = refusal(generate(flag, size), 2)
+    assert answer.startswith(f"{message}; it must be at least ")
+    assert not (tmp_path / "kv").exists()
+    least = answer.rpartition("at least ")[2]
+    exit_code, _, stderr = generate(flag, least.replace(" ", ""), prompt="x")
+    assert exit_code == 0, stderr
+
+
+# --- folders --------------------------------------------------------------------------------------
+
+
+def test_a_folder_of_others_is_left_alone(generate: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir(0o700)
+    (folder / "notes.txt").write_text("mine")
+    before = contents(folder)
+    message = refusal(generate("--disk-dir", folder), 1)
+    assert message == (
+        f"`{folder}` is not empty and holds no tieredkv store (`notes.txt` is there); "
+        "choose an empty folder"
+    )
+    assert contents(folder) == before
+
+
+def test_a_folder_that_others_can_write_to_is_refused(generate: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o777)
+    message = refusal(generate("--disk-dir", folder), 1)
+    assert message.startswith(f"`{folder}` is writable by others (mode 0777); run `chmod go-w ")
+    assert contents(folder) == []
+    assert folder.stat().st_mode & 0o777 == 0o777
+
+
+def test_a_path_through_a_file_is_refused(generate: Run, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "kv"):
+        message = refusal(generate("--disk-dir", path), 1)
+        assert message.startswith(f"`{path}` ")
+        assert "; choose another " in message
+    assert file.read_text() == "mine"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(generate: Run, tmp_path: Path) -> None:
+    with mounted(tmp_path / "read-only", "ro") as folder:
+        for path in (folder, folder / "kv"):
+            message = refusal(generate("--disk-dir", path), 1)
+            assert message.startswith(f"`{path}` ")
+            assert message.endswith("choose another folder")
+
+
+def test_a_store_in_use_names_its_writer(generate: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with LLM("tiny-random", disk_dir=folder, device_size="2MiB", host_size="2MiB") as llm:
+        message = refusal(generate(), 1)
+        assert message == (
+            f"the store at `{folder}` is in use by process {llm.core.info.worker_pid}; "
+            "stop it or choose another folder"
+        )
+        [output] = llm.generate(TEXT, GREEDY)  # the first one goes on
+        assert len(output.token_ids) == 4
+
+
+# --- stores ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a stopped store that holds the 12 blocks of `TEXT`; to be copied."""
+    folder = tmp_path_factory.mktemp("made") / "kv"
+    with LLM(
+        "tiny-random",
+        retention="24h",
+        disk_dir=folder,
+        device_size="2MiB",
+        host_size="2MiB",
+    ) as llm:
+        llm.generate(TEXT, GREEDY)
+    return folder
+
+
+@pytest.fixture
+def store(made: Path, tmp_path: Path) -> Path:
+    """Return a copy of the store."""
+    return Path(shutil.copytree(made, tmp_path / "kv"))
+
+
+def test_another_format_version_is_refused_and_left_as_it_is(
+    store: Path, generate: Run, run: Run
+) -> None:
+    marker = store / "format.json"
+    marker.write_text(json.dumps(json.loads(marker.read_text()) | {"version": 9}))
+    before = contents(store)
+    verbs = [["df"], ["ls"], ["verify"], ["evict", "--all", "-y"]]
+    for result in (generate(), *(run(*verb, "--disk-dir", store) for verb in verbs)):
+        message = refusal(result, 1)
+        assert message.startswith(f"the store at `{store}` has format version 9, this tieredkv re")
+        assert "it was left untouched" in message
+    assert contents(store) == before
+
+
+def garbage(data: bytes) -> bytes:
+    """Return noise of the same length."""
+    return random.Random(1).randbytes(len(data))
+
+
+def half(data: bytes) -> bytes:
+    """Return the first half."""
+    return data[: len(data) // 2]
+
+
+def noise_behind_the_meta_pages(data: bytes) -> bytes:
+    """Return pages of noise in a file that LMDB takes for one of its own."""
+    return data[:8192] + garbage(data[8192:])
+
+
+@pytest.mark.parametrize("damage", [garbage, half, noise_behind_the_meta_pages])
+def test_a_damaged_index_costs_its_blocks_and_no_request(
+    damage: Callable[[bytes], bytes], store: Path, generate: Run, run: Run
+) -> None:
+    index = store / "index" / "data.mdb"
+    index.write_bytes(damage(index.read_bytes()))
+    before = contents(store)
+    exit_code, _, stderr = run("verify", "--disk-dir", store)
+    assert exit_code == 1
+    assert f"error: the worker of `{store}` died" in stderr
+    assert "hint: the next start of a server sets a damaged index aside" in stderr
+    scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
+    assert [e for e in contents(store) if e[0] not in scratch] == [
+        e for e in before if e[0] not in scratch
+    ]
+
+    outputs = []
+    for _ in range(2):
+        exit_code, stdout, _ = generate("--default-retention", "24h", "--json")
+        assert exit_code == 0
+        outputs += json.loads(stdout.splitlines()[-1])["outputs"]
+    assert outputs[0]["usage"]["cached_tokens"] == 0
+    assert outputs[1]["usage"]["cached_tokens_by_tier"]["disk"] == 192
+    assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
+    assert (store / "index.bad-1" / "data.mdb").exists()
+
+
+def test_a_lost_index_is_made_again_from_the_slots(store: Path, generate: Run) -> None:
+    (store / "index" / "data.mdb").write_bytes(b"")
+    exit_code, stdout, stderr = generate("--default-retention", "24h", "--json")
+    assert exit_code == 0
+    [output] = json.loads(stdout.splitlines()[-1])["outputs"]
+    assert output["usage"]["cached_tokens_by_tier"]["disk"] == 192
+    assert "the index was made again from slot headers: 12 blocks" in stderr
+
+
+def test_a_full_disk_is_counted_and_every_request_is_served(tmp_path: Path) -> None:
+    prompts = [random.Random(i).choices(range(256), k=1000) for i in range(4)]
+    sizes: dict[str, Any] = {"device_size": "4MiB", "host_size": "4MiB", "disk_size": "1GiB"}
+    with (
+        mounted(tmp_path / "small", "size=2m") as folder,
+        LLM("tiny-random", retention="24h", disk_dir=folder, restore="load", **sizes) as llm,
+    ):
+        cold = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+        assert llm.demote("disk")
+        again = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
+        assert [each.token_ids for each in again] == [each.token_ids for each in cold]
+        assert again[0].usage.cached_tokens_by_tier["disk"] > 0, "what had room is not served"
+        llm.core.cache.check()
+        stats: Any = llm.tier_stats()
+    assert stats["disk"]["faults"]["no_space"] > 0
+    assert stats["counters"]["store_failures"]["full"] > 0

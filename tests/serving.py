@@ -1,0 +1,133 @@
+"""`tieredkv serve` as a real process, and the command line beside it, for tests."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+
+COMMAND = (sys.executable, "-P", "-m", "tieredkv")
+SMALL = (
+    *("--port", "0", "--disk-size", "256MiB", "--host-size", "8MiB", "--device-size", "8MiB"),
+    *("--default-retention", "24h", "--restore", "load"),
+)
+
+
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Return once the condition holds."""
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, what
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ask_store(folder: Path, verb: str, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
+    """Run a verb of the command line on a store and return its JSON."""
+    result = subprocess.run(
+        [*COMMAND, verb, "--disk-dir", str(folder), *arguments, "--json"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == exit_code, result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return answer
+
+
+class Server:
+    """One `tieredkv serve` process and its log.
+
+    Args:
+        folder: holds its log and, as `store`, its disk tier.
+        flags: on top of `base`, later ones win.
+        model: what it serves.
+        base: the flags that most tests share.
+        clock_offset_file: turns its clock.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *flags: str,
+        model: str = "tiny-random",
+        base: Sequence[str] = SMALL,
+        clock_offset_file: Path | None = None,
+    ) -> None:
+        self.disk_dir = folder / "store"
+        self._log = folder / f"log-{time.monotonic_ns()}"
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if clock_offset_file is not None:
+            environ["TIEREDKV_TEST_CLOCK_OFFSET_FILE"] = str(clock_offset_file)
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*COMMAND, "serve", model, "--disk-dir", str(self.disk_dir), *base, *flags],
+                stdout=subprocess.DEVNULL,
+                stderr=log,
+                env=environ,
+            )
+        wait_for(lambda: "serving" in self.log or self.process.poll() is not None, "no server")
+        assert f"tieredkv: serving `{model}` at " in self.log, self.log
+        self.url = self.log.split(f"tieredkv: serving `{model}` at ")[1].split()[0]
+        self.root = self.url.removesuffix("/v1")
+
+    @property
+    def log(self) -> str:
+        """What it has said so far."""
+        return self._log.read_text()
+
+    def health(self) -> httpx.Response:
+        """Ask whether it is well."""
+        return httpx.get(f"{self.root}/health")
+
+    @property
+    def pids(self) -> dict[str, int]:
+        """Its processes."""
+        pids: dict[str, int] = self.health().json()["pids"]
+        return pids
+
+    def df(self) -> dict[str, Any]:
+        """Ask the store's worker what the tiers hold."""
+        return ask_store(self.disk_dir, "df")
+
+    def client(self, api_key: str = "any") -> openai.OpenAI:
+        """Return a client; to be closed."""
+        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0)
+
+    def stop(self) -> int:
+        """End it in an orderly way and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def kill(self) -> None:
+        """End all three processes as a crash would."""
+        pids = self.pids
+        for pid in pids.values():
+            os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        wait_for(lambda: not any(map(is_running, pids.values())), "a process outlives kill -9")
+
+
+@contextlib.contextmanager
+def running(folder: Path, *flags: str, **options: Any) -> Iterator[Server]:
+    """Run a server; whatever is left of it afterwards is killed."""
+    server = Server(folder, *flags, **options)
+    try:
+        yield server
+    finally:
+        server.process.kill()
+        server.process.wait()
