@@ -408,6 +408,12 @@ class BlockStore:
         self._num_expired += num_expired
         return SweepResult(num_expired, erased_bytes)
 
+    def select(self, which: EvictFilter) -> list[bytes]:
+        """Name the blocks that `evict` would drop."""
+        with self._index.reading() as txn:
+            located, _ = select_blocks(txn, which, self._clock.now())
+        return [each.record.block_hash for each in located]
+
     def evict(self, which: EvictFilter) -> EvictResult:
         """Drop and erase what an operator chose; blocks of a chain go tail first."""
         return run_to_end(self.evicting(which))

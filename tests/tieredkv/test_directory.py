@@ -174,6 +174,7 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
     parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # 0-1-2 is shared by 3 and by 4-5
     for number in range(6):
         entry = make_entry(number)
+        entry.position = number
         if number in parents:
             entry.parent_hash = BlockHash(b"%032d" % parents[number])
         directory.add(entry)
@@ -187,3 +188,8 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
     assert chain(5) == {4, 5}
     assert chain(1) == {0, 1, 2, 3, 4, 5}
     assert directory.chains([]) == set()
+    head = [BlockHash(b"%032d" % number) for number in (0, 1, 2)]
+    assert directory.chains(["ff"], head) == set(), "shared by two chains"
+    for number in (3, 4, 5):
+        directory.forget(BlockHash(b"%032d" % number))
+    assert directory.chains(["ff"], head) == set(head)

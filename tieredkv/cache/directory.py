@@ -5,7 +5,7 @@ Called by the engine's thread only.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError
@@ -166,33 +166,34 @@ class Directory:
             hits=entry.hits,
         )
 
-    def chains(self, id_prefixes: Sequence[str]) -> set[BlockHash]:
+    def chains(
+        self, id_prefixes: Sequence[str], blocks: Collection[BlockHash] = ()
+    ) -> set[BlockHash]:
         """Return the blocks of chains: those that end in, or go on from, a block of such an id.
 
         Blocks before it belong to the chain as far as no other chain shares them.
 
         Args:
             id_prefixes: beginnings of block hashes, in hex.
+            blocks: further blocks of these chains, whose tails may be on disk only.
         """
         children: dict[BlockHash, list[Entry]] = {}
         for entry in self._entries.values():
             children.setdefault(entry.parent_hash, []).append(entry)
-        named = [
-            e for e in self._entries.values() if e.block_hash.hex().startswith(tuple(id_prefixes))
-        ]
-        found: set[BlockHash] = set()
-        below = list(named)
-        while below:
-            entry = below.pop()
+        prefixes = tuple(id_prefixes)
+        found = {block_hash for block_hash in blocks if block_hash in self._entries}
+        below = [e for e in self._entries.values() if e.block_hash.hex().startswith(prefixes)]
+        for entry in below:  # grows while it is walked
             found.add(entry.block_hash)
             below.extend(children.get(entry.block_hash, ()))
-        for entry in named:
-            above = self._entries.get(entry.parent_hash)
-            while above is not None and all(
-                child.block_hash in found for child in children[above.block_hash]
-            ):
+        for block_hash in list(found):
+            above = self._entries.get(self._entries[block_hash].parent_hash)
+            while above is not None:
                 found.add(above.block_hash)
                 above = self._entries.get(above.parent_hash)
+        for block_hash in sorted(found, key=lambda block: -self._entries[block].position):
+            if any(child.block_hash not in found for child in children.get(block_hash, ())):
+                found.discard(block_hash)
         return found
 
     def due(self, now: float) -> list[Entry]:
