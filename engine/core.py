@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -304,6 +304,7 @@ class EngineCore:
         older_than_s: float | None = None,
         namespace_prefix: str = "",
         ids: Sequence[str] = (),
+        parents_on_disk: Mapping[bytes, bytes] | None = None,
     ) -> int:
         """Drop blocks from VRAM and host memory, all of them or those that match; count them.
 
@@ -311,9 +312,10 @@ class EngineCore:
             older_than_s: only what was not used for so long.
             namespace_prefix: only this namespace, by the beginning of its digest in hex.
             ids: only these chains, by the beginning of their ids.
+            parents_on_disk: parent of each block that the disk has of these chains.
         """
         now = self._clock.now()
-        chains = self.tiers.directory.chains(ids)
+        chains = self.tiers.directory.chains(ids, parents_on_disk)
 
         def is_wanted(entry: Entry) -> bool:
             if older_than_s is not None and now - entry.last_used < older_than_s:
@@ -479,6 +481,7 @@ class EngineCore:
                     older_than_s=args.get("older_than_s"),
                     namespace_prefix=args.get("namespace_prefix") or "",
                     ids=args.get("ids") or (),
+                    parents_on_disk=args.get("parents_on_disk"),
                 )
                 self._store.reply_control(
                     event.id,

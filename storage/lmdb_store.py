@@ -435,6 +435,12 @@ class BlockStore:
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
 
+    def parents_in_chains(self, ids: tuple[str, ...]) -> dict[bytes, bytes]:
+        """Parent of each block that evicting these chains would take."""
+        with self._index.reading() as txn:
+            located, _ = select_blocks(txn, EvictFilter(ids=ids), self._clock.now())
+        return {each.record.block_hash: each.record.parent_hash for each in located}
+
     def verify(
         self,
         progress: Callable[[int, int], None] = lambda done, total: None,

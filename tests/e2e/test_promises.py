@@ -276,7 +276,6 @@ def test_api_keys_share_nothing_on_disk_either(tmp_path: Path) -> None:
         assert path.is_dir() or b"sk-a" not in path.read_bytes()
 
 
-@pytest.mark.xfail(strict=True, reason="evict ID leaves the chain in VRAM and host memory")
 def test_the_operator_sees_every_tier_and_evicts_a_chain_from_all_of_them(tmp_path: Path) -> None:
     with running(tmp_path, "--disk-write", "write_behind", base=PRESSED) as server:
         store = server.disk_dir
@@ -294,7 +293,8 @@ def test_the_operator_sees_every_tier_and_evicts_a_chain_from_all_of_them(tmp_pa
         oldest = min(chains, key=lambda chain: chain["last_used_max"])
         assert oldest["blocks"] == 62
         evicted = ask_store(store, "evict", oldest["id"], "-y")
-        assert evicted["evicted_blocks"] == 62
+        assert evicted["disk"]["evicted_blocks"] == 62
+        assert evicted["evicted_blocks"] > 62, "a copy counts where it lies, and the head is in RAM"
         assert evicted["freed_bytes"] > 0
         assert sum(complete(server, prompt(2))[1].values()) == 992
         assert sum(complete(server, prompt(0))[1].values()) == 0

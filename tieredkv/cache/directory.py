@@ -5,7 +5,7 @@ Called by the engine's thread only.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError
@@ -166,33 +166,35 @@ class Directory:
             hits=entry.hits,
         )
 
-    def chains(self, id_prefixes: Sequence[str]) -> set[BlockHash]:
+    def chains(
+        self, id_prefixes: Sequence[str], parents_on_disk: Mapping[bytes, bytes] | None = None
+    ) -> set[BlockHash]:
         """Return the blocks of chains: those that end in, or go on from, a block of such an id.
 
         Blocks before it belong to the chain as far as no other chain shares them.
 
         Args:
             id_prefixes: beginnings of block hashes, in hex.
+            parents_on_disk: parent of each block that the disk has of these chains; their tails
+                may be there alone.
         """
-        children: dict[BlockHash, list[Entry]] = {}
-        for entry in self._entries.values():
-            children.setdefault(entry.parent_hash, []).append(entry)
-        named = [
-            e for e in self._entries.values() if e.block_hash.hex().startswith(tuple(id_prefixes))
-        ]
+        parents = {BlockHash(h): BlockHash(parent) for h, parent in (parents_on_disk or {}).items()}
+        parents |= {entry.block_hash: entry.parent_hash for entry in self._entries.values()}
+        children: dict[BlockHash, list[BlockHash]] = {}
+        for block_hash, parent in parents.items():
+            children.setdefault(parent, []).append(block_hash)
+        named = [h for h in parents if h.hex().startswith(tuple(id_prefixes))]
         found: set[BlockHash] = set()
         below = list(named)
         while below:
-            entry = below.pop()
-            found.add(entry.block_hash)
-            below.extend(children.get(entry.block_hash, ()))
-        for entry in named:
-            above = self._entries.get(entry.parent_hash)
-            while above is not None and all(
-                child.block_hash in found for child in children[above.block_hash]
-            ):
-                found.add(above.block_hash)
-                above = self._entries.get(above.parent_hash)
+            block_hash = below.pop()
+            found.add(block_hash)
+            below.extend(children.get(block_hash, ()))
+        for block_hash in named:
+            above = parents[block_hash]
+            while above in parents and found.issuperset(children[above]):
+                found.add(above)
+                above = parents[above]
         return found
 
     def due(self, now: float) -> list[Entry]:
