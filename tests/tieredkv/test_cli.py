@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -51,7 +52,7 @@ def test_every_verb_has_help_and_json(verb: str) -> None:
     result = CliRunner().invoke(cli, [*verb.split(), "--help"])
     assert result.exit_code == 0
     assert "--json" in result.output
-    assert "Example" in result.output
+    assert re.search(rf"\n  Examples?:\n    (.* )?tieredkv {verb}", result.output), result.output
 
 
 def test_every_setting_has_a_flag_that_names_its_default() -> None:

@@ -38,7 +38,7 @@ def ttft(
     as_json: bool,
     **settings: Any,
 ) -> int:
-    r"""Measure the time to the first token, cold and with the prefix in each tier.
+    """Measure the time to the first token, cold and with the prefix in each tier.
 
     Every hit is proved: its tier, its KV bytes and its tokens are compared with the cold run; exit
     1 if one differs. `--disk-dir` is the folder in which a store is made and removed again.

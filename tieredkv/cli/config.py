@@ -22,7 +22,7 @@ def config() -> None:
 @settings_options("model", "cache", "scheduler", "server")
 @json_option
 def show(model: str | None, config_path: str | None, as_json: bool, **settings: Any) -> None:
-    r"""Show every setting and where its value comes from; takes the flags of `serve`.
+    """Show every setting and where its value comes from; takes the flags of `serve`.
 
     \b
     Example:

@@ -36,7 +36,7 @@ class Check(NamedTuple):
 @config_option
 @json_option
 def doctor(disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
-    r"""Check Python, torch, the GPU, pinned memory and the disk; exit 1 if something fails.
+    """Check Python, torch, the GPU, pinned memory and the disk; exit 1 if something fails.
 
     \b
     Example:

@@ -38,7 +38,7 @@ def generate(
     as_json: bool,
     **settings: Any,
 ) -> None:
-    r"""Continue each PROMPT, or what stdin holds, with MODEL in this process.
+    """Continue each PROMPT, or what stdin holds, with MODEL in this process.
 
     \b
     Examples:

@@ -43,7 +43,7 @@ def serve(
     as_json: bool,
     **settings: Any,
 ) -> int:
-    r"""Serve MODEL over HTTP, in OpenAI's shapes.
+    """Serve MODEL over HTTP, in OpenAI's shapes.
 
     MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
 

@@ -44,7 +44,7 @@ class _Store:
 @click.command()
 @_store_options
 def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
-    r"""Show what each tier holds.
+    """Show what each tier holds.
 
     The tiers of a server that does not run are empty; its disk is there.
 
@@ -72,7 +72,7 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 @click.command()
 @_store_options
 def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
-    r"""List the prefix chains on disk, the last used first.
+    """List the prefix chains on disk, the last used first.
 
     \b
     Example:
@@ -122,7 +122,7 @@ def evict(
     config_path: str | None,
     as_json: bool,
 ) -> int:
-    r"""Drop blocks from every tier: chains by ID, or those that a filter means.
+    """Drop blocks from every tier: chains by ID, or those that a filter means.
 
     \b
     Examples:
@@ -164,7 +164,7 @@ def evict(
 @click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
 @_store_options
 def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
-    r"""Read every block on disk and compare it with its checksums; exit 1 if one is bad.
+    """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
 
     Bad blocks are deleted, so that they are computed again when they are wanted.
 

@@ -1,0 +1,152 @@
+"""docs/format.md against the files of a real store, read as an outsider would: no code of ours."""
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import lmdb
+import pytest
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from tieredkv import LLM, SamplingParams
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
+NUM_BLOCKS = 12
+BLOCK_BYTES = 16 * 2048
+BUDGET_BYTES = 64 << 20
+SLOT_BYTES = 4096 + BLOCK_BYTES
+
+Databases = dict[str, dict[bytes, bytes]]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a stopped store with one chain of 12 blocks."""
+    folder = tmp_path_factory.mktemp("format") / "kv"
+    sizes: dict[str, Any] = {"device_size": "2MiB", "host_size": "2MiB", "disk_size": BUDGET_BYTES}
+    with LLM("tiny-random", retention="24h", disk_dir=folder, **sizes) as llm:
+        llm.generate("y" * 200, SamplingParams(max_tokens=1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def databases(store: Path) -> Databases:
+    """Return every database of the index by name."""
+    with (
+        lmdb.open(str(store / "index"), max_dbs=16, readonly=True, lock=False) as env,
+        env.begin() as txn,
+    ):
+        names = [key for key, _ in txn.cursor()]
+        return {
+            name.decode(): dict(txn.cursor(db=env.open_db(name, txn=txn, create=False)))
+            for name in names
+        }
+
+
+def record_of(databases: Databases, position: int) -> tuple[bytes, bytes]:
+    """Return the key and the index record of one block of the chain."""
+    [found] = [
+        (key, value)
+        for key, value in databases["blocks"].items()
+        if struct.unpack_from("<I", value, 8) == (position,)
+    ]
+    return found
+
+
+def test_the_folder_holds_what_the_document_draws_and_is_closed_to_others(store: Path) -> None:
+    found = {str(path.relative_to(store)): path for path in store.rglob("*")}
+    segments = {
+        name for name in found if re.fullmatch(rf"segments/\d{{8}}-{SLOT_BYTES}\.seg", name)
+    }
+    assert len(segments) == 1
+    assert found.keys() == segments | {
+        *("format.json", "lock", "index", "index/data.mdb", "index/lock.mdb", "segments")
+    }
+    assert json.loads((store / "format.json").read_text()) == {
+        "format": "tieredkv-store",
+        "version": 1,
+    }
+    assert store.stat().st_mode & 0o777 == 0o700
+    for path in found.values():
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_the_document_names_every_database(databases: Databases) -> None:
+    table = DOCUMENT.partition("| database |")[2].partition("\n\n")[0]
+    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == set(databases)
+
+
+def test_the_example_for_outsiders_lists_the_blocks(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    match = re.search(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert match is not None
+    exec(match[1].replace("DIR", str(store)), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == NUM_BLOCKS
+    assert all(re.fullmatch(r"[0-9a-f]{12} 216", line) for line in lines)
+
+
+def test_meta_counters_and_segments_are_as_described(databases: Databases) -> None:
+    meta = databases["meta"]
+    assert int.from_bytes(meta[b"format"], "big") == 1
+    assert struct.unpack("<QQ", meta[b"totals"]) == (NUM_BLOCKS, NUM_BLOCKS * BLOCK_BYTES)
+    assert int.from_bytes(meta[b"budget"], "big") == BUDGET_BYTES
+    assert int.from_bytes(meta[b"next_segment"], "big") == 2
+    [clock] = struct.unpack("<d", meta[b"clock"])
+    assert b"needs_rebuild" not in meta
+    [totals] = databases["namespaces"].values()
+    assert totals == meta[b"totals"]
+    [(segment, state)] = databases["segments"].items()
+    slot_bytes, num_slots, num_used, num_live = struct.unpack("<4I", state)
+    assert (int.from_bytes(segment, "big"), slot_bytes, num_live) == (1, SLOT_BYTES, NUM_BLOCKS)
+    assert num_live <= num_used <= num_slots
+    unused = [key[4:] for key in databases["free"]] + list(databases["pending"])
+    assert len(unused) == num_used - num_live
+    assert {struct.unpack(">II", each)[0] for each in unused} <= {1}
+    [root] = databases["roots"].values()
+    description = json.loads(root)
+    assert {"model", "kv_dtype", "block_size", "layout", "namespace"} == set(description)
+    assert description["model"] == "tiny-random"
+    computed_at = struct.unpack_from("<d", record_of(databases, 0)[1], 32)[0]
+    assert computed_at <= clock
+
+
+def test_records_form_the_chain_and_are_sealed_with_their_keys(databases: Databases) -> None:
+    [root] = databases["roots"]
+    [namespace] = databases["namespaces"]
+    parent = root
+    for position in range(NUM_BLOCKS):
+        key, record = record_of(databases, position)
+        assert len(record) == 216
+        assert record[208:] == xxh3_64_digest(key + record[:208])
+        assert record[:2] == b"\x01\x00"
+        assert list(record[2:6]) == [32, 32, 32, 3]
+        assert struct.unpack_from("<3I", record, 8) == (position, BLOCK_BYTES, BLOCK_BYTES)
+        computed_at, expires_at, _, last_used = struct.unpack_from("<4d", record, 32)
+        assert expires_at == computed_at + 24 * 3600
+        assert record[80:208] == parent + root + namespace + b"24h".ljust(32, b"\0")
+        expiry = struct.pack(">Q", int(expires_at * 1e6)) + key
+        lru = namespace + struct.pack(">QI", int(last_used * 1e6), (1 << 32) - 1 - position) + key
+        assert databases["expiry"][expiry] == databases["lru"][lru] == b""
+        parent = key
+    assert len(databases["expiry"]) == len(databases["lru"]) == NUM_BLOCKS
+
+
+def test_slots_hold_the_header_and_the_bytes_that_the_record_seals(
+    store: Path, databases: Databases
+) -> None:
+    for key, record in databases["blocks"].items():
+        segment, number = struct.unpack_from("<2I", record, 20)
+        file = store / "segments" / f"{segment:08d}-{SLOT_BYTES}.seg"
+        slot = file.read_bytes()[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
+        header, payload = slot[:4096], slot[4096:]
+        assert record[64:80] == header[72:88] == xxh3_128_digest(payload)
+        assert header[:20] == b"TKVSLOT\0" + struct.pack("<I6B2x", 1, 32, 32, 32, 32, 3, 0)
+        assert header[20:40] == record[8:28]
+        assert header[40:48] == record[32:40]
+        assert header[88:248] == key + record[80:208]
+        assert not any(header[248:4080])
+        assert header[4080:] == xxh3_128_digest(header[:4080])
