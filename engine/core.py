@@ -24,12 +24,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import (
-    EngineInfo,
-    EngineRequest,
-    TokenLogprob,
-    TokenOutput,
-)
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import Sampler, SamplerState

@@ -16,12 +16,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes, run_to_end
-from tieredkv.storage.codec import (
-    Located,
-    check_record,
-    expiry_key,
-    slot_bytes_for,
-)
+from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.eviction import Evictor
 from tieredkv.storage.extents import SegmentFiles

@@ -6,12 +6,7 @@ import pytest
 
 from tieredkv.cache.directory import Directory, Entry
 from tieredkv.errors import IntegrityError
-from tieredkv.retention import (
-    IN_MEMORY,
-    TWENTY_FOUR_HOURS,
-    RetentionPolicies,
-    RetentionPolicy,
-)
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 NOW = 1_000_000.0
