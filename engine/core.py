@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -24,12 +24,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import (
-    EngineInfo,
-    EngineRequest,
-    TokenLogprob,
-    TokenOutput,
-)
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import Sampler, SamplerState
@@ -304,7 +299,7 @@ class EngineCore:
         older_than_s: float | None = None,
         namespace_prefix: str = "",
         ids: Sequence[str] = (),
-        parents_on_disk: Mapping[bytes, bytes] | None = None,
+        blocks: Collection[BlockHash] = (),
     ) -> int:
         """Drop blocks from VRAM and host memory, all of them or those that match; count them.
 
@@ -312,10 +307,10 @@ class EngineCore:
             older_than_s: only what was not used for so long.
             namespace_prefix: only this namespace, by the beginning of its digest in hex.
             ids: only these chains, by the beginning of their ids.
-            parents_on_disk: parent of each block that the disk has of these chains.
+            blocks: with `ids`, further blocks of these chains.
         """
         now = self._clock.now()
-        chains = self.tiers.directory.chains(ids, parents_on_disk)
+        chains = self.tiers.directory.chains(ids, blocks)
 
         def is_wanted(entry: Entry) -> bool:
             if older_than_s is not None and now - entry.last_used < older_than_s:
@@ -481,7 +476,7 @@ class EngineCore:
                     older_than_s=args.get("older_than_s"),
                     namespace_prefix=args.get("namespace_prefix") or "",
                     ids=args.get("ids") or (),
-                    parents_on_disk=args.get("parents_on_disk"),
+                    blocks=args.get("blocks") or (),
                 )
                 self._store.reply_control(
                     event.id,

@@ -27,11 +27,7 @@ class Detokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        stop: Sequence[str] = (),
-        min_tokens: int = 0,
+        self, tokenizer: PreTrainedTokenizerBase, *, stop: Sequence[str] = (), min_tokens: int = 0
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None

@@ -381,10 +381,7 @@ def num_device_blocks(
         ConfigError: not even one fits.
     """
     peak_bytes = profile_peak_bytes(
-        loaded,
-        kv_spec,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
+        loaded, kv_spec, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
     )
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)

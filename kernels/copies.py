@@ -151,11 +151,7 @@ class PinnedRange:
 
 
 def register_pinned(
-    address: int,
-    nbytes: int,
-    *,
-    page_bytes: int,
-    progress: Callable[[int, int], None],
+    address: int, nbytes: int, *, page_bytes: int, progress: Callable[[int, int], None]
 ) -> PinnedRange:
     """Pin host memory for CUDA, in chunks of whole pages: a copy must not span two chunks.
 

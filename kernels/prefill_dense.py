@@ -63,12 +63,7 @@ def is_available(q: Tensor) -> bool:
 
 
 def attend_request(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    context_len: int,
-    scale: float,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_len: int, scale: float
 ) -> Tensor:
     """Attend one request's chunk, the last tokens of its context, to the whole context.
 

@@ -14,11 +14,7 @@ class Evictor:
     """Makes room in a store, for a put or for a smaller budget. Used by the store's thread."""
 
     def __init__(
-        self,
-        index: Index,
-        slots: SlotAllocator,
-        clock: Clock,
-        failpoint: Callable[[str], None],
+        self, index: Index, slots: SlotAllocator, clock: Clock, failpoint: Callable[[str], None]
     ) -> None:
         self.num_evicted = 0
         self._index = index

@@ -16,12 +16,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes, run_to_end
-from tieredkv.storage.codec import (
-    Located,
-    check_record,
-    expiry_key,
-    slot_bytes_for,
-)
+from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.eviction import Evictor
 from tieredkv.storage.extents import SegmentFiles
@@ -408,6 +403,12 @@ class BlockStore:
         self._num_expired += num_expired
         return SweepResult(num_expired, erased_bytes)
 
+    def select(self, which: EvictFilter) -> list[bytes]:
+        """Name the blocks that `evict` would drop."""
+        with self._index.reading() as txn:
+            located, _ = select_blocks(txn, which, self._clock.now())
+        return [each.record.block_hash for each in located]
+
     def evict(self, which: EvictFilter) -> EvictResult:
         """Drop and erase what an operator chose; blocks of a chain go tail first."""
         return run_to_end(self.evicting(which))
@@ -434,12 +435,6 @@ class BlockStore:
         """List every chain, the last used first."""
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
-
-    def parents_in_chains(self, ids: tuple[str, ...]) -> dict[bytes, bytes]:
-        """Parent of each block that evicting these chains would take."""
-        with self._index.reading() as txn:
-            located, _ = select_blocks(txn, EvictFilter(ids=ids), self._clock.now())
-        return {each.record.block_hash: each.record.parent_hash for each in located}
 
     def verify(
         self,

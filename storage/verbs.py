@@ -82,11 +82,8 @@ class Verbs:
                 if wanted.dry_run:  # of the disk's blocks; the engine is not disturbed
                     self._evict(client, wanted, {})
                     return
-                if wanted.ids:  # an id names a block that may be on disk alone
-                    parents = self._store.parents_in_chains(wanted.ids)
-                    call = msgspec.structs.replace(
-                        call, args={**call.args, "parents_on_disk": parents}
-                    )
+                if wanted.ids:  # RAM may have a chain's head without the tail that its id names
+                    call.args["blocks"] = self._store.select(wanted)
                 self._ask(client, call, lambda client, engine: self._evict(client, wanted, engine))
             case "verify":
                 repair = call.args.get("repair") is not False

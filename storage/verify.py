@@ -6,14 +6,7 @@ from collections.abc import Callable
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.allocator import SlotAllocator
-from tieredkv.storage.codec import (
-    Extent,
-    Located,
-    expiry_key,
-    extent_key,
-    lru_key,
-    padded_bytes,
-)
+from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import Index, IndexTxn, Totals
 from tieredkv.storage.payloads import check_header, read_block

@@ -20,14 +20,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.client import (
-    Event,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    StoreClient,
-    WorkerUp,
-)
+from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, StoreClient, WorkerUp
 from tieredkv.storage.messages import LoadItem, StoreItem, TouchItem
 from tieredkv.storage.results import StoreStats
 from tieredkv.transfer import BlockTransfer
@@ -186,12 +179,7 @@ class FakeStore(StoreClient):
         page[:] = POISON if reason else list(payload)
         self._done.append(
             PageLoaded(
-                job.number,
-                block_hash,
-                item.page_id,
-                not reason,
-                reason,
-                None if reason else record,
+                job.number, block_hash, item.page_id, not reason, reason, None if reason else record
             )
         )
 
@@ -313,10 +301,7 @@ class Rig:
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
         """A request's chain, not queued yet."""
         return Prefix(
-            root=root_of(name),
-            namespace=b"ns",
-            hashes=chain_of(name, length),
-            retention=retention,
+            root=root_of(name), namespace=b"ns", hashes=chain_of(name, length), retention=retention
         )
 
     def turn(self, count: int = 1) -> None:

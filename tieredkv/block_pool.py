@@ -65,10 +65,7 @@ class BlockPool:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        *,
-        on_evict: Callable[[Block, BlockHash], None] = _ignore_eviction,
+        self, num_blocks: int, *, on_evict: Callable[[Block, BlockHash], None] = _ignore_eviction
     ) -> None:
         self._on_evict = on_evict
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]

@@ -233,11 +233,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a stopped store that holds the 12 blocks of `TEXT`; to be copied."""
     folder = tmp_path_factory.mktemp("made") / "kv"
     with LLM(
-        "tiny-random",
-        retention="24h",
-        disk_dir=folder,
-        device_size="2MiB",
-        host_size="2MiB",
+        "tiny-random", retention="24h", disk_dir=folder, device_size="2MiB", host_size="2MiB"
     ) as llm:
         llm.generate(TEXT, GREEDY)
     return folder

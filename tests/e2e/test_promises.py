@@ -295,7 +295,7 @@ def test_the_operator_sees_every_tier_and_evicts_a_chain_from_all_of_them(tmp_pa
         assert oldest["blocks"] == 62
         evicted = ask_store(store, "evict", oldest["id"], "-y")
         assert evicted["disk"]["evicted_blocks"] == 62
-        assert evicted["evicted_blocks"] > 62, "a copy counts where it lies, and the head is in RAM"
+        assert evicted["evicted_blocks"] > 62, "VRAM and host memory kept theirs"
         assert evicted["freed_bytes"] > 0
         assert sum(complete(server, prompt(2))[1].values()) == 992
         assert sum(complete(server, prompt(0))[1].values()) == 0

@@ -289,9 +289,7 @@ def test_sigterm_keeps_the_cache_for_the_next_server(tmp_path: Path) -> None:
         assert by_tier == {"device": 0, "host": 0, "disk": len(prompt) // 16 * 16}
 
 
-def test_a_dead_worker_is_replaced_and_a_dead_server_takes_its_engine_along(
-    tmp_path: Path,
-) -> None:
+def test_a_dead_worker_is_replaced_and_a_dead_server_takes_its_engine_along(tmp_path: Path) -> None:
     prompt = f"killed {TEXT}"
     with running(tmp_path) as server, server.client() as client:
         client.completions.create(**GREEDY, prompt=prompt)

@@ -282,11 +282,7 @@ def test_the_pool_is_sized_from_what_steps_take() -> None:
     peak_bytes = profile_peak_bytes(loaded, spec, max_num_batched_tokens=2048, max_num_seqs=64)
     assert peak_bytes > 64 * loaded.vocab_size * 4
     num_blocks = num_device_blocks(
-        loaded,
-        spec,
-        gpu_memory_utilization=0.5,
-        max_num_batched_tokens=2048,
-        max_num_seqs=64,
+        loaded, spec, gpu_memory_utilization=0.5, max_num_batched_tokens=2048, max_num_seqs=64
     )
     total = torch.cuda.mem_get_info()[1]
     assert 0.3 * total < num_blocks * spec.block_bytes < 0.5 * total

@@ -62,11 +62,7 @@ def test_an_id_out_of_range_copies_nothing(pair: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("blocks", "arena", "message"),
     [
-        (
-            torch.zeros(2, 5000, dtype=torch.uint8),
-            torch.zeros(2, 4096, dtype=torch.uint8),
-            "hold",
-        ),
+        (torch.zeros(2, 5000, dtype=torch.uint8), torch.zeros(2, 4096, dtype=torch.uint8), "hold"),
         (torch.zeros(2, 64), torch.zeros(2, 4096, dtype=torch.uint8), "uint8"),
         (
             torch.zeros(64, 4, dtype=torch.uint8).t(),

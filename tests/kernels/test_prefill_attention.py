@@ -172,10 +172,7 @@ def test_a_reference_request_does_not_depend_on_its_batch(make_case: MakeCase) -
 
 @pytest.mark.parametrize("step", [8, 16, 512])
 def test_the_dense_path_cuts_and_pads_without_a_trace(
-    make_case: MakeCase,
-    relative_error: RelativeError,
-    monkeypatch: pytest.MonkeyPatch,
-    step: int,
+    make_case: MakeCase, relative_error: RelativeError, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     monkeypatch.setattr(prefill_dense, "SHAPE_STEP", step)
     spans = [(8, 8), (16, 16), (5, 5), (8, 48), (7, 100), (17, 17 + 8 * 7), (1, 1), (33, 130)]

@@ -311,9 +311,7 @@ def test_a_start_waits_for_a_writer_that_is_just_going(harness: Harness) -> None
     assert Mailbox(second).store([make_record("a", 0)])[0].ok
 
 
-def test_a_worker_that_finds_another_writer_comes_back_when_that_one_goes(
-    harness: Harness,
-) -> None:
+def test_a_worker_that_finds_another_writer_comes_back_when_that_one_goes(harness: Harness) -> None:
     ours = harness.open(backoff_s=0.5, max_backoff_s=0.5)
     mail = Mailbox(ours)
     assert ours.pid is not None

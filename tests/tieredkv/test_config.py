@@ -445,18 +445,8 @@ def test_describe_shows_each_value_as_people_write_it_and_where_it_is_from(
         ("cache", "drain_timeout", "30s", "default"),
         ("server", "port", "9", "environment TIEREDKV_PORT"),
         ("server", "api_keys", "1 configured", "argument"),
-        (
-            "retention.in_memory",
-            "policy",
-            "idle 10m, absolute 1h, tiers device host",
-            "default",
-        ),
-        (
-            "retention.24h",
-            "policy",
-            "idle 2h, absolute 1d, tiers device host disk",
-            f"file {path}",
-        ),
+        ("retention.in_memory", "policy", "idle 10m, absolute 1h, tiers device host", "default"),
+        ("retention.24h", "policy", "idle 2h, absolute 1d, tiers device host disk", f"file {path}"),
     ):
         assert row in rows
     assert "secret" not in str(rows)

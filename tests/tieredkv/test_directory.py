@@ -6,12 +6,7 @@ import pytest
 
 from tieredkv.cache.directory import Directory, Entry
 from tieredkv.errors import IntegrityError
-from tieredkv.retention import (
-    IN_MEMORY,
-    TWENTY_FOUR_HOURS,
-    RetentionPolicies,
-    RetentionPolicy,
-)
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 NOW = 1_000_000.0
@@ -174,6 +169,7 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
     parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # 0-1-2 is shared by 3 and by 4-5
     for number in range(6):
         entry = make_entry(number)
+        entry.position = number
         if number in parents:
             entry.parent_hash = BlockHash(b"%032d" % parents[number])
         directory.add(entry)
@@ -187,15 +183,8 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
     assert chain(5) == {4, 5}
     assert chain(1) == {0, 1, 2, 3, 4, 5}
     assert directory.chains([]) == set()
-
-
-def test_a_chain_whose_tail_is_on_disk_alone_is_found_by_the_tails_id() -> None:
-    directory = make_directory()
-    directory.add(make_entry(0))
-    for number in (1, 2):  # 0-1 and 0-2; the disk alone has 3 and 4 behind 1
-        entry = make_entry(number)
-        entry.parent_hash = BlockHash(b"%032d" % 0)
-        directory.add(entry)
-    on_disk = {b"%032d" % 4: b"%032d" % 3, b"%032d" % 3: b"%032d" % 1}
-    found = directory.chains([(b"%032d" % 4).hex()], on_disk)
-    assert {int(block_hash) for block_hash in found} == {1, 3, 4}
+    head = [BlockHash(b"%032d" % number) for number in (0, 1, 2)]
+    assert directory.chains(["ff"], head) == set(), "shared by two chains"
+    for number in (3, 4, 5):
+        directory.forget(BlockHash(b"%032d" % number))
+    assert directory.chains(["ff"], head) == set(head)

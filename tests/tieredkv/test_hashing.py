@@ -13,13 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tieredkv.errors import RequestError
-from tieredkv.hashing import (
-    Extra,
-    block_hash,
-    chain_hashes,
-    model_root,
-    namespace_digest,
-)
+from tieredkv.hashing import Extra, block_hash, chain_hashes, model_root, namespace_digest
 from tieredkv.types import BlockHash, HashAlgo
 
 ALGOS: list[HashAlgo] = ["sha256", "xxh3_128"]
@@ -220,9 +214,7 @@ def test_text_cannot_move_from_one_field_of_a_root_to_the_next(text: str) -> Non
 @pytest.mark.parametrize("algo", ALGOS)
 @given(namespaces, namespaces)
 def test_two_namespaces_are_equal_only_if_tenant_salt_and_key_are(
-    algo: HashAlgo,
-    a: tuple[str, str | None, str | None],
-    b: tuple[str, str | None, str | None],
+    algo: HashAlgo, a: tuple[str, str | None, str | None], b: tuple[str, str | None, str | None]
 ) -> None:
     assert (namespace_digest(*a, algo=algo) == namespace_digest(*b, algo=algo)) == (a == b)
 
@@ -264,9 +256,7 @@ def test_a_salt_narrows_its_tenant_and_reaches_no_other() -> None:
     b=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4), extras),
 )
 def test_two_blocks_are_equal_only_if_parent_tokens_and_extra_are(
-    algo: HashAlgo,
-    a: tuple[bytes, list[int], list[Extra]],
-    b: tuple[bytes, list[int], list[Extra]],
+    algo: HashAlgo, a: tuple[bytes, list[int], list[Extra]], b: tuple[bytes, list[int], list[Extra]]
 ) -> None:
     hashes = [
         block_hash(BlockHash(parent), tokens, extra, algo=algo) for parent, tokens, extra in (a, b)

@@ -106,7 +106,9 @@ class Measured(msgspec.Struct, kw_only=True):
 
     samples: dict[str, dict[int, list[Sample]]] = {}
     stored: dict[int, list[Stored]] = {}
-    info: dict[str, object] = {}
+    model: str = ""
+    dtype: str = ""
+    block_size: int = 0
     token_bytes: int = 0
 
 
@@ -169,8 +171,11 @@ def measure(spec: TTFTSpec, progress: Progress) -> Measured:
     measured = Measured()
     with LLM(model, retention="24h", progress=progress, **settings) as llm:
         bench = _Bench(llm, spec)
-        measured.info = msgspec.to_builtins(llm.core.info)
-        measured.token_bytes = llm.core.kv_spec.token_bytes
+        spec_of_kv = llm.core.kv_spec
+        measured.model = llm.core.info.model
+        measured.dtype = spec_of_kv.dtype
+        measured.block_size = spec_of_kv.block_size
+        measured.token_bytes = spec_of_kv.token_bytes
         _warm_up(bench)
         total, done = len(spec.prefix_tokens) * spec.repeats, 0
         for length in spec.prefix_tokens:
@@ -337,9 +342,9 @@ def _report(
         "hardware": raw.hardware(),
         "commit": commit,
         "command": command,
-        "model": measured.info["model"],
-        "dtype": measured.info["dtype"],
-        "block_size": measured.info["block_size"],
+        "model": measured.model,
+        "dtype": measured.dtype,
+        "block_size": measured.block_size,
         "restore": spec.settings.get("restore", "load"),
         "raw": limits,
         "rows": rows,

@@ -5,7 +5,7 @@ Called by the engine's thread only.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError
@@ -167,7 +167,7 @@ class Directory:
         )
 
     def chains(
-        self, id_prefixes: Sequence[str], parents_on_disk: Mapping[bytes, bytes] | None = None
+        self, id_prefixes: Sequence[str], blocks: Collection[BlockHash] = ()
     ) -> set[BlockHash]:
         """Return the blocks of chains: those that end in, or go on from, a block of such an id.
 
@@ -175,26 +175,25 @@ class Directory:
 
         Args:
             id_prefixes: beginnings of block hashes, in hex.
-            parents_on_disk: parent of each block that the disk has of these chains; their tails
-                may be there alone.
+            blocks: further blocks of these chains, whose tails may be on disk only.
         """
-        parents = {BlockHash(h): BlockHash(parent) for h, parent in (parents_on_disk or {}).items()}
-        parents |= {entry.block_hash: entry.parent_hash for entry in self._entries.values()}
-        children: dict[BlockHash, list[BlockHash]] = {}
-        for block_hash, parent in parents.items():
-            children.setdefault(parent, []).append(block_hash)
-        named = [h for h in parents if h.hex().startswith(tuple(id_prefixes))]
-        found: set[BlockHash] = set()
-        below = list(named)
-        while below:
-            block_hash = below.pop()
-            found.add(block_hash)
-            below.extend(children.get(block_hash, ()))
-        for block_hash in named:
-            above = parents[block_hash]
-            while above in parents and found.issuperset(children[above]):
-                found.add(above)
-                above = parents[above]
+        children: dict[BlockHash, list[Entry]] = {}
+        for entry in self._entries.values():
+            children.setdefault(entry.parent_hash, []).append(entry)
+        prefixes = tuple(id_prefixes)
+        found = {block_hash for block_hash in blocks if block_hash in self._entries}
+        below = [e for e in self._entries.values() if e.block_hash.hex().startswith(prefixes)]
+        for entry in below:  # grows while it is walked
+            found.add(entry.block_hash)
+            below.extend(children.get(entry.block_hash, ()))
+        for block_hash in list(found):
+            above = self._entries.get(self._entries[block_hash].parent_hash)
+            while above is not None:
+                found.add(above.block_hash)
+                above = self._entries.get(above.parent_hash)
+        for block_hash in sorted(found, key=lambda block: -self._entries[block].position):
+            if any(child.block_hash not in found for child in children.get(block_hash, ())):
+                found.discard(block_hash)
         return found
 
     def due(self, now: float) -> list[Entry]:
