@@ -59,7 +59,10 @@ class Settings:
 
     block_size: int = _setting("cache", 16, "tokens a block, a power of two from 16 to 256")
     device_size: int | None = _setting(
-        "cache", None, "KV cache in VRAM; from gpu_memory_utilization if not set", unit="bytes"
+        "cache",
+        None,
+        "KV cache in VRAM; if not set, from gpu_memory_utilization, or 256 MiB without a GPU",
+        unit="bytes",
     )
     gpu_memory_utilization: float = _setting(
         "cache", 0.9, "share of VRAM that weights, activations and KV cache may take together"
@@ -73,7 +76,7 @@ class Settings:
         "cache", "on_evict", "write to disk on eviction from host memory, or soon after computing"
     )
     disk_sync: DiskSync = _setting(
-        "cache", "commit", "fdatasync the index at each group commit, or leave it to the system"
+        "cache", "commit", "flush payload and index at each group commit, or leave it to the system"
     )
     hash_algo: HashAlgo = _setting(
         "cache", "sha256", "sha256, or xxh3_128 for a single trusted tenant"
@@ -83,7 +86,9 @@ class Settings:
     )
     default_retention: str = _setting("cache", "in_memory", "retention of requests that name none")
     restore: Restore = _setting(
-        "cache", "auto", "load cached blocks, compute them, or whichever is faster"
+        "cache",
+        "auto",
+        "load cached blocks or compute them; auto loads, until it can tell which is faster",
     )
     load_timeout: float = _setting(
         "cache", 30.0, "a block that takes longer to load is computed", unit="seconds"

@@ -65,7 +65,8 @@ def payload_pieces(folder: Path) -> list[bytes]:
         slot_bytes = int(path.stem.partition("-")[2])
         data = path.read_bytes()
         for start in range(0, len(data), slot_bytes):
-            piece = data[start + slot_bytes // 2 :][:64]
+            middle = start + slot_bytes // 2
+            piece = data[middle : middle + 64]
             if any(piece):
                 pieces.append(piece)
     return pieces
