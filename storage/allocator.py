@@ -89,7 +89,12 @@ class SlotAllocator:
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
-        """Drop a block's entry; its slot is dirty from then on."""
+        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot."""
+        segment, slot = located.extent
+        state = self.segments.get(segment)
+        if state is None or slot >= state.num_used or located.slot_bytes != state.slot_bytes:
+            txn.remove_damaged(located.record.block_hash)
+            return
         txn.remove(located)
         self.add_dirty(located.extent)
 
