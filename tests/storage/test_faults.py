@@ -395,3 +395,26 @@ def test_a_disk_that_cannot_be_read_for_a_moment_costs_a_miss_and_no_block(tmp_p
             assert load(store, record) == payload_of(record)
         store.check()
         assert store.verify().bad == 0
+
+
+def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> None:
+    filled = Filled(tmp_path / "store")
+    with open_store(filled.path) as store:
+        store.delete([OTHER], "request")
+        store.sweep()
+    filled.file_of(FIRST).unlink()
+    with open_store(filled.path) as store:
+        store.check()  # a free slot was lost with its file
+        assert load(store, SMALL[1]) == "missing_segment"
+        store.sweep()
+        store.check()
+        assert put(store, *SMALL[:2]) == [True, True]
+        assert load(store, SMALL[1]) == payload_of(SMALL[1])
+        assert load(store, SMALL[2]) == "missing_segment"
+        store.verify()
+        store.sweep()
+        store.check()
+        assert store.verify().bad == 0
+    with open_store(filled.path) as store:
+        assert load(store, SMALL[1]) == payload_of(SMALL[1])
+        assert len(segment_files(filled.path)) == 2
