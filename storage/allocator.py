@@ -89,7 +89,12 @@ class SlotAllocator:
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
-        """Drop a block's entry; its slot is dirty from then on."""
+        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot."""
+        segment, slot = located.extent
+        state = self.segments.get(segment)
+        if state is None or slot >= state.num_used or located.slot_bytes != state.slot_bytes:
+            txn.remove_damaged(located.record.block_hash)
+            return
         txn.remove(located)
         self.add_dirty(located.extent)
 
@@ -196,7 +201,8 @@ class SlotAllocator:
     def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
-        for extent in list(islice(txn.free(slot_bytes), count)):
+        free = (extent for extent in txn.free(slot_bytes) if extent.segment in self._files)
+        for extent in list(islice(free, count)):
             if self._files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
@@ -284,7 +290,7 @@ class SlotAllocator:
             with self._index.writing() as txn:
                 for slot_bytes, extent in erased:
                     txn.drop_pending(extent)
-                    if extent.segment in self._files:
+                    if extent.segment in self.segments:
                         txn.add_free(slot_bytes, extent)
             self._failpoint("erase:committed")
             for slot_bytes, extent in erased:

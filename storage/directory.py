@@ -164,18 +164,22 @@ def _read_marker(path: str) -> int | None:
     """The format version of the store; None where no marker stands."""
     marker = os.path.join(path, MARKER)
     try:
-        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            info, text = os.fstat(fd), os.read(fd, 4096)
+        finally:
+            os.close(fd)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise StorageError(f"`{marker}` cannot be read: {error.strerror}") from error
-    with os.fdopen(fd, "rb") as file:
-        _check_owner(marker, os.fstat(file.fileno()))
-        text = file.read(4096)
+    _check_owner(marker, info)
     try:
         content = json.loads(text)
-        name, version = content["format"], int(content["version"])
-    except (ValueError, KeyError, TypeError) as error:
+        name, version = content["format"], content["version"]
+        if type(version) is not int:
+            raise TypeError(f"version {version!r} is no integer")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StorageError(
             f"`{marker}` is damaged, so the store's version is unknown; "
             "restore that file or remove the folder"

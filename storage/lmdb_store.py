@@ -22,7 +22,7 @@ from tieredkv.storage.eviction import Evictor
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.listing import list_chains, select_blocks
-from tieredkv.storage.payloads import read_block, write_block
+from tieredkv.storage.payloads import read_block, read_owner, write_block
 from tieredkv.storage.results import (
     ChainInfo,
     EvictFilter,
@@ -235,8 +235,7 @@ class BlockStore:
             self._count_fault("io_error", str(error))
             return "io_error"
         self._count_fault(error.reason, str(error))
-        with self._slots.changing() as txn:
-            self._slots.remove(txn, current)
+        self._drop_bad(current)
         return error.reason
 
     # --- storing ------------------------------------------------------------------------------
@@ -564,9 +563,19 @@ class BlockStore:
         if not block_hash:
             self._rebuild()
             return
+        if located is None:
+            self._drop_damaged([block_hash])
+        else:
+            self._drop_bad(located)
+
+    def _drop_bad(self, located: Located) -> None:
+        """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""
+        block_hash = located.record.block_hash
+        owner = read_owner(self._files, located.extent)
         with self._slots.changing() as txn:
-            if located is None:
-                self._get(txn, block_hash)
+            other = None if owner in (None, block_hash) else self._get(txn, owner)
+            if other is not None and other.extent == located.extent:
+                txn.remove_damaged(block_hash)
             else:
                 self._slots.remove(txn, located)
 

@@ -6,6 +6,7 @@ from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.codec import (
     CODEC_RAW,
     HEADER_BYTES,
+    Extent,
     Located,
     decode_header,
     encode_header_into,
@@ -42,6 +43,17 @@ def check_header(files: SegmentFiles, located: Located) -> None:
         raise _corrupt(located, "truncated", "its slot is not there")
     if not is_header_of(decode_header(header), located):
         raise _corrupt(located, "header", "the slot header is another one's or damaged")
+
+
+def read_owner(files: SegmentFiles, extent: Extent) -> bytes | None:
+    """Name the block that a slot's header says lies there; None where nothing sound stands."""
+    header = aligned_buffer(HEADER_BYTES)
+    try:
+        files.read(extent, 0, header, HEADER_BYTES, HEADER_BYTES)
+    except OSError:
+        return None
+    found = decode_header(header)
+    return found.record.block_hash if found and found.extent == extent else None
 
 
 def write_block(files: SegmentFiles, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:

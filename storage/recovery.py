@@ -113,11 +113,6 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
         return
     with index.writing() as txn:
         txn.put_segment(segment, state._replace(num_slots=max(num_slots, state.num_used)))
-        if segment not in files:
-            for extent in list(txn.free(state.slot_bytes, segment)):
-                if extent.segment == segment:
-                    txn.drop_free(state.slot_bytes, extent)
-                    txn.add_pending(extent)
 
 
 def _adopt_slots(index: Index, files: SegmentFiles, now: float) -> None:

@@ -1,0 +1,308 @@
+"""What the store refuses to open, what it says, and who may read what it writes."""
+
+import json
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.storage.blocks import load, make_record, open_store, payload_of, put
+from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
+from tieredkv.storage.directory import Writer, is_store, live_writer
+
+RECORD = make_record()
+
+
+def tree(path: Path) -> dict[str, tuple[int, int, bytes | str]]:
+    """Everything that lies in a folder: mode, time of the last change, content."""
+    found = {}
+    for each in sorted([path, *path.rglob("*")]):
+        info = each.lstat()
+        content: bytes | str = b""
+        if each.is_symlink():
+            content = os.readlink(each)
+        elif each.is_file():
+            content = each.read_bytes()
+        found[str(each)] = (info.st_mode, info.st_mtime_ns, content)
+    return found
+
+
+def refusal(path: Path, kind: type[StorageError] = StorageError, *, create: bool = True) -> str:
+    """Open what must be refused, see that nothing has changed, and answer the message."""
+    before = tree(path.parent)
+    with pytest.raises(StorageError) as error:
+        open_store(path, create=create)
+    assert type(error.value) is kind
+    assert tree(path.parent) == before
+    assert str(path) in str(error.value)
+    return str(error.value)
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A closed store with one block."""
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        assert put(store, RECORD) == [True]
+    return path
+
+
+# --- refusals ---------------------------------------------------------------------------------
+
+
+def test_a_folder_with_strangers_in_it_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "photos"
+    path.mkdir(mode=0o700)
+    (path / "holiday.jpg").write_bytes(b"irreplaceable")
+    message = refusal(path)
+    assert "holiday.jpg" in message and "choose an empty folder" in message
+
+
+def test_a_folder_that_lost_its_marker_is_refused(stored: Path) -> None:
+    (stored / "format.json").unlink()
+    assert "holds no tieredkv store" in refusal(stored)
+
+
+@pytest.mark.parametrize("version", [0, 2, 999])
+def test_another_format_version_is_left_untouched_byte_for_byte(stored: Path, version: int) -> None:
+    marker = {"format": "tieredkv-store", "version": version, "more": "of a later version"}
+    (stored / "format.json").write_text(json.dumps(marker))
+    (stored / "index" / "future.db").write_bytes(b"?")
+    message = refusal(stored, FormatVersionError)
+    assert f"version {version}" in message and "left untouched" in message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"",
+        b"{",
+        b"\0" * 64,
+        b"\xff\xfe",
+        b"[]",
+        b"1",
+        b"null",
+        b"{}",
+        b'{"format": "tieredkv-store"}',
+        b'{"format": "tieredkv-store", "version": null}',
+        b'{"format": "tieredkv-store", "version": "one"}',
+        b'{"format": "tieredkv-store", "version": 1e999}',
+        b'{"format": "tieredkv-store", "version": 1.5}',
+        b'{"format": "tieredkv-store", "version": true}',
+        b"[" * 4096,
+    ],
+)
+def test_a_damaged_marker_is_refused_with_a_way_out(stored: Path, text: bytes) -> None:
+    (stored / "format.json").write_bytes(text)
+    message = refusal(stored)
+    assert "damaged" in message and "restore that file or remove the folder" in message
+
+
+def test_the_marker_of_another_program_is_refused(stored: Path) -> None:
+    (stored / "format.json").write_text('{"format": "photos", "version": 1}')
+    assert "belongs to `photos`" in refusal(stored)
+
+
+@pytest.mark.parametrize("name", ["", "format.json", "lock", "index", "segments", "index/data.mdb"])
+@pytest.mark.parametrize("mode", [0o777, 0o720, 0o702])
+def test_what_others_can_write_to_is_refused(stored: Path, name: str, mode: int) -> None:
+    part = stored / name if name else stored
+    part.chmod(mode)
+    assert f"chmod go-w {part}" in refusal(stored)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+@pytest.mark.parametrize("name", ["", "format.json", "lock", "index", "segments"])
+def test_what_belongs_to_another_user_is_refused(stored: Path, name: str) -> None:
+    part = stored / name if name else stored
+    os.chown(part, 12345, 12345)
+    assert "belongs to uid 12345" in refusal(stored)
+
+
+@pytest.mark.parametrize("name", ["", "format.json", "lock", "index", "segments", "index/data.mdb"])
+def test_a_link_in_the_way_is_refused_and_not_followed(
+    stored: Path, tmp_path: Path, name: str
+) -> None:
+    part = stored / name if name else stored
+    elsewhere = tmp_path / "elsewhere"
+    part.rename(elsewhere)
+    part.symlink_to(elsewhere)
+    refusal(stored)
+
+
+def test_a_link_that_points_nowhere_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "store").symlink_to(tmp_path / "nothing")
+    assert "symbolic link" in refusal(tmp_path / "store")
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_a_link_among_the_segments_is_refused(stored: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    (segment,) = (stored / "segments").iterdir()
+    segment.unlink()
+    segment.symlink_to(victim)
+    with pytest.raises(StorageError):
+        open_store(stored)
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_stranger_among_the_segments_is_refused_and_kept(stored: Path) -> None:
+    stranger = stored / "segments" / "notes.txt"
+    stranger.write_text("mine")
+    with pytest.raises(StorageError, match=r"notes\.txt"):
+        open_store(stored)
+    assert stranger.read_text() == "mine"
+
+
+def _make_file(path: Path) -> None:
+    path.touch(0o600)
+
+
+@pytest.mark.parametrize("make", [_make_file, os.mkfifo], ids=["file", "fifo"])
+def test_what_is_no_folder_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "store")
+    assert "not a folder" in refusal(tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["format.json", "lock", "index/data.mdb"])
+def test_a_folder_or_a_fifo_in_the_place_of_a_file_is_refused(stored: Path, name: str) -> None:
+    part = stored / name
+    part.unlink()
+    os.mkfifo(part, 0o600)
+    refusal_of_a_special_file(stored)
+    part.unlink()
+    part.mkdir(0o700)
+    refusal(stored)
+
+
+def refusal_of_a_special_file(path: Path) -> None:
+    """A FIFO must not be opened for reading: that would wait for a writer for ever."""
+    program = f"""
+import signal
+signal.alarm(5)
+from tests.storage.blocks import open_store
+from tieredkv.errors import StorageError
+from pathlib import Path
+try:
+    open_store(Path({str(path)!r}))
+except StorageError:
+    raise SystemExit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True)
+    assert done.returncode == 7, done.stderr.decode()
+
+
+def test_a_store_that_is_not_there_is_not_made_for_whoever_only_looks(tmp_path: Path) -> None:
+    assert "no store" in refusal(tmp_path / "store", create=False)
+    (tmp_path / "store").mkdir(mode=0o700)
+    assert "no store" in refusal(tmp_path / "store", create=False)
+
+
+def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refusal(tmp_path / "file" / "store")
+
+
+# --- one writer -------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_told_the_pid_of_the_first(stored: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from tests.storage.blocks import open_store\n"
+        f"store = open_store(Path({str(stored)!r}), socket_path='/run/one.sock')\n"
+        "print('open', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as first:
+        assert first.stdout is not None and first.stdout.readline() == b"open\n"
+        assert live_writer(str(stored)) == Writer(first.pid, "/run/one.sock")
+        assert f"process {first.pid}" in refusal(stored, StoreBusyError)
+        first.kill()
+    assert live_writer(str(stored)) is None
+    with open_store(stored) as store:
+        assert load(store, RECORD) == payload_of(RECORD)
+
+
+def test_a_refused_store_is_not_left_locked(stored: Path) -> None:
+    (stored / "segments" / "notes.txt").touch()
+    for _ in range(2):
+        with pytest.raises(StorageError, match=r"notes\.txt"):
+            open_store(stored)
+    assert live_writer(str(stored)) is None
+    (stored / "segments" / "notes.txt").unlink()
+    with open_store(stored) as store:
+        assert live_writer(str(stored)) == Writer(os.getpid(), None)
+        assert load(store, RECORD) == payload_of(RECORD)
+
+
+def test_looking_for_a_writer_changes_nothing_and_finds_none_where_no_store_is(
+    stored: Path, tmp_path: Path
+) -> None:
+    before = tree(tmp_path)
+    assert is_store(str(stored)) and not is_store(str(tmp_path))
+    assert live_writer(str(stored)) is None
+    assert live_writer(str(tmp_path / "nothing")) is None
+    assert tree(tmp_path) == before
+
+
+# --- what is written --------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077, 0o777], ids=oct)
+def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
+    """The umask that whoever starts the process happens to have; needs `tmp_path` made before."""
+    before = os.umask(request.param)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_only_the_owner_can_read_it_whatever_the_umask(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        assert put(store, RECORD, make_record("large", size_bytes=20_480)) == [True, True]
+        modes_while_open = _modes(path)
+    with open_store(path, budget_bytes=1 << 20) as store:
+        assert load(store, RECORD) == payload_of(RECORD)
+    assert len(modes_while_open) == 9
+    for modes in (modes_while_open, _modes(path)):
+        for name, (is_folder, mode) in modes.items():
+            assert mode == (0o700 if is_folder else 0o600), name
+
+
+def _modes(path: Path) -> dict[str, tuple[bool, int]]:
+    return {
+        str(each): (each.is_dir(), stat.S_IMODE(each.lstat().st_mode))
+        for each in [path, *path.rglob("*")]
+    }
+
+
+def test_a_folder_that_others_may_read_is_closed_to_them(stored: Path) -> None:
+    for each in [stored, *stored.rglob("*")]:
+        each.chmod(0o755 if each.is_dir() else 0o644)
+    with open_store(stored) as store:
+        assert load(store, RECORD) == payload_of(RECORD)
+    modes = _modes(stored)
+    modes.pop(str(stored / "format.json"))  # says nothing of what is stored
+    assert all(mode == (0o700 if is_folder else 0o600) for is_folder, mode in modes.values())
+
+
+@pytest.mark.parametrize("left", [["format.json.tmp"], ["lock"], ["format.json.tmp", "lock"]])
+def test_a_store_whose_making_was_cut_short_is_made(tmp_path: Path, left: list[str]) -> None:
+    path = tmp_path / "store"
+    path.mkdir(mode=0o700)
+    for name in left:
+        (path / name).touch(0o600)
+    with open_store(path) as store:
+        assert put(store, RECORD) == [True]
+    assert json.loads((path / "format.json").read_text()) == {
+        "format": "tieredkv-store",
+        "version": 1,
+    }
+    assert not (path / "format.json.tmp").exists()

@@ -1,0 +1,420 @@
+"""Damage of every kind, done to a closed store: found, dropped, counted; nothing else is lost."""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lmdb
+import pytest
+
+from tests.storage.blocks import (
+    change_bytes,
+    digest,
+    flip,
+    load,
+    make_record,
+    open_store,
+    payload_of,
+    put,
+    segment_files,
+)
+from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, decode_record, encode_record
+from tieredkv.types import BlockRecord
+
+SMALL = [make_record("small", position) for position in range(6)]
+LARGE = [make_record("large", position, size_bytes=20_480) for position in range(6)]
+RECORDS = SMALL + LARGE
+HASHES = [record.block_hash for record in RECORDS]
+
+
+class Victim(NamedTuple):
+    """A block that the damage hit: why it does not load, and what `verify` calls it.
+
+    A load that only misses, because there is no sound record any more, has no answer of its own.
+    """
+
+    block_hash: bytes
+    on_load: str | None
+    on_verify: str
+
+
+class Filled:
+    """A closed store with two chains in two segments, and where its blocks lie."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with open_store(path) as store:
+            for records in (SMALL[:1], SMALL[1:], LARGE):  # in two steps: slots stay unused
+                assert all(put(store, *records))
+            self.located = {key: self._must(store.locate(key)) for key in HASHES}
+        assert len(segment_files(path)) == 2
+
+    @staticmethod
+    def _must(located: Located | None) -> Located:
+        assert located is not None
+        return located
+
+    def file_of(self, block_hash: bytes) -> Path:
+        located = self.located[block_hash]
+        name = f"{located.extent.segment:08d}-{located.slot_bytes}.seg"
+        return self.path / "segments" / name
+
+    def offset_of(self, block_hash: bytes) -> int:
+        located = self.located[block_hash]
+        return located.extent.slot * located.slot_bytes
+
+    def in_file_of(self, block_hash: bytes) -> list[bytes]:
+        return [key for key in HASHES if self.file_of(key) == self.file_of(block_hash)]
+
+    def entry(self, block_hash: bytes) -> bytes:
+        """An index record, through plain LMDB."""
+        with plain_index(self.path, "blocks") as (txn, blocks):
+            return bytes(txn.get(block_hash, db=blocks) or b"")
+
+    def put_entry(self, block_hash: bytes, data: bytes) -> None:
+        with plain_index(self.path, "blocks") as (txn, blocks):
+            txn.put(block_hash, data, db=blocks)
+
+    def rewrite(self, block_hash: bytes, **changes: Any) -> None:
+        """Seal a changed record again: no checksum tells that it is wrong."""
+        located = decode_record(block_hash, self.entry(block_hash))
+        self.put_entry(block_hash, encode_record(located._replace(**changes)))
+
+
+@contextmanager
+def plain_index(path: Path, name: str) -> Iterator[tuple[lmdb.Transaction, Any]]:
+    with lmdb.open(str(path / "index"), max_dbs=9, map_size=64 << 30) as env:
+        database = env.open_db(name.encode(), create=False)
+        with env.begin(write=True) as txn:
+            yield txn, database
+
+
+# --- the damage -------------------------------------------------------------------------------
+
+FIRST, OTHER = SMALL[1].block_hash, SMALL[4].block_hash
+
+
+def first_bit_of_a_payload(store: Filled) -> list[Victim]:
+    change_bytes(store.file_of(FIRST), store.offset_of(FIRST) + HEADER_BYTES, flip)
+    return [Victim(FIRST, "checksum", "checksum")]
+
+
+def last_bit_of_a_payload(store: Filled) -> list[Victim]:
+    size = store.located[FIRST].payload_bytes
+    change_bytes(store.file_of(FIRST), store.offset_of(FIRST) + HEADER_BYTES + size - 1, flip)
+    return [Victim(FIRST, "checksum", "checksum")]
+
+
+def a_bit_of_a_slot_header(store: Filled) -> list[Victim]:
+    change_bytes(store.file_of(FIRST), store.offset_of(FIRST) + 100, flip)
+    return [Victim(FIRST, "", "header")]
+
+
+def a_zeroed_slot(store: Filled) -> list[Victim]:
+    size = store.located[FIRST].slot_bytes
+    change_bytes(store.file_of(FIRST), store.offset_of(FIRST), lambda old: bytes(len(old)), size)
+    return [Victim(FIRST, "checksum", "header")]
+
+
+def a_bit_of_an_index_record(store: Filled) -> list[Victim]:
+    data = store.entry(FIRST)
+    store.put_entry(FIRST, data[:40] + flip(data[40:41]) + data[41:])
+    return [Victim(FIRST, None, "record")]
+
+
+def an_index_record_cut_off(store: Filled) -> list[Victim]:
+    store.put_entry(FIRST, store.entry(FIRST)[:50])
+    return [Victim(FIRST, None, "record")]
+
+
+def an_empty_index_record(store: Filled) -> list[Victim]:
+    store.put_entry(FIRST, b"")
+    return [Victim(FIRST, None, "record")]
+
+
+def a_record_copied_over_another(store: Filled) -> list[Victim]:
+    store.put_entry(OTHER, store.entry(FIRST))
+    return [Victim(OTHER, None, "record")]
+
+
+def a_record_copied_under_a_new_key(store: Filled) -> list[Victim]:
+    store.put_entry(digest("new"), store.entry(FIRST))
+    return [Victim(digest("new"), None, "record")]
+
+
+def a_truncated_segment(store: Filled) -> list[Victim]:
+    cut = store.offset_of(OTHER) + HEADER_BYTES + 4096
+    os.truncate(store.file_of(OTHER), cut)
+    lost = [key for key in store.in_file_of(OTHER) if store.offset_of(key) > cut]
+    return [Victim(key, "truncated", "truncated") for key in [OTHER, *lost]]
+
+
+def an_emptied_segment(store: Filled) -> list[Victim]:
+    os.truncate(store.file_of(FIRST), 0)
+    return [Victim(key, "truncated", "truncated") for key in store.in_file_of(FIRST)]
+
+
+def a_missing_segment(store: Filled) -> list[Victim]:
+    store.file_of(FIRST).unlink()
+    return [Victim(k, "missing_segment", "missing_segment") for k in store.in_file_of(FIRST)]
+
+
+def all_segments_missing(store: Filled) -> list[Victim]:
+    for file in segment_files(store.path):
+        file.unlink()
+    return [Victim(key, "missing_segment", "missing_segment") for key in HASHES]
+
+
+def two_payloads_swapped(store: Filled) -> list[Victim]:
+    _swap(store, HEADER_BYTES)
+    return [Victim(key, "checksum", "checksum") for key in (FIRST, OTHER)]
+
+
+def two_slots_swapped(store: Filled) -> list[Victim]:
+    _swap(store, 0)
+    return [Victim(key, "checksum", "header") for key in (FIRST, OTHER)]
+
+
+def _swap(store: Filled, skip: int) -> None:
+    size = store.located[FIRST].slot_bytes - skip
+    file, places = store.file_of(FIRST), [store.offset_of(key) + skip for key in (FIRST, OTHER)]
+    data = file.read_bytes()
+    with file.open("r+b") as target:
+        for at, source in zip(places, reversed(places), strict=True):
+            target.seek(at)
+            target.write(data[source : source + size])
+
+
+def an_entry_in_an_unknown_segment(store: Filled) -> list[Victim]:
+    store.rewrite(FIRST, extent=Extent(999, 0))
+    return [Victim(FIRST, "missing_segment", "missing_segment")]
+
+
+def an_entry_past_the_end_of_its_segment(store: Filled) -> list[Victim]:
+    segment = store.located[FIRST].extent.segment
+    store.rewrite(FIRST, extent=Extent(segment, 4_000_000_000))
+    return [Victim(FIRST, "truncated", "truncated")]
+
+
+def an_entry_in_a_slot_never_used(store: Filled) -> list[Victim]:
+    unused = Extent(store.located[FIRST].extent.segment, len(SMALL))
+    store.rewrite(FIRST, extent=unused)
+    return [Victim(FIRST, "checksum", "header")]
+
+
+def an_entry_that_claims_the_slot_of_another(store: Filled) -> list[Victim]:
+    store.rewrite(FIRST, extent=store.located[OTHER].extent)
+    return [Victim(FIRST, "checksum", "header")]
+
+
+def an_entry_in_a_segment_of_another_slot_size(store: Filled) -> list[Victim]:
+    segment = store.located[LARGE[0].block_hash].extent.segment
+    store.rewrite(FIRST, extent=Extent(segment, 2))
+    return [Victim(FIRST, "checksum", "header")]
+
+
+def an_unknown_codec(store: Filled) -> list[Victim]:
+    store.rewrite(FIRST, codec=7)
+    return [Victim(FIRST, "codec", "header")]
+
+
+def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
+    """Slots are used again meanwhile: the copy holds sound blocks, but not those of the index."""
+    file, copy = store.file_of(FIRST), store.path.parent / "copy"
+    with open_store(store.path) as opened:  # leaves two slots for whoever comes next
+        opened.delete([FIRST, OTHER], "request")
+        shutil.copyfile(file, copy)
+        again = [make_record("small", position, now=1_800_000_001.0) for position in (1, 4)]
+        assert all(put(opened, *again))
+        for record in again:
+            assert load(opened, record) == payload_of(record)
+    shutil.copyfile(copy, file)
+    return [Victim(key, "checksum", "header") for key in (FIRST, OTHER)]
+
+
+DAMAGE = [
+    first_bit_of_a_payload,
+    last_bit_of_a_payload,
+    a_bit_of_a_slot_header,
+    a_zeroed_slot,
+    a_bit_of_an_index_record,
+    an_index_record_cut_off,
+    an_empty_index_record,
+    a_record_copied_over_another,
+    a_record_copied_under_a_new_key,
+    a_truncated_segment,
+    an_emptied_segment,
+    a_missing_segment,
+    all_segments_missing,
+    two_payloads_swapped,
+    two_slots_swapped,
+    an_entry_in_an_unknown_segment,
+    an_entry_past_the_end_of_its_segment,
+    an_entry_in_a_slot_never_used,
+    an_entry_that_claims_the_slot_of_another,
+    an_entry_in_a_segment_of_another_slot_size,
+    an_unknown_codec,
+    an_older_copy_of_a_segment,
+]
+damages = pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+Damage = Callable[[Filled], list[Victim]]
+
+
+def record_of(block_hash: bytes) -> BlockRecord:
+    known = {record.block_hash: record for record in RECORDS}
+    return known.get(block_hash) or make_record("new", block_hash=block_hash)
+
+
+def survivors(victims: list[Victim]) -> list[BlockRecord]:
+    hit = {victim.block_hash for victim in victims}
+    return [record for record in RECORDS if record.block_hash not in hit]
+
+
+# --- what the store makes of it ---------------------------------------------------------------
+
+
+@damages
+def test_a_load_finds_it_drops_the_block_and_counts_it(tmp_path: Path, damage: Damage) -> None:
+    filled = Filled(tmp_path / "store")
+    victims = damage(filled)
+    broken = [victim for victim in victims if victim.on_load != ""]
+    with open_store(filled.path) as store:
+        for block_hash, on_load, _ in broken:
+            assert load(store, record_of(block_hash)) == on_load
+        for block_hash, _, _ in broken:
+            assert load(store, record_of(block_hash)) is None, "it is still there"
+        assert store.stats().faults == Counter(victim.on_load or "record" for victim in broken)
+        store.sweep()
+        store.check()
+        for record in survivors(victims):
+            assert load(store, record) == payload_of(record), "an undamaged block is lost"
+        assert store.stats().blocks == len(RECORDS) - sum(v.block_hash in HASHES for v in broken)
+
+
+@damages
+def test_the_place_is_used_again_and_the_store_stays_sound(tmp_path: Path, damage: Damage) -> None:
+    filled = Filled(tmp_path / "store")
+    victims = damage(filled)
+    with open_store(filled.path) as store:
+        for victim in victims:
+            load(store, record_of(victim.block_hash))
+        for round_ in range(2):  # into dirty slots, then into erased ones
+            fresh = [make_record(f"fresh {round_}", position) for position in range(4)]
+            assert all(put(store, *fresh, *RECORDS))
+            for record in [*fresh, *RECORDS]:
+                assert load(store, record) == payload_of(record)
+            store.delete([record.block_hash for record in fresh], "request")
+            store.sweep()
+            store.check()
+    with open_store(filled.path) as store:
+        for record in RECORDS:
+            assert load(store, record) == payload_of(record)
+        unseen = Counter(victim.on_verify for victim in victims if victim.on_load == "")
+        assert store.verify().by_reason == unseen
+        assert store.verify().bad == 0
+
+
+@damages
+def test_verify_finds_and_repairs_it_once(tmp_path: Path, damage: Damage) -> None:
+    filled = Filled(tmp_path / "store")
+    victims = damage(filled)
+    expected = Counter(victim.on_verify for victim in victims)
+    with open_store(filled.path) as store:
+        found = store.verify(repair=False)
+        assert Counter(found.by_reason) - Counter(index=1) == expected
+        assert found.repaired == 0
+        assert store.verify(repair=False) == found, "looking has changed it"
+        repaired = store.verify()
+        assert Counter(repaired.by_reason) - Counter(index=1) == expected
+        assert repaired.repaired == repaired.bad
+        store.check()
+        again = store.verify()
+        assert (again.bad, again.by_reason) == (0, {})
+        assert again.checked == len(survivors(victims))
+        store.sweep()
+        store.check()
+        for record in survivors(victims):
+            assert load(store, record) == payload_of(record), "an undamaged block is lost"
+    with open_store(filled.path) as store:
+        assert store.verify().bad == 0
+
+
+@pytest.mark.parametrize("name", ["expiry", "lru", "namespaces", "segments", "free", "pending"])
+def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) -> None:
+    filled = Filled(tmp_path / "store")
+    with open_store(filled.path) as store:  # so that something is free
+        store.delete([FIRST], "request")
+        store.sweep()
+    with plain_index(filled.path, name) as (txn, database):
+        txn.drop(database, delete=False)
+    with open_store(filled.path) as store:
+        is_lost = name == "segments"  # without their slot size no file can be read
+        store.verify()
+        store.check()
+        assert store.verify().bad == 0
+        for record in RECORDS:
+            is_there = record.block_hash != FIRST and not is_lost
+            assert load(store, record) == (payload_of(record) if is_there else None)
+
+
+@contextmanager
+def failing_reads(path: Path) -> Iterator[None]:
+    """Let the system answer EIO on the open segment files: `/proc/self/mem` does, at address 0."""
+    descriptors = []
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(FileNotFoundError):  # the descriptor that lists this folder
+            if link.readlink().parent == path / "segments":
+                descriptors.append(int(link.name))
+    segments = {fd: os.dup(fd) for fd in descriptors}
+    assert segments
+    broken = os.open("/proc/self/mem", os.O_RDONLY)
+    for fd in segments:
+        os.dup2(broken, fd, inheritable=False)
+    os.close(broken)
+    try:
+        yield
+    finally:
+        for fd, kept in segments.items():
+            os.dup2(kept, fd, inheritable=False)
+            os.close(kept)
+
+
+def test_a_disk_that_cannot_be_read_for_a_moment_costs_a_miss_and_no_block(tmp_path: Path) -> None:
+    path = Filled(tmp_path / "store").path
+    with open_store(path) as store:
+        with failing_reads(path):
+            assert [load(store, record) for record in SMALL] == ["io_error"] * len(SMALL)
+            result = store.verify()
+            assert (result.by_reason, result.repaired) == ({"io_error": len(RECORDS)}, 0)
+        assert store.stats().faults == {"io_error": len(SMALL)}
+        for record in RECORDS:
+            assert load(store, record) == payload_of(record)
+        store.check()
+        assert store.verify().bad == 0
+
+
+def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> None:
+    filled = Filled(tmp_path / "store")
+    with open_store(filled.path) as store:
+        store.delete([OTHER], "request")
+        store.sweep()
+    filled.file_of(FIRST).unlink()
+    with open_store(filled.path) as store:
+        store.check()  # a free slot was lost with its file
+        assert load(store, SMALL[1]) == "missing_segment"
+        store.sweep()
+        store.check()
+        assert put(store, *SMALL[:2]) == [True, True]
+        assert load(store, SMALL[1]) == payload_of(SMALL[1])
+        assert load(store, SMALL[2]) == "missing_segment"
+        store.verify()
+        store.sweep()
+        store.check()
+        assert store.verify().bad == 0
+    with open_store(filled.path) as store:
+        assert load(store, SMALL[1]) == payload_of(SMALL[1])
+        assert len(segment_files(filled.path)) == 2
