@@ -5,6 +5,7 @@ It knows layouts and checksums (docs/format.md draws them); it opens no file and
 
 import math
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from xxhash import xxh3_64_digest, xxh3_128_digest
@@ -95,30 +96,17 @@ def check_record(record: BlockRecord) -> None:
 
 def encode_record(located: Located) -> bytes:
     """Pack an index record; its seal covers the key as well."""
-    block, extent = located.record, located.extent
-    retention = block.retention.encode()
+    block = located.record
+    names = _names(block)
     body = _RECORD.pack(
         FORMAT_VERSION,
         located.codec,
-        len(block.parent_hash),
-        len(block.root),
-        len(block.namespace),
-        len(retention),
-        block.position,
-        block.size_bytes,
-        located.payload_bytes,
-        extent.segment,
-        extent.slot,
+        *map(len, names),
+        *_numbers(located),
         min(block.hits, _MAX_U32),
-        block.computed_at,
-        block.expires_at,
-        block.protect_until,
-        block.last_used,
+        *_times(block),
         located.payload_checksum,
-        block.parent_hash,
-        block.root,
-        block.namespace,
-        retention,
+        *names,
     )
     return body + xxh3_64_digest(block.block_hash + body)
 
@@ -132,60 +120,30 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     body = data[:-_SEAL_BYTES]
     if len(data) != RECORD_BYTES or xxh3_64_digest(block_hash + body) != data[-_SEAL_BYTES:]:
         raise _corrupt(block_hash, "record", "the index record fails its checksum")
-    (version, codec, parent_n, root_n, namespace_n, retention_n, *rest) = _RECORD.unpack(body)
+    version, codec, *fields = _RECORD.unpack(body)
     if version != FORMAT_VERSION:
         raise _corrupt(block_hash, "record", f"the index record has version {version}")
-    (position, size_bytes, payload_bytes, segment, slot, hits, *rest) = rest
-    (computed_at, expires_at, protect_until, last_used, checksum, *strings) = rest
-    parent, root, namespace, retention = strings
-    record = BlockRecord(
-        block_hash=block_hash,
-        parent_hash=parent[:parent_n],
-        root=root[:root_n],
-        namespace=namespace[:namespace_n],
-        position=position,
-        size_bytes=size_bytes,
-        retention=retention[:retention_n].decode(),
-        computed_at=computed_at,
-        expires_at=expires_at,
-        last_used=last_used,
-        protect_until=protect_until,
-        hits=hits,
-    )
-    return Located(record, Extent(segment, slot), payload_bytes, checksum, codec)
+    lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]
+    names = [name[:length] for name, length in zip(fields[15:], lengths, strict=True)]
+    return _located([block_hash, *names], numbers, times, fields[14], codec, hits)
 
 
 def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:
     """Write the slot header: enough to make the index record again without the index."""
-    block, extent = located.record, located.extent
-    retention = block.retention.encode()
+    block = located.record
+    names = (block.block_hash, *_names(block))
     buffer[:HEADER_BYTES] = bytes(HEADER_BYTES)
     _HEADER.pack_into(
         buffer,
         0,
         SLOT_MAGIC,
         FORMAT_VERSION,
-        len(block.block_hash),
-        len(block.parent_hash),
-        len(block.root),
-        len(block.namespace),
-        len(retention),
+        *map(len, names),
         located.codec,
-        block.position,
-        block.size_bytes,
-        located.payload_bytes,
-        extent.segment,
-        extent.slot,
-        block.computed_at,
-        block.expires_at,
-        block.protect_until,
-        block.last_used,
+        *_numbers(located),
+        *_times(block),
         located.payload_checksum,
-        block.block_hash,
-        block.parent_hash,
-        block.root,
-        block.namespace,
-        retention,
+        *names,
     )
     buffer[_HEADER_SEAL_AT:HEADER_BYTES] = xxh3_128_digest(buffer[:_HEADER_SEAL_AT])
 
@@ -197,25 +155,52 @@ def decode_header(header: bytes | memoryview) -> Located | None:
         return None
     if xxh3_128_digest(sealed[:_HEADER_SEAL_AT]) != sealed[_HEADER_SEAL_AT:]:
         return None
-    (_, version, *rest) = _HEADER.unpack_from(sealed)
+    _, version, *fields = _HEADER.unpack_from(sealed)
     if version != FORMAT_VERSION:
         return None
-    (hash_n, parent_n, root_n, namespace_n, retention_n, codec, *rest) = rest
-    (position, size_bytes, payload_bytes, segment, slot, *rest) = rest
-    (computed_at, expires_at, protect_until, last_used, checksum, *strings) = rest
-    block_hash, parent, root, namespace, retention = strings
+    lengths, codec, numbers, times = fields[:5], fields[5], fields[6:11], fields[11:15]
+    names = [name[:length] for name, length in zip(fields[16:], lengths, strict=True)]
+    return _located(names, numbers, times, fields[15], codec)
+
+
+def _names(block: BlockRecord) -> tuple[bytes, bytes, bytes, bytes]:
+    return block.parent_hash, block.root, block.namespace, block.retention.encode()
+
+
+def _numbers(located: Located) -> tuple[int, ...]:
+    block = located.record
+    return block.position, block.size_bytes, located.payload_bytes, *located.extent
+
+
+def _times(block: BlockRecord) -> tuple[float, ...]:
+    return block.computed_at, block.expires_at, block.protect_until, block.last_used
+
+
+def _located(
+    names: Sequence[bytes],
+    numbers: Sequence[int],
+    times: Sequence[float],
+    checksum: bytes,
+    codec: int,
+    hits: int = 0,
+) -> Located:
+    """Undo `_names` (behind the block hash), `_numbers` and `_times`."""
+    block_hash, parent_hash, root, namespace, retention = names
+    position, size_bytes, payload_bytes, segment, slot = numbers
+    computed_at, expires_at, protect_until, last_used = times
     record = BlockRecord(
-        block_hash=block_hash[:hash_n],
-        parent_hash=parent[:parent_n],
-        root=root[:root_n],
-        namespace=namespace[:namespace_n],
+        block_hash=block_hash,
+        parent_hash=parent_hash,
+        root=root,
+        namespace=namespace,
         position=position,
         size_bytes=size_bytes,
-        retention=retention[:retention_n].decode(),
+        retention=retention.decode(),
         computed_at=computed_at,
         expires_at=expires_at,
         last_used=last_used,
         protect_until=protect_until,
+        hits=hits,
     )
     return Located(record, Extent(segment, slot), payload_bytes, checksum, codec)
 

@@ -51,7 +51,10 @@ def test_the_code_stays_within_its_budget() -> None:
 
 
 def code_lines(path: Path) -> int:
-    """Count the lines that bear code: no blank lines, comments or docstrings."""
+    """Count the lines that bear a name, a keyword, a number or a text.
+
+    Blank lines, comments, docstrings and lines of nothing but brackets bear none.
+    """
     source = path.read_text()
     docstrings = {
         line
@@ -61,18 +64,11 @@ def code_lines(path: Path) -> int:
         and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
-    no_code = {
-        tokenize.COMMENT,
-        tokenize.NL,
-        tokenize.NEWLINE,
-        tokenize.INDENT,
-        tokenize.DEDENT,
-        tokenize.ENDMARKER,
-    }
+    words = {tokenize.NAME, tokenize.NUMBER, tokenize.STRING}
     bearing = {
         line
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
-        if token.type not in no_code
+        if token.type in words or tokenize.tok_name[token.type].startswith("FSTRING")
         for line in range(token.start[0], token.end[0] + 1)
     }
     return len(bearing - docstrings)
