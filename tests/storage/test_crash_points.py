@@ -1,0 +1,321 @@
+"""A process that dies at any step of any change leaves a store that opens, whole and clean."""
+
+import os
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+
+import tieredkv.storage
+from tests.fakes import FakeClock
+from tests.storage.blocks import (
+    load,
+    make_record,
+    occupied_bytes,
+    open_store,
+    payload_of,
+    put,
+    segment_files,
+)
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.types import BlockRecord
+
+LABELS = [
+    "reserve:before",
+    "reserve:done",
+    "segment:opened",
+    "segment:grown",
+    "write:before",
+    "write:done",
+    "commit:before",
+    "commit:done",
+    "delete:before",
+    "delete:done",
+    "erase:before",
+    "erase:done",
+    "erase:committed",
+    "segment:forgotten",
+]
+START = 1_800_000_000.0
+BUDGET_BYTES = 2 << 20
+DIED, FINISHED, FAILED = 9, 0, 1
+
+Step = tuple[Literal["put", "delete"], Sequence[BlockRecord]] | tuple[Literal["wait"], float]
+
+
+def blocks(
+    name: str, count: int, at: int, *, size: int = 8192, life_s: float = 86_400.0
+) -> list[BlockRecord]:
+    """Some blocks, each last used at a moment of its own, so that the order of eviction is sure."""
+    return [
+        make_record(
+            name,
+            position,
+            now=START + at + position / 1000,
+            size_bytes=size,
+            expires_at=START + at + life_s,
+        )
+        for position in range(count)
+    ]
+
+
+A, B, ODD = blocks("a", 10, 1), blocks("b", 6, 2, size=20_480), blocks("odd", 5, 3, size=4096)
+SHORT, A_AGAIN = blocks("short", 8, 4, life_s=60), blocks("a", 4, 10)
+MANY = [blocks(f"many {i}", 24, 200 + i) for i in range(6)]
+LARGE = [blocks(f"large {i}", 6, 300 + i, size=40_960) for i in range(3)]
+LAST = blocks("last", 5, 400)
+
+# Two lives of a process: the first has room, the second opens what is there and must evict.
+LIVES: list[list[Step]] = [
+    [
+        ("put", A),
+        ("put", B),
+        ("put", ODD),
+        ("put", SHORT),
+        ("delete", [A[8], A[9], B[0]]),
+        ("put", A_AGAIN),  # computed anew: takes the place of what is there
+        ("delete", ODD),  # the last blocks of their slot size
+        ("wait", 1.0),
+        ("wait", 100.0),  # past the end of `SHORT`
+    ],
+    [
+        *(("put", many) for many in MANY),
+        ("delete", MANY[5][10:14]),
+        *(("put", large) for large in LARGE),
+        ("wait", 1.0),
+        ("put", LAST),
+        ("delete", LAST[:2]),
+        ("wait", 1.0),
+    ],
+]
+TRIED = [record for life in LIVES for step in life if step[0] == "put" for record in step[1]]
+
+
+class Outcome(NamedTuple):
+    """What a dead process had been told by its store, and what it was waiting for.
+
+    Attributes:
+        under_way: blocks of the step in which it died; None where it deleted them.
+        is_committed: that step was a put whose transaction was through, but not acknowledged.
+    """
+
+    exit_code: int
+    stored: dict[bytes, BlockRecord]
+    under_way: dict[bytes, BlockRecord | None]
+    is_committed: bool
+    now: float
+
+
+def live(path: Path, failpoint: Callable[[str], None], tell: Callable[[str], None]) -> None:
+    """Work on a store, saying before and after each step what is done."""
+    clock = FakeClock(START)
+    for life, steps in enumerate(LIVES):
+        with open_store(path, clock, budget_bytes=BUDGET_BYTES, failpoint=failpoint) as store:
+            for number, step in enumerate(steps):
+                tell(f"begin {life} {number}")
+                take_step(store, clock, step)
+                tell(f"done {life} {number}")
+
+
+def take_step(store: BlockStore, clock: FakeClock, step: Step) -> None:
+    if step[0] == "put":
+        clock.advance_to(step[1][-1].computed_at)
+        assert all(put(store, *step[1]))
+    elif step[0] == "delete":
+        num_deleted = store.delete([record.block_hash for record in step[1]], "request")
+        assert num_deleted == len(step[1])
+    else:
+        clock.advance(step[1])
+        store.sweep()
+
+
+def in_child(work: Callable[[Callable[[str], None]], None]) -> tuple[int, list[str]]:
+    """Run `work` in a process of its own; answer its exit code and what it told before it ended."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(lambda line: void(os.write(write_end, line.encode() + b"\n")))
+        except BaseException:
+            traceback.print_exc()
+            os._exit(FAILED)
+        os._exit(FINISHED)
+    os.close(write_end)
+    with os.fdopen(read_end) as lines:
+        told = lines.read().splitlines()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), told
+
+
+def void(_: object) -> None:
+    """Drop a value."""
+
+
+def dying_at(label: str, nth: int, tell: Callable[[str], None]) -> Callable[[str], None]:
+    """A failpoint that ends the process the n-th time that a label is reached."""
+    seen = Counter[str]()
+
+    def failpoint(at: str) -> None:
+        seen[at] += 1
+        if at == "commit:done":
+            tell("committed")
+        if at == label and seen[at] == nth:
+            os._exit(DIED)
+
+    return failpoint
+
+
+def outcome_of(exit_code: int, told: list[str]) -> Outcome:
+    """Follow what the process told: each step is done, or was under way when it died."""
+    stored: dict[bytes, BlockRecord] = {}
+    under_way: dict[bytes, BlockRecord | None] = {}
+    clock, is_committed = FakeClock(START), False
+    for line in told:
+        if line == "committed":
+            is_committed = True
+            continue
+        word, life, number = line.split()
+        step = LIVES[int(life)][int(number)]
+        is_committed = False
+        if word == "begin" and step[0] != "wait":
+            under_way = {r.block_hash: r if step[0] == "put" else None for r in step[1]}
+        if word == "begin" and step[0] == "put":
+            clock.advance_to(step[1][-1].computed_at)
+        elif word == "begin" and step[0] == "wait":
+            clock.advance(step[1])
+        if word == "done":
+            stored = {key: each for key, each in (stored | under_way).items() if each}
+            under_way = {}
+    return Outcome(exit_code, stored, under_way, is_committed, clock.now())
+
+
+def run_until(path: Path, label: str, nth: int) -> Outcome:
+    """Let a process work on a store until it dies."""
+    died = in_child(lambda tell: live(path, dying_at(label, nth, tell), tell))
+    return outcome_of(*died)
+
+
+@pytest.fixture(scope="module")
+def num_reached(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
+    """How often a process that lives to the end passes each label."""
+    seen = Counter[str]()
+    path = tmp_path_factory.mktemp("counted") / "store"
+    live(path, lambda label: seen.update([label]), lambda line: None)
+    return seen
+
+
+def test_every_label_in_the_source_is_tested(num_reached: Counter[str]) -> None:
+    folder = Path(tieredkv.storage.__path__[0])
+    source = "".join(file.read_text() for file in sorted(folder.glob("*.py")))
+    labels = re.findall(r"failpoint\(\s*[\"']([^\"']+)[\"']", source)
+    assert sorted(labels) == sorted(LABELS)
+    assert len(re.findall(r"failpoint\(", source)) == len(labels), "a label that is no literal"
+    assert set(num_reached) == set(LABELS), "a label that the processes below never reach"
+
+
+@pytest.mark.parametrize("when", ["first", "second", "in the middle", "last but one", "last"])
+@pytest.mark.parametrize("label", LABELS)
+def test_a_process_that_dies_there_loses_nothing_and_leaves_nothing(
+    tmp_path: Path, num_reached: Counter[str], label: str, when: str
+) -> None:
+    path, last = tmp_path / "store", num_reached[label]
+    nth = {"first": 1, "second": 2, "in the middle": last // 2, "last but one": last - 1}
+    died = run_until(path, label, max(nth.get(when, last), 1))
+    assert died.exit_code == DIED
+    assert died.is_committed or label != "commit:done"
+    assert_whole(path, died)
+
+
+@pytest.mark.parametrize("label", ["erase:before", "erase:done", "erase:committed"])
+@pytest.mark.parametrize("first", ["commit:before", "delete:done", "reserve:done"])
+def test_a_process_that_dies_while_it_recovers_does_no_more_harm(
+    tmp_path: Path, num_reached: Counter[str], first: str, label: str
+) -> None:
+    path = tmp_path / "store"
+    died = run_until(path, first, num_reached[first])
+    assert died.exit_code == DIED
+
+    def reopen(tell: Callable[[str], None]) -> None:
+        failpoint = dying_at(label, 1, tell)
+        open_store(path, FakeClock(died.now), budget_bytes=None, failpoint=failpoint)
+
+    assert in_child(reopen) == (DIED, [])
+    assert_whole(path, died)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("label", ["erase:before", "erase:done", "erase:committed"])
+def test_a_process_that_dies_while_it_shrinks_a_store_shrinks_it_the_next_time(
+    tmp_path: Path, label: str, nth: int
+) -> None:
+    path, smaller = tmp_path / "store", BUDGET_BYTES * 3 // 4
+    finished = run_until(path, "never", 1)
+    assert finished.exit_code == FINISHED
+
+    def shrink(tell: Callable[[str], None]) -> None:
+        failpoint = dying_at(label, nth, tell)
+        open_store(path, FakeClock(finished.now), budget_bytes=smaller, failpoint=failpoint)
+
+    assert in_child(shrink) == (DIED, [])
+    assert_whole(path, finished, budget_bytes=smaller)
+
+
+def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES) -> None:
+    """Open what a dead process left, and look at all of it."""
+    assert occupied_bytes(path) <= BUDGET_BYTES
+    with open_store(path, FakeClock(died.now), budget_bytes=budget_bytes) as store:
+        store.check()
+        assert occupied_bytes(path) <= budget_bytes
+        assert_right_blocks(store, died)
+        store.sweep()
+        store.check()
+        assert_right_blocks(store, died)
+        assert store.verify().bad == 0
+        assert_no_strangers_bytes(path, store)
+        assert occupied_bytes(path) <= budget_bytes
+        assert store.stats().bytes_files == occupied_bytes(path)
+        assert all(put(store, *blocks("after", 20, 500)))
+        store.check()
+        assert occupied_bytes(path) <= budget_bytes
+
+
+def assert_right_blocks(store: BlockStore, died: Outcome) -> None:
+    """What was acknowledged is there, but for what was evicted in order; nothing else is."""
+    served = {}
+    for block_hash in {record.block_hash for record in TRIED}:
+        (found,) = store.lookup([block_hash])
+        if found is not None:
+            assert load(store, found) == payload_of(found), "wrong bytes"
+            served[block_hash] = found
+    for block_hash, found in served.items():
+        allowed = [died.stored.get(block_hash)]
+        if died.is_committed:
+            allowed.append(died.under_way.get(block_hash))
+        assert found.computed_at in [each.computed_at for each in allowed if each], (
+            "a block that was never acknowledged, or was deleted, is served"
+        )
+    kept = [
+        record
+        for block_hash, record in died.stored.items()
+        if record.expires_at > died.now and block_hash not in died.under_way
+    ]
+    kept.sort(key=lambda record: record.last_used)
+    is_there = [record.block_hash in served for record in kept]
+    assert is_there == sorted(is_there), "a block is gone that was not the longest unused"
+    assert sum(is_there) >= min(len(kept), 20), "more is gone than had to be"
+
+
+def assert_no_strangers_bytes(path: Path, store: BlockStore) -> None:
+    """In the raw files every slot is zero that is not a stored block's."""
+    found = store.lookup([record.block_hash for record in TRIED])
+    located = [store.locate(record.block_hash) for record in found if record is not None]
+    owned = {each.extent for each in located if each is not None}
+    for file in segment_files(path):
+        number, slot_bytes = map(int, file.stem.split("-"))
+        data = file.read_bytes()
+        for slot in range(-(-len(data) // slot_bytes)):
+            held = data[slot * slot_bytes : (slot + 1) * slot_bytes]
+            assert (number, slot) in owned or not any(held), "a slot holds bytes of no block"

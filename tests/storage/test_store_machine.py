@@ -1,0 +1,239 @@
+"""Random lives of a store, compared with a dict: who is stored, with which bytes, until when."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import (
+    load,
+    make_record,
+    occupied_bytes,
+    open_store,
+    page_with,
+    payload_of,
+)
+from tieredkv.storage.results import EvictFilter
+from tieredkv.types import BlockRecord
+
+CHAINS = ["a", "b", "c"]
+SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # two slot sizes
+CHAIN_BLOCKS = 12
+BUDGETS = [1 << 20, 3 << 19, 16 << 20]  # with the first two, blocks are evicted
+LIVES_S = [5.0, 3600.0, 86_400.0]
+
+chains = st.sampled_from(CHAINS)
+positions = st.integers(0, CHAIN_BLOCKS - 1)
+picks = st.lists(st.tuples(chains, positions), min_size=1, max_size=8, unique=True)
+
+
+def hash_of(chain: str, position: int) -> bytes:
+    return make_record(chain, position).block_hash
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """`model` holds what must be stored unless it was evicted.
+
+    A store with room evicts nothing; in a tight one a block may be gone, but never wrong, and what
+    is gone was not used later than what is there, nor nearer to the head of a chain.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="tieredkv-machine-"))
+        self.clock = FakeClock()
+        self.model: dict[bytes, BlockRecord] = {}
+        self.num_evicted = 0
+
+    @initialize(budget=st.sampled_from(BUDGETS))
+    def make(self, budget: int) -> None:
+        self.budget = budget
+        self.store = open_store(self.folder / "store", self.clock, budget_bytes=budget)
+
+    def teardown(self) -> None:
+        if hasattr(self, "store"):
+            self.store.close()
+        shutil.rmtree(self.folder)
+
+    # --- rules --------------------------------------------------------------------------------
+
+    @rule(
+        chain=chains,
+        start=positions,
+        count=st.integers(1, CHAIN_BLOCKS),
+        life_s=st.sampled_from(LIVES_S),
+    )
+    def put(self, chain: str, start: int, count: int, life_s: float) -> None:
+        self._advance(0.001)  # what is stored now was used later than all before
+        now = self.clock.now()
+        records = [
+            make_record(chain, position, now=now, size_bytes=SIZES[chain], expires_at=now + life_s)
+            for position in range(start, min(start + count, CHAIN_BLOCKS))
+        ]
+        slots = self.store.reserve_many(records)
+        writes = []
+        for slot, record in zip(slots, records, strict=True):
+            if slot is not None:
+                page = page_with(payload_of(record))
+                writes.append((slot, record, self.store.write_payload(slot, record, page)))
+        assert writes if self.budget < BUDGETS[-1] else len(writes) == len(records)
+        assert self.store.commit(writes) == [True] * len(writes)
+        fresh = {record.block_hash: record for _, record, _ in writes}
+        for block_hash, record in fresh.items():
+            old = self.model.get(block_hash)
+            if old is not None and record.computed_at <= old.computed_at:
+                record = self._refreshed(old, now, record.expires_at)
+            self.model[block_hash] = record
+        self._forget_evicted(fresh)
+
+    @rule(picked=picks, longer_s=st.sampled_from([None, 1.0, 600.0]))
+    def touch(self, picked: list[tuple[str, int]], longer_s: float | None) -> None:
+        now = self.clock.now()
+        expires_at = None if longer_s is None else now + longer_s
+        hashes = [hash_of(*each) for each in picked]
+        there = [block_hash for block_hash in hashes if block_hash in self.model]
+        touched = [(block_hash, now, expires_at, "long") for block_hash in hashes]
+        assert self.store.claim_or_touch(touched) == len(there)
+        for block_hash in there:
+            self.model[block_hash] = self._refreshed(
+                self.model[block_hash], now, expires_at, "long"
+            )
+        self._forget_evicted()
+
+    def _refreshed(
+        self, old: BlockRecord, now: float, expires_at: float | None, retention: str = "24h"
+    ) -> BlockRecord:
+        later = max(old.expires_at, expires_at or 0.0)
+        return msgspec.structs.replace(
+            old,
+            expires_at=later,
+            last_used=now,
+            hits=old.hits + 1,
+            retention=retention if later > old.expires_at else old.retention,
+        )
+
+    @rule(picked=picks)
+    def lookup(self, picked: list[tuple[str, int]]) -> None:
+        hashes = [hash_of(*each) for each in picked]
+        assert self.store.lookup(hashes) == [self.model.get(each) for each in hashes]
+
+    @rule(chain=chains, position=positions)
+    def load(self, chain: str, position: int) -> None:
+        asked = make_record(chain, position, size_bytes=SIZES[chain])
+        known = self.model.get(asked.block_hash)
+        assert load(self.store, asked) == (None if known is None else payload_of(known))
+
+    @rule(picked=picks)
+    def delete(self, picked: list[tuple[str, int]]) -> None:
+        hashes = [hash_of(*each) for each in picked]
+        there = {each for each in hashes if each in self.model}
+        assert self.store.delete(hashes, "request") >= len(there)  # and the expired ones
+        for block_hash in there:
+            del self.model[block_hash]
+
+    @rule(unused_s=st.sampled_from([0.0, 2.0, 100.0]))
+    def evict(self, unused_s: float) -> None:
+        leaves = {record.block_hash for record in self.model.values()}
+        leaves -= {record.parent_hash for record in self.model.values()}
+        which = EvictFilter(older_than_s=unused_s)
+        foreseen = self.store.evict(msgspec.structs.replace(which, dry_run=True))
+        num_unswept = self.store.stats().blocks - len(self.model)
+        done = self.store.evict(which)
+        assert done == foreseen
+        before = set(self.model)
+        self._keep_stored()
+        gone = before - set(self.model)
+        assert done.evicted_blocks - num_unswept <= len(gone) <= done.evicted_blocks
+        if unused_s == 0.0:
+            assert not self.model
+        if gone:
+            assert gone & leaves, "the head of a chain went before its tail"
+
+    @rule()
+    def sweep(self) -> None:
+        self.store.sweep()
+        stats = self.store.stats()
+        assert stats.blocks == len(self.model)
+        assert stats.bytes_live == sum(each.size_bytes for each in self.model.values())
+        assert stats.bytes_pending == 0
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 5.0, 59.0, 4000.0]))
+    def wait(self, seconds: float) -> None:
+        self._advance(seconds)
+
+    def _advance(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        now = self.clock.now()
+        self.model = {key: each for key, each in self.model.items() if each.expires_at > now}
+
+    @rule(is_without_budget=st.booleans())
+    def reopen(self, is_without_budget: bool) -> None:
+        self.store.close()
+        budget = None if is_without_budget else self.budget
+        self.store = open_store(self.folder / "store", self.clock, budget_bytes=budget)
+        self.num_evicted = 0
+        self._forget_evicted()
+
+    @precondition(lambda self: self.model)
+    @rule(budget=st.sampled_from(BUDGETS))
+    def reopen_with_another_budget(self, budget: int) -> None:
+        self.budget = budget
+        self.reopen(False)
+
+    @rule()
+    def verify(self) -> None:
+        result = self.store.verify()
+        assert (result.checked, result.bad) == (len(self.model), 0)
+
+    # --- what holds after each ----------------------------------------------------------------
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        self.store.check()
+        assert occupied_bytes(self.folder / "store") <= self.budget
+        assert self.store.stats().faults == {}
+
+    def _keep_stored(self) -> None:
+        found = self.store.lookup(list(self.model))
+        self.model = {each.block_hash: each for each in found if each is not None}
+
+    def _forget_evicted(self, fresh: Mapping[bytes, BlockRecord] | None = None) -> None:
+        """Take over what was evicted: nothing that was used later than what stayed.
+
+        A block that was stored again may have been evicted just before: then it is as `fresh`.
+        """
+        num_evicted = self.store.stats().num_evicted
+        before = dict(self.model)
+        for key, record in zip(before, self.store.lookup(list(before)), strict=True):
+            assert record in (None, before[key], (fresh or {}).get(key))
+        self._keep_stored()
+        gone = [record for key, record in before.items() if key not in self.model]
+        assert len(gone) <= num_evicted - self.num_evicted
+        if gone and self.model:
+            stayed = min((each.last_used, -each.position) for each in self.model.values())
+            assert max((each.last_used, -each.position) for each in gone) <= stayed
+        self.num_evicted = num_evicted
+
+
+TestStore = StoreMachine.TestCase
+TestStore.settings = settings(
+    max_examples=60,
+    stateful_step_count=40,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
