@@ -26,7 +26,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
-from tieredkv.engine.request import Request
+from tieredkv.engine.request import Request, check_prompt_length
 from tieredkv.engine.sampler import Sampler, SamplerState
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
@@ -163,16 +163,7 @@ class EngineCore:
             RequestError: it is malformed, too long, or the queue is full.
         """
         settings, info = self._settings, self.info
-        if not request.prompt_token_ids:
-            raise RequestError("The prompt is empty", param="prompt", code="invalid_value")
-        if len(request.prompt_token_ids) >= info.max_model_len:
-            raise RequestError(
-                f"This model's maximum context length is {info.max_model_len} tokens. However, "
-                f"your prompt has {len(request.prompt_token_ids)} tokens and at least one must be "
-                "generated",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        check_prompt_length(len(request.prompt_token_ids), info.max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
         highest, lowest = max(request.prompt_token_ids), min(request.prompt_token_ids)

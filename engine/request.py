@@ -7,6 +7,7 @@ from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash, Tier
 
 
@@ -91,4 +92,21 @@ class Request:
             host=counts[Tier.HOST],
             disk=counts[Tier.DISK],
             written_tokens=num_full_tokens - cached,
+        )
+
+
+def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
+    """Refuse a prompt that cannot be served.
+
+    Raises:
+        RequestError: it is empty, or leaves no room for an answer.
+    """
+    if not num_tokens:
+        raise RequestError("The prompt is empty", param="prompt", code="invalid_value")
+    if num_tokens >= max_model_len:
+        raise RequestError(
+            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
+            f"has {num_tokens} tokens and at least one must be generated",
+            param="prompt",
+            code="context_length_exceeded",
         )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -10,6 +11,7 @@ import tieredkv
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import json_option, print_json, set_up_logging
 from tieredkv.cli.settings_options import settings_of, settings_options
+from tieredkv.config import Settings
 
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
 
@@ -52,7 +54,8 @@ def generate(
     set_up_logging("WARNING")
     sampling = {name: settings.pop(name) for name in SAMPLING_FLAGS}
     params = tieredkv.SamplingParams(seed=sampling_seed, **sampling)
-    settings_of(settings, config_path=config_path, model=model)  # what is wrong is said at once
+    loaded = settings_of(settings, config_path=config_path, model=model)
+    _check_prompts(prompts, loaded.settings)  # what is wrong is said before weights are loaded
     given = {name: value for name, value in settings.items() if value is not None}
     with tieredkv.LLM(model, config=config_path, progress=terminal_progress(), **given) as llm:
         outputs = llm.generate(list(prompts), params, cache_salt=cache_salt)
@@ -85,3 +88,15 @@ def generate(
             f"first after {output.ttft_s * 1000:.0f} ms]",
             err=True,
         )
+
+
+def _check_prompts(prompts: Sequence[str], settings: Settings) -> None:
+    """Refuse prompts that are empty or too long for the model, before anything is allocated."""
+    from tieredkv.engine.loader import find_model, load_tokenizer
+    from tieredkv.engine.request import check_prompt_length
+
+    found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+    limit = min(settings.max_model_len or found.max_model_len, found.max_model_len)
+    tokenizer = load_tokenizer(settings.model)
+    for prompt in prompts:
+        check_prompt_length(len(tokenizer.encode(prompt)), limit)
