@@ -285,7 +285,7 @@ class SlotAllocator:
                 if extent in self.dirty.get(slot_bytes, {})
             ]
             self._failpoint("erase:before")
-            erased = [(size, extent) for size, extent in batch if self._erase(extent)]
+            erased = [(size, extent) for size, extent in batch if self.erase(extent)]
             self._failpoint("erase:done")
             with self._index.writing() as txn:
                 for slot_bytes, extent in erased:
@@ -335,7 +335,8 @@ class SlotAllocator:
             self._files.remove(segment)
             del self.segments[segment]
 
-    def _erase(self, extent: Extent) -> bool:
+    def erase(self, extent: Extent) -> bool:
+        """Erase a slot's bytes; False where that failed, to be tried again."""
         try:
             self._files.erase(extent)
         except OSError as error:

@@ -8,6 +8,7 @@ import json
 import os
 import stat
 import time
+from contextlib import suppress
 from typing import NamedTuple
 
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
@@ -81,7 +82,7 @@ class StoreDirectory:
     def release(self) -> None:
         """Let the next process in; harmless when repeated."""
         if self._lock_fd >= 0:
-            os.ftruncate(self._lock_fd, 0)
+            _describe_writer(self._lock_fd, {})
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -242,9 +243,16 @@ def _take_lock(path: str, socket: str | None) -> int:
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
     os.fchmod(fd, 0o600)
     os.chmod(path, 0o700)
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, json.dumps({"pid": os.getpid(), "socket": socket}).encode(), 0)
+    _describe_writer(fd, {"pid": os.getpid(), "socket": socket})
     return fd
+
+
+def _describe_writer(fd: int, writer: dict[str, object]) -> None:
+    """Write the lock's text over the old one, so that a full disk has room for it."""
+    text = json.dumps(writer).encode()
+    with suppress(OSError):
+        os.pwrite(fd, text, 0)
+        os.ftruncate(fd, len(text))
 
 
 def _lock_exclusively(fd: int) -> None:

@@ -8,6 +8,7 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, suppress
 from typing import Literal, Self
 
 import msgspec
@@ -42,11 +43,8 @@ _SMALLEST_INDEX_BYTES = 512 << 10
 
 def minimum_budget_bytes(block_bytes: int) -> int:
     """The smallest budget in which blocks of this size can be stored and replaced."""
-    return (
-        _SMALLEST_INDEX_BYTES
-        + headroom_bytes(_SMALLEST_INDEX_BYTES)
-        + 2 * slot_bytes_for(block_bytes)
-    )
+    index_bytes = _SMALLEST_INDEX_BYTES + headroom_bytes(_SMALLEST_INDEX_BYTES)
+    return index_bytes + 2 * slot_bytes_for(block_bytes)
 
 
 class BlockStore:
@@ -115,12 +113,14 @@ class BlockStore:
         Raises:
             StoreBusyError, FormatVersionError, StoreFullError, StorageError
         """
-        directory = StoreDirectory.claim(path, create=create, socket=socket_path)
-        index = files = None
-        try:
+        with ExitStack() as undo:
+            directory = StoreDirectory.claim(path, create=create, socket=socket_path)
+            undo.callback(directory.release)
             with storage_errors(directory.path):
                 index = Index(directory.index_path, sync=sync == "commit")
+                undo.callback(index.close)
                 files = SegmentFiles(directory.segments_path)
+                undo.callback(files.close)
                 num_expired = recovery.settle_clock(index, clock)
                 budget = recovery.settle_budget(index, budget_bytes)
                 slots = SlotAllocator(directory, files, index, budget, failpoint)
@@ -130,13 +130,7 @@ class BlockStore:
             )
             store._num_expired = num_expired
             store._evictor.reach_budget()
-        except BaseException:
-            if files is not None:
-                files.close()
-            if index is not None:
-                index.close()
-            directory.release()
-            raise
+            undo.pop_all()
         return store
 
     def close(self) -> None:
@@ -255,15 +249,22 @@ class BlockStore:
         """
         for record in records:
             check_record(record)
+            self._slots.check_fits(slot_bytes_for(record.size_bytes))
         self._evictor.enforce_budget()
         answer: list[Slot | None] = [None] * len(records)
         classes: dict[int, list[int]] = {}
         for i, record in enumerate(records):
             classes.setdefault(slot_bytes_for(record.size_bytes), []).append(i)
-        for slot_bytes, wanted in classes.items():
-            self._slots.check_fits(slot_bytes)
-            for i, slot in zip(wanted, self._evictor.obtain(slot_bytes, len(wanted)), strict=False):
-                answer[i] = slot
+        lent_before = set(self._slots.lent)
+        try:
+            for slot_bytes, wanted in classes.items():
+                slots = self._evictor.obtain(slot_bytes, len(wanted))
+                for i, slot in zip(wanted, slots, strict=False):
+                    answer[i] = slot
+        except BaseException:
+            for extent in self._slots.lent.keys() - lent_before:
+                self.abandon(Slot(extent, self._slots.lent[extent]))
+            raise
         if self._slots.is_disk_full and not any(answer):
             self._count_fault("no_space", "the filesystem is full")
             raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
@@ -357,15 +358,10 @@ class BlockStore:
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
         """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
-        num_deleted = 0
+        num_deleted, now = 0, self._clock.now()
         for start in range(0, len(hashes), TXN_BLOCKS):
-            with self._slots.changing() as txn:
-                for block_hash in hashes[start : start + TXN_BLOCKS]:
-                    if (located := self._get(txn, block_hash)) is not None:
-                        self._slots.remove(txn, located)
-                        num_deleted += 1
-                self._failpoint("delete:before")
-            self._failpoint("delete:done")
+            batch = [(None, block_hash) for block_hash in hashes[start : start + TXN_BLOCKS]]
+            num_deleted += self._drop(batch, now)
         self._deleted[reason] += num_deleted
         return num_deleted
 
@@ -382,19 +378,13 @@ class BlockStore:
         now = self._clock.now() if now is None else now
         num_expired, is_more = 0, True
         while is_more:
-            with self._slots.changing() as txn:
+            with self._index.reading() as txn:
                 due = txn.expired(now, TXN_BLOCKS)
-                for key, block_hash in due:
-                    located = self._get(txn, block_hash)
-                    if located is not None and expiry_key(located.record) == key:
-                        self._slots.remove(txn, located)
-                        num_expired += 1
-                    else:
-                        txn.drop_expiry_key(key)
-                txn.set_clock_mark(now)
-                needs_rebuild = txn.meta("needs_rebuild") is not None
+            num_expired += self._drop(due, now)
             is_more = len(due) == TXN_BLOCKS
             yield
+        with self._index.reading() as txn:
+            needs_rebuild = txn.meta("needs_rebuild") is not None
         if needs_rebuild:
             self._rebuild()
         erased_bytes = yield from self._slots.erasing()
@@ -514,6 +504,37 @@ class BlockStore:
                 for block_hash in hashes:
                     self._get(txn, block_hash)
 
+    def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
+        """Drop a batch; on a disk too full to note it, the bytes go first, which makes room.
+
+        A crash in between leaves entries whose payload fails its checksum: misses.
+        """
+        try:
+            return self._drop_batch(doomed, now)
+        except StorageError as error:
+            self._count_fault("no_space", str(error))
+        for _, block_hash in doomed:
+            with self._index.reading() as txn, suppress(CorruptBlockError):
+                if (located := txn.get(block_hash)) is not None:
+                    self._slots.erase(located.extent)
+        return self._drop_batch(doomed, now)
+
+    def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
+        """Drop blocks, those with a key of `expiry` only if it is still theirs."""
+        num_dropped = 0
+        with self._slots.changing() as txn:
+            for key, block_hash in doomed:
+                located = self._get(txn, block_hash)
+                if located is not None and key in (None, expiry_key(located.record)):
+                    self._slots.remove(txn, located)
+                    num_dropped += 1
+                elif key is not None:
+                    txn.drop_expiry_key(key)
+            txn.set_clock_mark(now)
+            self._failpoint("delete:before")
+        self._failpoint("delete:done")
+        return num_dropped
+
     def _insert(
         self, txn: IndexTxn, slot: Slot, record: BlockRecord, checksum: bytes, now: float
     ) -> object:
@@ -532,19 +553,14 @@ class BlockStore:
         return slot.extent
 
     def _refresh(
-        self,
-        txn: IndexTxn,
-        old: Located,
-        last_used: float,
-        expires_at: float | None,
-        retention: str | None,
+        self, txn: IndexTxn, old: Located, last_used: float, until: float | None, claim: str | None
     ) -> None:
         record = old.record
-        later = max(record.expires_at, expires_at or 0.0)
+        later = max(record.expires_at, until or 0.0)
         new = msgspec.structs.replace(
             record,
             expires_at=later,
-            retention=retention if retention and later > record.expires_at else record.retention,
+            retention=claim if claim and later > record.expires_at else record.retention,
             last_used=max(record.last_used, last_used),
             hits=record.hits + 1,
         )
@@ -562,8 +578,7 @@ class BlockStore:
         """Drop what `verify` found bad; without a hash, the secondary keys are made again."""
         if not block_hash:
             self._rebuild()
-            return
-        if located is None:
+        elif located is None:
             self._drop_damaged([block_hash])
         else:
             self._drop_bad(located)

@@ -243,6 +243,32 @@ def test_a_block_larger_than_the_budget_is_refused_with_both_sizes(tmp_path: Pat
         open_store(tmp_path / "t", budget_bytes=10_000)
 
 
+def test_a_refused_batch_keeps_no_slot(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", budget_bytes=1 << 20) as store:
+        with pytest.raises(StoreFullError):
+            store.reserve_many([make_record("fits"), make_record("large", size_bytes=1 << 20)])
+        assert store.stats().bytes_pending == 0
+        store.check()
+
+
+def test_a_batch_that_fails_half_way_keeps_no_slot(tmp_path: Path) -> None:
+    def fail_at_the_second(label: str) -> None:
+        met.append(label)
+        if met.count("reserve:before") == 2:
+            raise OSError("the index cannot be written")
+
+    met: list[str] = []
+    records = [make_record("small"), make_record("other", size_bytes=20_000)]
+    with open_store(tmp_path / "s", failpoint=fail_at_the_second) as store:
+        with pytest.raises(StorageError):
+            store.reserve_many(records)
+        store.check()
+        assert put(store, *records) == [True, True]
+        store.sweep()
+        assert store.stats().bytes_pending == 0
+        store.check()
+
+
 @pytest.mark.parametrize("size", [1, 32768, 2 << 20])
 def test_the_smallest_budget_lets_blocks_replace_one_another(tmp_path: Path, size: int) -> None:
     path, clock = tmp_path / "s", FakeClock()
