@@ -63,12 +63,17 @@ class AttentionContext:
         self.handle = next(_handles)
         _contexts[self.handle] = self
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) -> Tensor:
-        """Store the step's keys and values of one layer, then attend decode and prefill rows."""
+    def store(self, key: Tensor, value: Tensor, layer: int) -> None:
+        """Write the step's keys and values of one layer into the pool."""
+        step = self.step
+        assert step is not None, "a forward pass ran outside of ModelRunner.execute"
+        launch.store_kv(key, value, self.k_caches[layer], self.v_caches[layer], step.slot_mapping)
+
+    def attend(self, query: Tensor, scale: float, layer: int) -> Tensor:
+        """Attend the step's decode and prefill rows to the pool, which has their own keys too."""
         step = self.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
         k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
-        launch.store_kv(key, value, k_cache, v_cache, step.slot_mapping)
         outputs = []
         if step.num_decodes:
             outputs.append(
@@ -126,7 +131,8 @@ def paged_attention(
     Returns:
         [num_tokens, num_heads, head_dim].
     """
-    return _contexts[context].attend(query, key, value, scale, layer)
+    _contexts[context].store(key, value, layer)
+    return _contexts[context].attend(query, scale, layer)
 
 
 @paged_attention.register_fake
