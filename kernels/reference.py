@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tieredkv.kernels.partition import Batch
+
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write new keys and values into the paged cache, in place; see `launch.store_kv`."""
@@ -19,43 +21,18 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     v_cache[block_ids, offsets] = v[kept]
 
 
-def paged_decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_context_len: int,
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float
 ) -> Tensor:
-    """Attend one query per request to its context; see `launch.paged_decode_attention`."""
-    starts = torch.arange(q.shape[0] + 1)
-    return paged_prefill_attention(
-        q, k_cache, v_cache, block_tables, starts, context_lens, scale, 1, max_context_len
-    )
-
-
-def paged_prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start_lens: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_context_len: int,
-) -> Tensor:
-    """Attend each request's chunk causally to its context; see `launch.paged_prefill_attention`."""
+    """Attend each span's queries causally to its context; see `launch.paged_attention`."""
     out = q.new_zeros(q.shape)
-    starts, lens = query_start_lens.tolist(), context_lens.tolist()
-    for row, context_len in enumerate(lens):
-        start, end = starts[row], starts[row + 1]
-        if start == end or context_len == 0:
-            continue
-        k = gather_context(k_cache, block_tables[row], context_len)
-        v = gather_context(v_cache, block_tables[row], context_len)
-        out[start:end] = _attend(q[start:end].float(), k.float(), v.float(), scale).to(q.dtype)
+    for row, start, query_len, context_len in batch.spans:
+        if query_len:
+            k = gather_context(k_cache, batch.block_tables[row], context_len)
+            v = gather_context(v_cache, batch.block_tables[row], context_len)
+            queries = q[start : start + query_len]
+            attended = _attend(queries.float(), k.float(), v.float(), scale)
+            out[start : start + query_len] = attended.to(q.dtype)
     return out
 
 
