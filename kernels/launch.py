@@ -7,26 +7,26 @@ unless its docstring says so, so that calls can be captured in CUDA graphs. It k
 tiers or models.
 """
 
-import functools
-import importlib
 import itertools
 import logging
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
-from tieredkv.errors import ModelError, ShapeError
+from tieredkv.errors import ShapeError
 from tieredkv.kernels import prefill_dense, reference
+from tieredkv.kernels.checks import Backend, use_triton
+from tieredkv.kernels.checks import check_cache as _check_cache
+from tieredkv.kernels.checks import check_data as _check_data
+from tieredkv.kernels.checks import check_indices as _check_indices
+from tieredkv.kernels.checks import describe as _describe
+from tieredkv.kernels.checks import triton_module as _triton
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "triton", "reference"]
 PrefillBackend = Literal["auto", "triton", "cudnn", "reference"]
 MAX_TRITON_HEAD_DIM = 256
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Span(NamedTuple):
@@ -259,27 +259,13 @@ def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBacke
 
 
 def _use_triton(backend: str, q: Tensor) -> bool:
-    if backend not in ("auto", "triton", "reference"):
-        raise ShapeError(f"unknown backend `{backend}`")
-    if backend == "reference" or (backend == "auto" and not q.is_cuda):
+    if not use_triton(backend, q):
         return False
     if q.shape[2] > MAX_TRITON_HEAD_DIM:
         raise ShapeError(
             f"head_dim {q.shape[2]} is above {MAX_TRITON_HEAD_DIM}, the most that the kernels take"
         )
     return True
-
-
-@functools.cache
-def _triton(module: str) -> ModuleType:
-    """Import a module of Triton kernels: the one place, as a machine without a GPU may lack it."""
-    try:
-        return importlib.import_module(f"tieredkv.kernels.{module}")
-    except ImportError as error:
-        raise ModelError(
-            f"the `{module}` kernel cannot be loaded: {error}\n"
-            "hint: Triton is needed to run on a GPU; reinstall tieredkv, or pass `--device cpu`"
-        ) from error
 
 
 def _check_attention(
@@ -307,39 +293,3 @@ def _check_attention(
     _check_data("q", q, k_cache)
     _check_indices("block_tables", block_tables, k_cache)
     _check_indices("context_lens", context_lens, k_cache)
-
-
-# NOTE: these run for every layer of every step, so a message is made only when a check fails.
-
-
-def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.ndim != 4 or k_cache.dtype not in KERNEL_DTYPES:
-        raise ShapeError(
-            f"k_cache {_describe(k_cache)} is not a 4-dimensional cache of a supported dtype"
-        )
-    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
-        raise ShapeError(f"v_cache {_describe(v_cache)} and k_cache {_describe(k_cache)} differ")
-    _check_data("k_cache", k_cache, k_cache)
-    _check_data("v_cache", v_cache, k_cache)
-
-
-def _check_data(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if tensor.dtype != cache.dtype or tensor.device != cache.device:
-        raise ShapeError(
-            f"{name} {_describe(tensor)} is not of the cache's dtype and device {_describe(cache)}"
-        )
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise ShapeError(
-            f"{name} {_describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}"
-        )
-
-
-def _check_indices(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.device:
-        raise ShapeError(f"{name} {_describe(tensor)} is not int32 or int64 on {cache.device}")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ShapeError(f"{name} {_describe(tensor)} is not contiguous in its last dimension")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
