@@ -108,6 +108,8 @@ class ModelRunner:
         tokens, positions, kept, step = self._prepare(rows)
         self._context.step = step
         try:
+            if self._loaded.fused is not None:
+                return self._loaded.fused.forward(tokens, positions, kept, self._context).float()
             output = self._loaded.model(
                 input_ids=tokens[None],
                 position_ids=positions[None],

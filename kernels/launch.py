@@ -7,26 +7,30 @@ unless its docstring says so, so that calls can be captured in CUDA graphs. It k
 tiers or models.
 """
 
-import functools
-import importlib
 import logging
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tieredkv.errors import ModelError, ShapeError
+from tieredkv.errors import ShapeError
 from tieredkv.kernels import partition, prefill_dense, reference
+from tieredkv.kernels.checks import (
+    Backend,
+    check_cache,
+    check_data,
+    check_indices,
+    describe,
+    triton_module,
+    use_triton,
+)
 from tieredkv.kernels.partition import Batch, Heads, Span, Tiling
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "triton", "cudnn", "reference"]
 MAX_TRITON_HEAD_DIM = 256
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def store_kv(
@@ -54,20 +58,20 @@ def store_kv(
 
     Source: PagedAttention, Kwon et al. 2023, section 5.1.
     """
-    _check_cache(k_cache, v_cache)
+    check_cache(k_cache, v_cache)
     if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:]:
         raise ShapeError(
-            f"k {_describe(k)} and v {_describe(v)} do not fit the cache {_describe(k_cache)}"
+            f"k {describe(k)} and v {describe(v)} do not fit the cache {describe(k_cache)}"
         )
     if slot_mapping.shape != k.shape[:1]:
-        raise ShapeError(f"slot_mapping {_describe(slot_mapping)} for k {_describe(k)}")
-    _check_data("k", k, k_cache)
-    _check_data("v", v, k_cache)
-    _check_indices("slot_mapping", slot_mapping, k_cache)
+        raise ShapeError(f"slot_mapping {describe(slot_mapping)} for k {describe(k)}")
+    check_data("k", k, k_cache)
+    check_data("v", v, k_cache)
+    check_indices("slot_mapping", slot_mapping, k_cache)
     if not k.shape[0]:
         return
-    is_triton = _is_triton(backend, k.device)
-    store = _triton("store_kv").store_kv if is_triton else reference.store_kv
+    is_triton = use_triton(backend, k.device)
+    store = triton_module("store_kv").store_kv if is_triton else reference.store_kv
     store(k, v, k_cache, v_cache, slot_mapping)
 
 
@@ -100,7 +104,7 @@ def make_batch(
     block_tables: Tensor, spans: Sequence[Span], heads: Heads, *, backend: Backend = "auto"
 ) -> Batch:
     """Plan a step and upload the plan; who runs many steps keeps buffers for it instead."""
-    if not _is_triton(backend, heads.device):
+    if not use_triton(backend, heads.device):
         return Batch(block_tables, spans)
     shares = share_out(spans, heads, backend)
 
@@ -150,15 +154,15 @@ def paged_attention(
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
     """
-    _check_cache(k_cache, v_cache)
+    check_cache(k_cache, v_cache)
     num_kv_heads, head_dim = k_cache.shape[2:]
     if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or not q.shape[1]:
-        raise ShapeError(f"q {_describe(q)} does not fit the cache {_describe(k_cache)}")
-    _check_data("q", q, k_cache)
+        raise ShapeError(f"q {describe(q)} does not fit the cache {describe(k_cache)}")
+    check_data("q", q, k_cache)
     if batch.block_tables.ndim != 2:
-        raise ShapeError(f"block_tables {_describe(batch.block_tables)} is not 2-dimensional")
-    _check_indices("block_tables", batch.block_tables, k_cache)
-    if not _is_triton(backend, q.device):
+        raise ShapeError(f"block_tables {describe(batch.block_tables)} is not 2-dimensional")
+    check_indices("block_tables", batch.block_tables, k_cache)
+    if not use_triton(backend, q.device):
         _check_spans(q, k_cache, batch)
         return reference.paged_attention(q, k_cache, v_cache, batch, scale)
     if head_dim > MAX_TRITON_HEAD_DIM:
@@ -183,7 +187,7 @@ def paged_attention(
         (batch.wide, partition.wide_tiling(heads)),
     ):
         if plan is not None:
-            _triton("paged_attention").paged_attention(
+            triton_module("paged_attention").paged_attention(
                 q, k_cache, v_cache, batch.block_tables, plan, tiling, scale, out
             )
     return out
@@ -200,57 +204,3 @@ def _check_spans(q: Tensor, k_cache: Tensor, batch: Batch) -> None:
             raise ShapeError(
                 f"{span} for {q.shape[0]} queries and block_tables {list(batch.block_tables.shape)}"
             )
-
-
-def _is_triton(backend: str, device: torch.device) -> bool:
-    if backend not in ("auto", "triton", "cudnn", "reference"):
-        raise ShapeError(f"unknown backend `{backend}`")
-    return backend in ("triton", "cudnn") or (backend == "auto" and device.type == "cuda")
-
-
-@functools.cache
-def _triton(module: str) -> ModuleType:
-    """Import a module of Triton kernels: the one place, as a machine without a GPU may lack it."""
-    try:
-        return importlib.import_module(f"tieredkv.kernels.{module}")
-    except ImportError as error:
-        raise ModelError(
-            f"the `{module}` kernel cannot be loaded: {error}\n"
-            "hint: Triton is needed to run on a GPU; reinstall tieredkv, or pass `--device cpu`"
-        ) from error
-
-
-# NOTE: these run for every layer of every step, so a message is made only when a check fails.
-
-
-def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.ndim != 4 or k_cache.dtype not in KERNEL_DTYPES:
-        raise ShapeError(
-            f"k_cache {_describe(k_cache)} is not a 4-dimensional cache of a supported dtype"
-        )
-    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
-        raise ShapeError(f"v_cache {_describe(v_cache)} and k_cache {_describe(k_cache)} differ")
-    _check_data("k_cache", k_cache, k_cache)
-    _check_data("v_cache", v_cache, k_cache)
-
-
-def _check_data(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if tensor.dtype != cache.dtype or tensor.device != cache.device:
-        raise ShapeError(
-            f"{name} {_describe(tensor)} is not of the cache's dtype and device {_describe(cache)}"
-        )
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise ShapeError(
-            f"{name} {_describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}"
-        )
-
-
-def _check_indices(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.device:
-        raise ShapeError(f"{name} {_describe(tensor)} is not int32 or int64 on {cache.device}")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ShapeError(f"{name} {_describe(tensor)} is not contiguous in its last dimension")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

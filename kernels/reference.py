@@ -2,7 +2,7 @@
 
 Mathematics is float32 whatever the cache's dtype. Every request is computed alone, so that its
 result does not depend on what else is in the batch. It knows no requests, tiers or backends;
-callers go through `tieredkv.kernels.launch`, which checks shapes.
+callers go through `tieredkv.kernels.launch` and `layers`, which check shapes.
 """
 
 import torch
@@ -19,6 +19,56 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     block_ids, offsets = slots // k_cache.shape[1], slots % k_cache.shape[1]
     k_cache[block_ids, offsets] = k[kept]
     v_cache[block_ids, offsets] = v[kept]
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and normalise the sum; see `layers.add_rms_norm`."""
+    total = x if residual is None else x + residual
+    return _rms_norm(total, weight, eps), total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Multiply one half by the SiLU of the other; see `layers.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Rotate queries and keys, write keys and values; see `layers.rotate_and_store`."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q, k = _rms_norm(q, q_norm_weight, eps), _rms_norm(k, k_norm_weight, eps)
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    store_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    return _rotate(q, cos, sin)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., size] -> [..., size], normed along its last dimension."""
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * exact.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[n, heads, D] by [n, 1, D / 2] angles -> [n, heads, D]."""
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
 def paged_attention(

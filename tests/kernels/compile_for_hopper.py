@@ -15,7 +15,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tieredkv.kernels import dense_kernels, paged_attention, store_kv
+from tieredkv.kernels import dense_kernels, fused, paged_attention, store_kv
 from tieredkv.kernels.partition import INTS_PER_PROGRAM, INTS_PER_TILE, Heads, narrow_tiling, wide_tiling
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -26,6 +26,8 @@ OTHER_POINTERS = {
     "block_tables_ptr": "*i32",
     "plan_ptr": "*i32",
     "table_ptr": "*i32",
+    "positions_ptr": "*i64",
+    "cos_sin_ptr": "*fp32",
     "merged_lse_ptr": "*fp32",
     "slot_mapping_ptr": "*i64",
 }
@@ -43,7 +45,7 @@ def compile_kernel(
         elif name.endswith("_ptr"):
             signature[name] = "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
         else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
+            signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
         if name.endswith("_ptr") or ("stride" in name and name != "block_tables_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
@@ -90,6 +92,27 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         store_kv._store_kv_kernel,
         dtype,
         {"BLOCK_SIZE": 16, "NUM_ELEMENTS": 1000, "HEAD_DIM": head_dim, "TILE": 1024},
+    )
+    compile_kernel(
+        fused._add_rms_norm_kernel,
+        dtype,
+        {"HIDDEN_SIZE": 16_000, "HAS_RESIDUAL": True, "TILE": 16_384},
+        num_warps=16,
+    )
+    compile_kernel(fused._silu_mul_kernel, dtype, {"NUM_COLUMNS": 1000, "TILE": 1024})
+    compile_kernel(
+        fused._rotate_and_store_kernel,
+        dtype,
+        {
+            "BLOCK_SIZE": 16,
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HALF_DIM": head_dim // 2,
+            "HAS_NORM": True,
+            "HEAD_TILE": 8,
+            "HALF_TILE": triton.next_power_of_2(head_dim // 2),
+        },
+        num_warps=2,
     )
 
 

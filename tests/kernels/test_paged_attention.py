@@ -262,7 +262,7 @@ def test_chunks_that_the_dense_operator_refuses_go_to_the_paged_kernel(
         case.attend("cudnn")
     batch = case.batch("cudnn")
     assert batch.dense
-    monkeypatch.setattr(launch, "_is_triton", lambda *_: True)
+    monkeypatch.setattr(launch, "use_triton", lambda *_: True)
     out = launch.paged_attention(case.q, case.k_cache, case.v_cache, batch, case.scale)
     assert relative_error(out, case.oracle()) < TOLERANCE[torch.float32]
 
