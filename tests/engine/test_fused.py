@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import BatchRow, ModelRunner, make_kv_pool
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.step_buffers import BatchRow
 
 BLOCK_SIZE = 16
 LLAMA3_ROPE = {
@@ -92,7 +93,7 @@ def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
     parts, start = [], 0
     for chunk in (50, 1, 1, len(ids) - 52):
         row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
-        parts.append(runner.execute([row]))
+        parts.append(runner.execute([row]).logits)
         start += chunk
     return torch.cat(parts)
 
