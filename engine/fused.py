@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
 
 from tieredkv.engine.attention import AttentionContext
 from tieredkv.kernels import layers
@@ -24,6 +25,18 @@ logger = logging.getLogger(__name__)
 _CLASS_PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 """How transformers' classes are called in the families that are known, by `model_type`."""
 
+_MODEL_CLASSES = ("ForCausalLM", "Model", "RotaryEmbedding")
+_LAYER_CLASSES = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
+_FIRST = "model.layers.0."
+_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_LINEARS = (*_QKV, "self_attn.o_proj", *_GATE_UP, "mlp.down_proj")
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_EMBEDDING = "model.embed_tokens.weight"
+_OTHER_WEIGHTS = {_EMBEDDING, "model.norm.weight", "lm_head.weight"}
+
+_MAX_TABLE_BYTES = 1 << 30
 _NUM_TABLE_ROWS = 1 << 14
 """Positions whose cosines and sines are computed at a time."""
 
@@ -49,7 +62,7 @@ class FusedModel:
     Attributes:
         embedding: [vocab_size, hidden_size].
         final_norm: [hidden_size].
-        head: the output layer's weight and bias.
+        head: the output layer's weight, [vocab_size, hidden_size].
         cos_sin: [max_positions, head_dim] float32, as `layers.rotate_and_store` takes it.
         num_heads: heads of the queries.
         scale: factor on the attention scores.
@@ -59,7 +72,7 @@ class FusedModel:
     embedding: Tensor
     layers: Sequence[_Layer]
     final_norm: Tensor
-    head: tuple[Tensor, Tensor | None]
+    head: Tensor
     cos_sin: Tensor
     num_heads: int
     scale: float
@@ -85,7 +98,7 @@ class FusedModel:
             embedding=whole.model.embed_tokens.weight.data,
             layers=[_merge_layer(layer) for layer in whole.model.layers],
             final_norm=whole.model.norm.weight.data,
-            head=(whole.lm_head.weight.data, None),
+            head=whole.lm_head.weight.data,
             cos_sin=_cos_sin_table(
                 whole.model.rotary_emb, config.max_position_embeddings, whole.device
             ),
@@ -137,72 +150,57 @@ class FusedModel:
             x, residual = layers.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
             x = F.linear(layers.silu_mul(F.linear(x, *layer.gate_up)), *layer.down)
         x, _ = layers.add_rms_norm(x, residual, self.final_norm, self.eps)
-        return F.linear(x, *self.head)
+        return F.linear(x, self.head)
 
 
 def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Say what of a model is not known here, if anything is: its classes, then its parameters."""
+    """Say what of a model is not known here, if anything is: a module, a parameter or a size."""
     prefix = _CLASS_PREFIXES.get(config.model_type)
     if prefix is None:
         return f"only {', '.join(_CLASS_PREFIXES)} are fused"
-    classes = {"": "ForCausalLM", "model": "Model", "model.rotary_emb": "RotaryEmbedding"}
-    classes |= {"model.norm": "RMSNorm"}
-    parameters = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    for index in range(config.num_hidden_layers):
-        layer = f"model.layers.{index}"
-        classes |= {layer: "DecoderLayer", f"{layer}.mlp": "MLP", f"{layer}.self_attn": "Attention"}
-        norms = ["input_layernorm", "post_attention_layernorm"]
-        if prefix == "Qwen3":
-            norms += ["self_attn.q_norm", "self_attn.k_norm"]
-        classes |= {f"{layer}.{norm}": "RMSNorm" for norm in norms}
-        parameters |= {f"{layer}.{norm}.weight" for norm in norms}
-        linears = [f"{layer}.self_attn.{name}_proj" for name in "qkvo"]
-        linears += [f"{layer}.mlp.{name}_proj" for name in ("gate", "up", "down")]
-        parameters |= {f"{linear}.weight" for linear in linears}
-    modules = dict(model.named_modules())
-    for path, name in classes.items():
-        if path not in modules or type(modules[path]).__name__ != prefix + name:
-            return f"`{path or 'the model'}` is not a `{prefix}{name}`"
+    names = {prefix + part for part in _MODEL_CLASSES + _LAYER_CLASSES}
+    plain = (nn.Linear, nn.Embedding, nn.ModuleList, type(ACT2FN["silu"]))
+    for path, module in model.named_modules():
+        if type(module) not in plain and type(module).__name__ not in names:
+            return f"`{path}` is a `{type(module).__name__}`"
     found = dict(model.named_parameters(remove_duplicate=False))
-    biases = {name for name in found if name.endswith("_proj.bias")}
-    if strange := sorted(found.keys() - biases ^ parameters):
-        return f"the parameter `{strange[0]}` is missing or not known"
-    return _shape_refusal(modules, found, config)
-
-
-def _shape_refusal(
-    modules: dict[str, nn.Module], found: dict[str, nn.Parameter], config: PreTrainedConfig
-) -> str | None:
-    if config.hidden_act != "silu":
-        return f"its activation is `{config.hidden_act}`"
+    if reason := _parameter_refusal(found, prefix, config.num_hidden_layers):
+        return reason
+    whole: Any = model
+    num_rotated = 2 * len(whole.model.rotary_emb.inv_freq)
+    head_dim = whole.model.layers[0].self_attn.head_dim
+    if num_rotated != head_dim:
+        return f"{num_rotated} of {head_dim} dimensions are rotated"
     if config.hidden_size > layers.MAX_HIDDEN_SIZE:
         return f"its hidden_size {config.hidden_size} is above {layers.MAX_HIDDEN_SIZE}"
-    embedding = found["model.embed_tokens.weight"]
+    if 4 * head_dim * config.max_position_embeddings > _MAX_TABLE_BYTES:
+        return f"a table of {config.max_position_embeddings} positions is too large"
+    return None
+
+
+def _parameter_refusal(found: dict[str, nn.Parameter], prefix: str, num_layers: int) -> str | None:
+    """Say which parameter is missing, not known, or not as its like in the first layer."""
+    embedding = found[_EMBEDDING]
     for name, parameter in found.items():
         if (parameter.dtype, parameter.device) != (embedding.dtype, embedding.device):
             return f"`{name}` is of another dtype or on another device than the embedding"
-    tables = [
-        {
-            name.removeprefix(f"model.layers.{index}."): parameter.shape
-            for name, parameter in found.items()
-            if name.startswith(f"model.layers.{index}.")
-        }
-        for index in range(config.num_hidden_layers)
-    ]
-    for index, table in enumerate(tables):
-        if table != tables[0]:
-            return f"layers 0 and {index} differ in their parameters"
-    for merged in (("self_attn.q", "self_attn.k", "self_attn.v"), ("mlp.gate", "mlp.up")):
-        if len({f"{name}_proj.bias" in tables[0] for name in merged}) > 1:
+    shapes = {name: parameter.shape for name, parameter in found.items()}
+    norms = _NORMS + _HEAD_NORMS if prefix == "Qwen3" else _NORMS
+    weights = {f"{name}.weight" for name in (*_LINEARS, *norms)}
+    first = {
+        name.removeprefix(_FIRST): shapes.pop(name) for name in found if name.startswith(_FIRST)
+    }
+    if strange := sorted({name for name in first if not name.endswith("_proj.bias")} ^ weights):
+        return f"the parameter `{_FIRST}{strange[0]}` is missing or not known"
+    for merged in (_QKV, _GATE_UP):
+        if len({f"{linear}.bias" in first for linear in merged}) > 1:
             return f"of {', '.join(merged)} some have a bias and some have not"
-    first: Any = modules["model.layers.0.self_attn"]
-    rotary: Any = modules["model.rotary_emb"]
-    if 2 * rotary.inv_freq.numel() != first.head_dim:
-        return f"{2 * rotary.inv_freq.numel()} of {first.head_dim} dimensions are rotated"
-    for path, module in modules.items():
-        if type(module) is nn.Linear or not path.endswith("_proj"):
-            continue
-        return f"`{path}` is not a plain linear layer"
+    for index in range(1, num_layers):
+        for name, shape in first.items():
+            if shapes.pop(f"model.layers.{index}.{name}", None) != shape:
+                return f"layers 0 and {index} differ in `{name}`"
+    if strange := sorted(shapes.keys() ^ _OTHER_WEIGHTS):
+        return f"the parameter `{strange[0]}` is missing or not known"
     return None
 
 

@@ -228,6 +228,6 @@ def rotate_and_store(
         HAS_NORM=q_norm_weight is not None,
         HEAD_TILE=head_tile,
         HALF_TILE=half_tile,
-        num_warps=2,
+        num_warps=4,
     )
     return out

@@ -124,7 +124,7 @@ def test_parameters_are_views_of_what_is_merged(config: dict[str, Any], load: Lo
     loaded = load(**config)
     assert loaded.fused is not None
     own = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
-    fused = [loaded.fused.embedding, loaded.fused.final_norm, loaded.fused.head[0]]
+    fused = [loaded.fused.embedding, loaded.fused.final_norm, loaded.fused.head]
     for layer in loaded.fused.layers:
         fused += [layer.input_norm, layer.mlp_norm]
         for weight, bias in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
@@ -209,7 +209,15 @@ def turn_fewer(model: Any) -> None:
 
 
 def change_activation(model: Any) -> None:
-    model.config.hidden_act = "gelu"
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def add_a_layer(model: Any) -> None:
+    model.model.layers.append(model.model.layers[0])
+
+
+def lengthen(model: Any) -> None:
+    model.config.max_position_embeddings = 1 << 30
 
 
 def mix_dtypes(model: Any) -> None:
@@ -219,13 +227,15 @@ def mix_dtypes(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (rename, "`model.layers.1.mlp` is not a `Qwen2MLP`"),
+        (rename, "`model.layers.1.mlp` is a `ScaledMLP`"),
         (add_parameter, "`model.layers.1.multiplier` is missing or not known"),
         (drop_a_bias, "some have a bias and some have not"),
-        (widen_a_layer, "layers 0 and 2 differ in their parameters"),
-        (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is not a plain linear layer"),
+        (widen_a_layer, "layers 0 and 2 differ in `mlp.down_proj.weight`"),
+        (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is a `Adapter`"),
         (turn_fewer, "8 of 16 dimensions are rotated"),
-        (change_activation, "its activation is `gelu`"),
+        (change_activation, "`model.layers.1.mlp.act_fn` is a `GELU`"),
+        (add_a_layer, "`model.layers.3.input_layernorm.weight` is missing or not known"),
+        (lengthen, "a table of 1073741824 positions is too large"),
         (mix_dtypes, "`model.norm.weight` is of another dtype"),
     ],
 )

@@ -112,7 +112,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
             "HEAD_TILE": 8,
             "HALF_TILE": triton.next_power_of_2(head_dim // 2),
         },
-        num_warps=2,
+        num_warps=4,
     )
 
 
