@@ -225,9 +225,7 @@ def score(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> Scores:
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[:, None])[:, 0]
     values, ids = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-    return Scores(
-        _to_host(token_ids), _to_host(own), num_top, _to_host(ids), _to_host(values)
-    )
+    return Scores(_to_host(token_ids), _to_host(own), num_top, _to_host(ids), _to_host(values))
 
 
 def _to_host(tensor: Tensor) -> Tensor:

@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.request import Phase, Request
+from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import chain_hashes
 from tieredkv.types import HashAlgo
@@ -146,9 +146,7 @@ class Scheduler:
         if sorted(slots) != list(range(self._max_num_seqs)):
             raise IntegrityError("slots are lost or shared")
 
-    def _has_room(
-        self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool
-    ) -> bool:
+    def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
         """Grow a request's table to its tokens, preempting newer requests if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:

@@ -5,13 +5,11 @@ buffer and copied into one on the device, whatever the step. It knows rows of to
 knows no model and no requests.
 """
 
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tieredkv.kernels import launch, partition
@@ -102,9 +100,7 @@ class BlockTables:
                 cells.extend(range(slot * self.max_blocks + first, slot * self.max_blocks + end))
                 block_ids.extend(table[first:end])
                 continue
-            is_array = isinstance(table, array)
-            new = np.frombuffer(table, dtype=np.int32) if is_array else np.asarray(table)
-            self._mirror[slot, first:end] = new[first:end]
+            self._mirror[slot, first:end] = table[first:end]
             target = self.tensor[slot, first:end]
             target.copy_(self._host[slot, first:end], non_blocking=True)
         return cells, block_ids

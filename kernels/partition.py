@@ -155,9 +155,7 @@ def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> 
         tiling: of the kernel.
         out: [size_ints] for as many tiles as there are or more, written as far as it is read.
     """
-    rows, first_tokens, query_lens, context_lens = (
-        np.array(spans, dtype=np.int32).reshape(-1, 4).T
-    )
+    rows, first_tokens, query_lens, context_lens = np.array(spans, dtype=np.int32).reshape(-1, 4).T
     tiles_a_span = -(-query_lens // tiling.num_queries)
     span = np.repeat(np.arange(len(rows)), tiles_a_span)
     before = np.cumsum(tiles_a_span) - tiles_a_span

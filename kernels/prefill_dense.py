@@ -102,6 +102,7 @@ def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterat
     """Make the plan of every shape that contexts up to a length can ask for; yields its progress.
 
     Args:
+        heads: of the model.
         max_query_len: of the longest chunk.
         max_context_len: of the longest context.
     """
@@ -115,9 +116,9 @@ def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterat
 
 
 def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
-    options = {"dtype": heads.dtype, "device": heads.device}
-    q = torch.zeros(num_queries, heads.num_heads, heads.head_dim, **options)  # type: ignore[arg-type]
-    k = torch.zeros(num_keys, heads.num_kv_heads, heads.head_dim, **options)  # type: ignore[arg-type]
+    like = torch.empty(0, dtype=heads.dtype, device=heads.device)
+    q = like.new_zeros(num_queries, heads.num_heads, heads.head_dim)
+    k = like.new_zeros(num_keys, heads.num_kv_heads, heads.head_dim)
     attend_cudnn(q, k, k, 1.0, is_causal)
 
 

@@ -150,6 +150,7 @@ def test_a_seeded_request_goes_on_as_it_was_after_a_preemption() -> None:
     resumed = state(4)
     for token in tokens[:6]:
         resumed.append(token)
+        resumed.num_output_tokens += 1
     assert [sample_one(logits, resumed) for logits in steps[6:]] == tokens[6:]
 
 

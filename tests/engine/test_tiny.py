@@ -63,7 +63,9 @@ def test_a_wrong_block_early_in_the_context_changes_the_answer(loaded: LoadedMod
     ids = [32 + i * 7 % 95 for i in range(480)]
 
     def answer() -> list[int]:
-        out = [int(runner.execute([BatchRow(ids[-1:], 479, table, write_from=480)]).logits.argmax())]
+        out = [
+            int(runner.execute([BatchRow(ids[-1:], 479, table, write_from=480)]).logits.argmax())
+        ]
         for i in range(40):
             out.append(int(runner.execute([BatchRow(out[-1:], 480 + i, table)]).logits.argmax()))
         return out

@@ -16,7 +16,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from tieredkv.kernels import dense_kernels, fused, paged_attention, store_kv
-from tieredkv.kernels.partition import INTS_PER_PROGRAM, INTS_PER_TILE, Heads, narrow_tiling, wide_tiling
+from tieredkv.kernels.partition import (
+    INTS_PER_PROGRAM,
+    INTS_PER_TILE,
+    Heads,
+    narrow_tiling,
+    wide_tiling,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -43,7 +49,9 @@ def compile_kernel(
             signature[name] = "constexpr"
             values[(index,)] = constants[name]
         elif name.endswith("_ptr"):
-            signature[name] = "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
+            signature[name] = (
+                "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
+            )
         else:
             signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
         if name.endswith("_ptr") or ("stride" in name and name != "block_tables_stride"):
@@ -68,9 +76,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         compile_kernel(
             paged_attention._attention_kernel,
             dtype,
-            tiles
-            | plan
-            | {"BLOCK_SIZE": 16, "KV_TILE": tiling.kv_tile, "IS_NARROW": is_narrow},
+            tiles | plan | {"BLOCK_SIZE": 16, "KV_TILE": tiling.kv_tile, "IS_NARROW": is_narrow},
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )

@@ -14,8 +14,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tieredkv.kernels import launch
-from tieredkv.kernels.partition import Batch, Heads, Span
+from tieredkv.kernels import launch  # noqa: E402
+from tieredkv.kernels.checks import Backend  # noqa: E402
+from tieredkv.kernels.partition import Batch, Heads, Span  # noqa: E402
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +35,10 @@ class PagedCase:
         num_kv_heads, head_dim = self.k_cache.shape[2:]
         return Heads(self.q.shape[1], num_kv_heads, head_dim, self.q.dtype, self.q.device)
 
-    def batch(self, backend: launch.Backend = "auto") -> Batch:
+    def batch(self, backend: Backend = "auto") -> Batch:
         return launch.make_batch(self.block_tables, self.spans, self.heads, backend=backend)
 
-    def attend(self, backend: launch.Backend = "auto") -> Tensor:
+    def attend(self, backend: Backend = "auto") -> Tensor:
         arguments = (self.q, self.k_cache, self.v_cache, self.batch(backend), self.scale)
         return launch.paged_attention(*arguments, backend=backend)
 

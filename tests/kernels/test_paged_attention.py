@@ -136,7 +136,12 @@ def test_a_partition_gives_every_program_an_equal_share_of_all_units() -> None:
     assert tiles[:2] == [[0, 0, 32, 900, 0, 8], [0, 32, 32, 932, 8, 16]]
     assert tiles[2:4] == [[0, 64, 32, 964, 16, 24], [0, 96, 4, 996, 24, 32]]
     assert tiles[4:] == [[1, 100, 32, 0, 32, 33], [1, 132, 1, 32, 33, 34], [2, 133, 5, 635, 34, 39]]
-    assert [program[:3] for program in programs] == [[0, 10, 0], [10, 20, 1], [20, 30, 2], [30, 39, 3]]
+    assert [program[:3] for program in programs] == [
+        [0, 10, 0],
+        [10, 20, 1],
+        [20, 30, 2],
+        [30, 39, 3],
+    ]
     assert [program[3] for program in programs] == [1, 2, 3, -1]
     assert [program[4:6] for program in programs[:3]] == [[32, 32], [64, 32], [96, 4]]
     assert [program[8:14] for program in programs] == tiles[:4]
@@ -238,9 +243,11 @@ def test_the_dense_path_asks_for_a_bounded_set_of_shapes(
     assert squares <= asked <= squares | pieces
 
     promised = set()
-    monkeypatch.setattr(prefill_dense, "attend_cudnn", lambda q, k, _v, _s, c: promised.add(
-        (q.shape[0], k.shape[0], c)
-    ))
+    monkeypatch.setattr(
+        prefill_dense,
+        "attend_cudnn",
+        lambda q, k, _v, _s, c: promised.add((q.shape[0], k.shape[0], c)),
+    )
     for _ in prefill_dense.warm_up(case.heads, max_query_len=70, max_context_len=134):
         pass
     assert asked <= promised
@@ -255,9 +262,7 @@ def test_chunks_that_the_dense_operator_refuses_go_to_the_paged_kernel(
 
     monkeypatch.setattr(prefill_dense, "attend_torch", refuse)
     monkeypatch.setattr(prefill_dense, "attend_cudnn", refuse)
-    case = make_case(
-        [(12, 30), (3, 20)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16
-    )
+    case = make_case([(12, 30), (3, 20)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
     with pytest.raises(ShapeError, match="no engine"):
         case.attend("cudnn")
     batch = case.batch("cudnn")
