@@ -6,6 +6,7 @@ store's worker. It knows no text and no HTTP. Everything runs on the thread that
 """
 
 import contextlib
+import gc
 import logging
 import random
 import threading
@@ -90,6 +91,10 @@ class EngineCore:
         with contextlib.ExitStack() as stack:
             self._build(settings, progress, stack)
             self._stack = stack.pop_all()
+        # What lives as long as the engine is not searched for garbage again: it is hundreds of
+        # thousands of objects, and a search would hold up every stream.
+        gc.collect()
+        gc.freeze()
 
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
         device = torch.device(settings.resolve_device(torch.cuda.is_available()))

@@ -132,7 +132,7 @@ class FusedModel:
         for index, layer in enumerate(self.layers):
             x, residual = layers.add_rms_norm(x, residual, layer.input_norm, self.eps)
             q = layers.rotate_and_store(
-                F.linear(x, *layer.qkv),
+                layers.linear(x, *layer.qkv),
                 self.cos_sin,
                 positions,
                 step.slot_mapping,
@@ -146,9 +146,9 @@ class FusedModel:
             x = context.attend(q, self.scale, index).flatten(1)
             if index == len(self.layers) - 1:  # nobody sees the other tokens from here on
                 x, residual = x[kept], residual[kept]
-            x = F.linear(x, *layer.attention_out)
+            x = layers.linear(x, *layer.attention_out)
             x, residual = layers.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-            x = F.linear(layers.silu_mul(F.linear(x, *layer.gate_up)), *layer.down)
+            x = layers.linear(layers.silu_mul(layers.linear(x, *layer.gate_up)), *layer.down)
         x, _ = layers.add_rms_norm(x, residual, self.final_norm, self.eps)
         return F.linear(x, self.head)
 

@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 NUM_PROTECTED_REQUESTS = 16
 
+CHUNK_ALIGNMENT = 512
+"""Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
+
 
 class ScheduledRow(NamedTuple):
     """Tokens `[start, end)` of one request, to be computed in this step."""
@@ -102,7 +105,8 @@ class Scheduler:
             row = self._next_row(request, budget, claimed)
             if row is not None:
                 scheduled.append(row)
-                budget -= row.end - row.start
+                # A decode takes nothing of the budget, which keeps the chunks beside it whole.
+                budget -= row.end - row.start if row.end - row.start > 1 else 0
         if has_room:
             self._admit(budget, claimed, scheduled)
         return scheduled
@@ -178,6 +182,8 @@ class Scheduler:
             write_from = request.num_tokens
             start = request.num_tokens - 1
         end = min(request.num_tokens, start + budget)
+        if end < request.num_tokens and end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT > start:
+            end = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
         for index in range(start // size, min(-(-end // size), num_chain)):
             block = prefix.blocks[index]
             if write_from > start:

@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+ROW_TILE = 4096
+"""Weights that one program multiplies at a time."""
+
 SILU_TILE = 1024
 ROTATE_TILE = 512
 """Pairs of elements that one program rotates, over as many heads as it takes."""
@@ -52,6 +55,30 @@ def _add_rms_norm_kernel(
     normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(normed_ptr + token * normed_stride + column, (normed * weight).to(dtype), mask=mask)
+
+
+@triton.jit
+def _multiply_row_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    NUM_INPUTS: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr,
+    INPUT_TILE: tl.constexpr,
+):
+    """Multiply one row by OUTPUT_TILE rows of a weight matrix, in float32.
+
+    Grid: (num_outputs / OUTPUT_TILE,); nothing is masked. Bytes moved: the weights once, the row
+    once a program.
+    """
+    output = tl.program_id(0) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
+    column = tl.arange(0, INPUT_TILE)
+    source = weight_ptr + output.to(tl.int64)[:, None] * NUM_INPUTS + column[None, :]
+    acc = tl.zeros([OUTPUT_TILE, INPUT_TILE], tl.float32)
+    for start in range(0, NUM_INPUTS, INPUT_TILE):
+        weight = tl.load(source + start).to(tl.float32)
+        acc += weight * tl.load(x_ptr + start + column).to(tl.float32)[None, :]
+    tl.store(out_ptr + output, tl.sum(acc, 1).to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -177,6 +204,35 @@ def add_rms_norm(
         num_warps=min(16, max(1, tile // 512)),
     )
     return normed, total
+
+
+def _output_tile(num_outputs: int) -> int:
+    """Choose few rows for small matrices, so that there are programs for every multiprocessor."""
+    return 4 if num_outputs <= 4096 else 8 if num_outputs < 16384 else 16
+
+
+def takes_row(num_outputs: int, num_inputs: int) -> bool:
+    """Tell whether the kernel divides a weight matrix of this shape without a rest."""
+    tile = _output_tile(num_outputs)
+    return num_outputs % tile == 0 and num_inputs % (ROW_TILE // tile) == 0
+
+
+def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
+    """Launch the kernel; same contract as `layers.linear`, for one row."""
+    num_outputs, num_inputs = weight.shape
+    out = x.new_empty(1, num_outputs)
+    tile = _output_tile(num_outputs)
+    _multiply_row_kernel[(num_outputs // tile,)](
+        x,
+        weight,
+        out,
+        NUM_INPUTS=num_inputs,
+        OUTPUT_TILE=tile,
+        INPUT_TILE=ROW_TILE // tile,
+        num_warps=4,
+        num_stages=4,
+    )
+    return out
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:

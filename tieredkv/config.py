@@ -102,7 +102,7 @@ class Settings:
 
     max_num_seqs: int = _setting("scheduler", 256, "requests that run at once")
     max_num_batched_tokens: int | None = _setting(
-        "scheduler", None, "tokens computed in one step; 8192 on a GPU, 2048 elsewhere if not set"
+        "scheduler", None, "prompt tokens a step; 8192 on a GPU, 2048 elsewhere if not set"
     )
     max_num_queued_reqs: int = _setting("scheduler", 1024, "requests that may wait; 429 beyond")
 

@@ -105,6 +105,9 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         {"HIDDEN_SIZE": 16_000, "HAS_RESIDUAL": True, "TILE": 16_384},
         num_warps=16,
     )
+    compile_kernel(
+        fused._multiply_row_kernel, dtype, {"NUM_INPUTS": 4096, "OUTPUT_TILE": 8, "INPUT_TILE": 512}
+    )
     compile_kernel(fused._silu_mul_kernel, dtype, {"NUM_COLUMNS": 1000, "TILE": 1024})
     compile_kernel(
         fused._rotate_and_store_kernel,

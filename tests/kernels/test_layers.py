@@ -271,6 +271,26 @@ def test_rows_without_two_halves_and_rows_too_wide_are_refused() -> None:
         layers.add_rms_norm(torch.zeros(1, wide), None, torch.ones(wide), EPS, backend="triton")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(8, 1024), (4104, 1024), (16384, 256)])
+def test_one_row_times_a_matrix(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).to(dtype).to(device)
+    x = torch.randn(1, shape[1]).to(dtype).to(device)
+    exact = (x.double() @ weight.double().t()).to(dtype)
+    assert_close(layers.linear(x, weight, backend="triton"), exact)
+    assert_close(layers.linear(x, weight), exact)
+
+
+@pytest.mark.parametrize(
+    ("x", "weight"), [((2, 1024), (8, 1024)), ((1, 1000), (8, 1000)), ((1, 1024), (6, 1024))]
+)
+def test_other_products_are_left_to_torch(x: tuple[int, int], weight: tuple[int, int]) -> None:
+    factors = torch.randn(x).half(), torch.randn(weight).half()
+    with pytest.raises(ShapeError, match="are not one row's"):
+        layers.linear(*factors, backend="triton")
+    assert_close(layers.linear(*factors), (factors[0].double() @ factors[1].double().t()).half())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 8192])
