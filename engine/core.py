@@ -95,6 +95,7 @@ class EngineCore:
         # thousands of objects, and a search would hold up every stream.
         gc.collect()
         gc.freeze()
+        self._stack.callback(gc.unfreeze)
 
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
         device = torch.device(settings.resolve_device(torch.cuda.is_available()))

@@ -97,16 +97,14 @@ class Request:
             num_recomputed_tokens: cached tokens that were computed again all the same, at the end
                 of a wholly cached prompt; they are not counted as cached.
         """
-        counts = dict.fromkeys(Tier, 0)
-        last: Tier | None = None
-        for index, source in enumerate(self.prefix.sources):
-            if (index + 1) * block_size > self.num_prompt_tokens:
-                break
-            if source is not None and self.prefix.hashes[index] in self.own_hashes:
-                source = None
-            if source is not None:
-                counts[source] += block_size
-            last = source
+        sources = self.prefix.sources[: self.num_prompt_tokens // block_size]
+        if self.own_hashes:
+            sources = [
+                None if block_hash in self.own_hashes else source
+                for source, block_hash in zip(sources, self.prefix.hashes, strict=False)
+            ]
+        counts = {tier: block_size * sources.count(tier) for tier in Tier}
+        last = sources[-1] if sources else None
         if last is not None:
             counts[last] -= num_recomputed_tokens
         num_full_tokens = self.num_prompt_tokens // block_size * block_size

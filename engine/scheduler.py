@@ -67,8 +67,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up, protected and prefetched from now on."""
+        self.cache.arrive(request.prefix, is_next=not self.waiting)
         self.waiting.append(request)
-        self.cache.arrive(request.prefix)
 
     def remove(self, request: Request) -> None:
         """Take a request out, finished or cancelled, and release exactly what it holds."""
@@ -198,7 +198,7 @@ class Scheduler:
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,
-            block_table=[block.block_id for block in prefix.blocks],
+            block_table=prefix.block_ids,
             write_from=write_from,
             needs_logits=end == request.num_tokens,
             slot=request.slot,
@@ -214,6 +214,7 @@ class Scheduler:
                 break
             num_blocks = -(-request.num_tokens // self._block_size)
             if not self.cache.admit(request.prefix, num_blocks):
+                self.cache.protect(request.prefix)
                 is_stuck = not self.running and not self.cache.is_room_coming(request.prefix)
                 if is_stuck and self._unprotect(itertools.islice(self.waiting, 1, None)):
                     continue

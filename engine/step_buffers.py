@@ -35,9 +35,9 @@ class BatchRow:
         all_logits: give logits of every token.
         slot: place of the request among those that run, below `max_num_seqs`; None takes the
             row's index in the batch.
-        table_key: who the block table belongs to; while a slot's key stays the same, only the
-            cells at the row's own tokens and CELLS_PER_ROW - 1 before them may have changed. None
-            may have changed everywhere.
+        table_key: who the block table belongs to; while a slot's key stays the same, cells that a
+            row has covered change no more, but for the last CELLS_PER_ROW before its end. None may
+            have changed everywhere.
     """
 
     token_ids: Sequence[int]
@@ -69,6 +69,7 @@ class BlockTables:
         )
         self._mirror = self._host.numpy()
         self._keys: list[int | None] = [None] * num_slots
+        self._num_known = [0] * num_slots
         # One row more: its first cell takes what a padded step writes.
         self.tensor = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self.spare_cell = num_slots * max_blocks
@@ -93,9 +94,12 @@ class BlockTables:
             slot = index if row.slot is None else row.slot
             table, end = row.block_table, -(-row.context_len // block_size)
             assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
-            is_known = row.table_key is not None and self._keys[slot] == row.table_key
-            first = max(0, row.start // block_size + 1 - CELLS_PER_ROW) if is_known else 0
-            self._keys[slot] = row.table_key
+            first = 0
+            if row.table_key is not None and self._keys[slot] == row.table_key:
+                # Between two rows of a request may lie blocks that were loaded, not computed.
+                unsettled = max(0, row.start // block_size + 1 - CELLS_PER_ROW)
+                first = min(unsettled, self._num_known[slot])
+            self._keys[slot], self._num_known[slot] = row.table_key, end
             if end - first <= CELLS_PER_ROW:
                 cells.extend(range(slot * self.max_blocks + first, slot * self.max_blocks + end))
                 block_ids.extend(table[first:end])

@@ -182,19 +182,41 @@ class BlockPool:
             self._unlink(block)
         block.ref_count += 1
 
+    def acquire_chain(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
+        """Add a user to every block of a chain that is in the index; None stands for the others."""
+        chain = list(map(self._index.get, hashes))
+        for block in chain:
+            if block is not None:
+                if not block.ref_count:
+                    self._unlink(block)
+                block.ref_count += 1
+        return chain
+
+    def missing(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
+        """Return the hashes that are not in the index, in order."""
+        return [block_hash for block_hash in hashes if block_hash not in self._index]
+
     def release(self, blocks: Iterable[Block]) -> None:
         """Take one user from each block, in the order in which they may later be evicted.
 
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
+        tail, count = self._evictable._prev, 0
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
-            if block.ref_count == 0:
-                if not block.is_ready:
-                    self._unindex(block)
-                self._append(block)
+            if block.ref_count:
+                continue
+            if block.is_ready and block.block_hash is not None:
+                block._prev, tail._next = tail, block
+                tail = block
+                count += 1
+                continue
+            self._unindex(block)
+            self._append(block)
+        tail._next, self._evictable._prev = self._evictable, tail
+        self._num_evictable += count
 
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""

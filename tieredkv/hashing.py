@@ -16,7 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import xxhash
 
@@ -51,6 +51,9 @@ class _Hasher(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
     def digest(self) -> bytes: ...
+
+    @property
+    def digest_size(self) -> int: ...
 
 
 def _hasher(algo: HashAlgo) -> Callable[..., _Hasher]:
@@ -156,29 +159,39 @@ def chain_hashes(
         RequestError: a token id is not a u32.
     """
     num_blocks = len(token_ids) // block_size
-    packed = _pack_tokens(token_ids[: num_blocks * block_size])
-    new = _hasher(algo)
-    stride = 4 * block_size
+    packed = pack_tokens(token_ids)[: num_blocks * block_size]
+    if sys.byteorder != "little":
+        packed.byteswap()
+    tokens = packed.tobytes()
+    new, stride = _hasher(algo), 4 * block_size
     before_tokens = struct.pack("<BI", _TAG_TOKENS, stride)
     tail = b"".join(
         _text_field(_TAG_EXTRA_KIND, kind) + _field(_TAG_EXTRA_ID, ident) for kind, ident in extra
     )
-    hashes: list[BlockHash] = []
+    hashes: list[bytes] = []
+    before_parent, before_digest = (
+        struct.pack("<BI", _TAG_PARENT, size) for size in (len(parent), new().digest_size)
+    )
+    digest: bytes = parent
     for start in range(0, num_blocks * stride, stride):
-        head = _field(_TAG_PARENT, parent) + before_tokens
-        tokens = packed[start : start + stride]
-        parent = BlockHash(new(b"".join((head, tokens, tail))).digest())
-        hashes.append(parent)
-    return hashes
+        block = tokens[start : start + stride]
+        digest = new(before_parent + digest + before_tokens + block + tail).digest()
+        before_parent = before_digest
+        hashes.append(digest)
+    return cast(list[BlockHash], hashes)
 
 
-def _pack_tokens(token_ids: Sequence[int]) -> bytes:
+def pack_tokens(token_ids: Sequence[int]) -> "array[int]":
+    """Pack token ids as u32; an array that is packed already is returned as it is.
+
+    Raises:
+        RequestError: a token id is not a u32.
+    """
+    if isinstance(token_ids, array) and token_ids.typecode == "I":
+        return token_ids
     try:
-        packed = array("I", list(token_ids))  # a list, for bytes would be taken as packed already
+        return array("I", list(token_ids))  # a list, for bytes would be taken as packed already
     except (OverflowError, TypeError) as error:
         raise RequestError(
             "Token ids must be integers from 0 to 4294967295", param="prompt", code="invalid_value"
         ) from error
-    if sys.byteorder != "little":
-        packed.byteswap()
-    return packed.tobytes()

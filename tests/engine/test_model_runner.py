@@ -20,7 +20,7 @@ from tieredkv.engine.model_runner import (
     num_device_blocks,
     profile_peak_bytes,
 )
-from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.engine.step_buffers import BatchRow, pending
 from tieredkv.errors import ModelError
 
 BLOCK_SIZE = 16
@@ -288,3 +288,32 @@ def test_the_pool_is_sized_from_what_steps_take() -> None:
     )
     total = torch.cuda.mem_get_info()[1]
     assert 0.3 * total < num_blocks * spec.block_bytes < 0.5 * total
+
+
+def test_a_row_may_begin_behind_blocks_that_no_row_has_covered(checkpoints: Any) -> None:
+    loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
+    harness = Harness(loaded)
+    ids = prompt(100, seed=6)
+    table = harness.table(len(ids))
+    whole = harness.prefill(ids, table, [len(ids)])
+    harness.runner.execute([BatchRow(ids[:16], 0, table, slot=3, table_key=1)])
+    row = BatchRow(ids[80:], 80, table, slot=3, table_key=1)  # 16 to 79 came from below
+    torch.testing.assert_close(harness.runner.execute([row]).logits, whole, atol=1e-4, rtol=1e-4)
+
+
+def test_a_row_takes_the_token_that_the_step_before_made_most_likely(checkpoints: Any) -> None:
+    loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
+    harness = Harness(loaded)
+    ids = prompt(40, seed=7)
+    expected = harness.generate(ids, 4, [40])
+    table = harness.table(len(ids) + 4)
+    outputs = [harness.runner.execute([BatchRow(ids, 0, table, slot=5, table_key=2)])]
+    for position in range(40, 43):
+        row = BatchRow([pending(5)], position, table, slot=5, table_key=2)
+        outputs.append(harness.runner.execute([row]))
+    assert [int(output.tokens) for output in outputs] == expected
+    chosen = torch.tensor([17])
+    harness.runner.keep_tokens(outputs[-1], chosen)
+    given = harness.runner.execute([BatchRow([pending(5)], 43, table, slot=5, table_key=2)]).logits
+    told = harness.runner.execute([BatchRow([17], 43, table, slot=5, table_key=2)]).logits
+    torch.testing.assert_close(given, told, atol=1e-5, rtol=1e-5)

@@ -5,7 +5,8 @@ Called by the engine's thread only.
 """
 
 import heapq
-from collections.abc import Collection, Sequence
+import itertools
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from tieredkv.errors import IntegrityError
@@ -54,7 +55,9 @@ class Directory:
     def __init__(self, policies: RetentionPolicies) -> None:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
-        self._deadlines: list[tuple[float, BlockHash]] = []
+        self._deadlines: list[tuple[float, int, list[BlockHash]]] = []
+        self._num_queued = 0
+        self._sequence = itertools.count()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -65,7 +68,7 @@ class Directory:
     @property
     def num_queued(self) -> int:
         """Deadlines queued, those of entries that have left included."""
-        return len(self._deadlines)
+        return self._num_queued
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -80,19 +83,38 @@ class Directory:
 
         Its age then counts from the earlier of the two: whichever copy is served is no older.
         """
-        known = self._entries.get(entry.block_hash)
-        if known is not None:
-            known.claims |= entry.claims
-            known.computed_at = min(known.computed_at, entry.computed_at)
-            known.last_used = max(known.last_used, entry.last_used)
-            known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
-            entry = known
-        self._entries[entry.block_hash] = entry
-        heapq.heappush(self._deadlines, (self.deadline(entry), entry.block_hash))
-        if len(self._deadlines) > 2 * len(self._entries) + SLACK:
-            self._deadlines = [(self.deadline(e), h) for h, e in self._entries.items()]
-            heapq.heapify(self._deadlines)
-        return entry
+        return self.add_all([entry])[0]
+
+    def add_all(self, entries: Sequence[Entry]) -> list[Entry]:
+        """Insert entries as `add` does; those of one deadline are queued together."""
+        added: list[Entry] = []
+        for entry in entries:
+            known = self._entries.setdefault(entry.block_hash, entry)
+            if known is not entry:
+                known.claims |= entry.claims
+                known.computed_at = min(known.computed_at, entry.computed_at)
+                known.last_used = max(known.last_used, entry.last_used)
+                known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
+            added.append(known)
+        self._queue(added)
+        if self._num_queued > 2 * len(self._entries) + SLACK:
+            self._deadlines, self._num_queued = [], 0
+            self._queue(self._entries.values())
+        return added
+
+    def _queue(self, entries: Iterable[Entry]) -> None:
+        """Queue the deadlines of entries, grouped, as a prompt's blocks mostly share theirs."""
+        groups: dict[float, list[BlockHash]] = {}
+        lives: dict[tuple[object, ...], float] = {}
+        for entry in entries:
+            life = (entry.claims, entry.computed_at, entry.last_used, entry.disk_expires_at)
+            deadline = lives.get(life)
+            if deadline is None:
+                deadline = lives[life] = self.deadline(entry)
+            groups.setdefault(deadline, []).append(entry.block_hash)
+        for deadline, hashes in groups.items():
+            self._num_queued += len(hashes)
+            heapq.heappush(self._deadlines, (deadline, next(self._sequence), hashes))
 
     def entry_of(self, record: BlockRecord) -> Entry:
         """Return the entry of a block on disk, without inserting it.
@@ -115,9 +137,11 @@ class Directory:
 
     def claim(self, entry: Entry, retention: str, now: float) -> None:
         """Note that a request with this retention used the block now."""
-        entry.claims |= {retention}
+        if retention not in entry.claims:
+            entry.claims |= {retention}
         entry.is_droppable = False
-        entry.last_used = max(entry.last_used, now)
+        if now > entry.last_used:
+            entry.last_used = now
         entry.hits += 1
 
     def forget(self, block_hash: BlockHash) -> None:
@@ -196,26 +220,33 @@ class Directory:
                 found.discard(block_hash)
         return found
 
+    def has_due(self, now: float) -> bool:
+        """Return whether some entry may have expired; if not, none has."""
+        return bool(self._deadlines) and self._deadlines[0][0] <= now
+
     def due(self, now: float) -> list[Entry]:
         """Return the entries whose time has come; cost follows what expires, not what is held."""
         due: dict[BlockHash, Entry] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, block_hash = heapq.heappop(self._deadlines)
-            entry = self._entries.get(block_hash)
-            if entry is None:
-                continue
-            deadline = self.deadline(entry)
-            if deadline <= now:
-                due[block_hash] = entry
-            else:
-                heapq.heappush(self._deadlines, (deadline, block_hash))
+            _, _, hashes = heapq.heappop(self._deadlines)
+            self._num_queued -= len(hashes)
+            later: list[Entry] = []
+            for block_hash in hashes:
+                entry = self._entries.get(block_hash)
+                if entry is not None:
+                    if self.deadline(entry) <= now:
+                        due[block_hash] = entry
+                    else:
+                        later.append(entry)
+            self._queue(later)
         return list(due.values())
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         queued: dict[BlockHash, float] = {}
-        for when, block_hash in self._deadlines:
-            queued[block_hash] = min(when, queued.get(block_hash, when))
+        for when, _, hashes in self._deadlines:
+            for block_hash in hashes:
+                queued[block_hash] = min(when, queued.get(block_hash, when))
         for block_hash, entry in self._entries.items():
             if entry.block_hash != block_hash:
                 raise IntegrityError(

@@ -12,7 +12,7 @@ Called by the engine's thread only.
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.block_pool import Block
@@ -26,15 +26,17 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 logger = logging.getLogger(__name__)
 
 
+LOOK_AGAIN_S = 0.05
+
+
 @dataclass(slots=True, eq=False)
 class Promotion:
-    """One device block on its way up, held here until its bytes have arrived or cannot."""
+    """One device block that waits for its page to be read, held here until it is or cannot be."""
 
     block: Block
     block_hash: BlockHash
     record: BlockRecord | None
     give_up_at: float
-    page: Block | None = None
     is_settled: bool = False
 
 
@@ -45,6 +47,14 @@ class _Read:
     page: Block
     record: BlockRecord
     waiting: list[Promotion] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Device blocks that are being copied from pages; both are held until the bytes are there."""
+
+    pages: list[Block]
+    blocks: list[Block]
 
 
 class Promoter:
@@ -66,8 +76,9 @@ class Promoter:
         self._promotions: dict[int, Promotion] = {}
         self._reads: dict[BlockHash, _Read] = {}
         self._to_read: deque[Promotion] = deque()
-        self._to_copy: list[Promotion] = []
-        self._num_pages_copying = 0
+        self._to_copy: list[tuple[Block, Promotion]] = []
+        self._copying: set[int] = set()
+        self._look_again_at = 0.0
         self._warned: set[str] = set()
 
     @property
@@ -88,11 +99,34 @@ class Promoter:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way up."""
-        return not self._promotions and not self._reads
+        return not self._promotions and not self._reads and not self._copying
+
+    @property
+    def num_loading(self) -> int:
+        """Device blocks whose bytes are on their way."""
+        return len(self._promotions) + len(self._copying)
 
     def is_loading(self, block: Block) -> bool:
         """Return whether the bytes of this device block are on their way."""
-        return block.block_id in self._promotions
+        return block.block_id in self._copying or block.block_id in self._promotions
+
+    def note_release(self) -> None:
+        """Look at the next `pump` for blocks that nobody wants any longer."""
+        self._look_again_at = 0.0
+
+    def copy(self, pairs: Sequence[tuple[Block, Block]]) -> None:
+        """Begin to fill device blocks from host pages whose content is there: (page, block)."""
+        if not pairs:
+            return
+        tiers = self._tiers
+        copies = Copies([page for page, _ in pairs], [block for _, block in pairs])
+        for page, block in pairs:
+            tiers.host.acquire(page)
+            block.ref_count += 1
+        self._copying.update(block.block_id for block in copies.blocks)
+        tiers.counters.promoted_host_blocks += len(pairs)
+        ids = [(PageId(page.block_id), BlockId(block.block_id)) for page, block in pairs]
+        tiers.transfer.promote(ids, copies)
 
     def start(self, block: Block, block_hash: BlockHash, record: BlockRecord | None) -> None:
         """Begin to fill a device block from its host page or, with a record, from disk."""
@@ -185,14 +219,14 @@ class Promoter:
                 self._settle(promotion)
         tiers.host.release([page])
 
-    def on_copied(self, promotions: list[Promotion]) -> None:
+    def on_copied(self, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
         tiers = self._tiers
-        self._num_pages_copying -= len(promotions)
-        for promotion in promotions:
-            tiers.device.mark_ready(promotion.block)
-            self._settle(promotion)
-        tiers.host.release([p.page for p in promotions if p.page is not None])
+        for block in copies.blocks:
+            block.is_ready = True
+        self._copying.difference_update(block.block_id for block in copies.blocks)
+        tiers.device.release(copies.blocks[::-1])
+        tiers.host.release(copies.pages[::-1])
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
         """Let go of the blocks that the filter wants and that are being read just now."""
@@ -205,6 +239,8 @@ class Promoter:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
+        if self._copying & self._promotions.keys():
+            raise IntegrityError("a block is read and copied at once")
         for promotion in self._promotions.values():
             if promotion.block.ref_count < 1:
                 raise IntegrityError(f"block {promotion.block.block_id} is filled but not held")
@@ -215,7 +251,7 @@ class Promoter:
             raise IntegrityError(f"{len(self._reads)} pages read, cap {self.inbound_cap}")
 
     def _num_inbound(self) -> int:
-        return len(self._reads) + len(self._to_copy) + self._num_pages_copying
+        return len(self._reads) + len(self._to_copy) + len(self._copying)
 
     def _begin_read(
         self, block_hash: BlockHash, record: BlockRecord, items: list[LoadItem]
@@ -245,31 +281,26 @@ class Promoter:
 
     def _take_page(self, promotion: Promotion, page: Block) -> None:
         self._tiers.host.acquire(page)
-        promotion.page = page
-        self._to_copy.append(promotion)
+        self._to_copy.append((page, promotion))
 
     def _copy(self) -> None:
-        """Send every page that is here to its device block, in one batch."""
-        batch: list[Promotion] = []
-        for promotion in self._to_copy:
-            assert promotion.page is not None
-            if promotion.block.ref_count == 1:  # every request that wanted it is gone
-                self._tiers.host.release([promotion.page])
-                self._settle(promotion)
-            else:
-                batch.append(promotion)
-        self._to_copy = []
-        if batch:
-            self._num_pages_copying += len(batch)
-            self._tiers.counters.promoted_host_blocks += len(batch)
-            pairs = [(PageId(p.page.block_id), BlockId(p.block.block_id)) for p in batch if p.page]
-            self._tiers.transfer.promote(pairs, batch)
+        """Send every page that was read to its device block, in one batch."""
+        waiting, self._to_copy = self._to_copy, []
+        # One whose requests are all gone is held by its promotion only.
+        self.copy([(page, p.block) for page, p in waiting if p.block.ref_count > 1])
+        for page, promotion in waiting:
+            self._settle(promotion)
+            self._tiers.host.release([page])
 
     def _give_up(self) -> None:
         """End the promotions whose read is late or that nobody wants; pages stay on loan."""
         now = time.monotonic()
+        if now < self._look_again_at:
+            return
+        self._look_again_at = now + min(LOOK_AGAIN_S, self._load_timeout_s / 10)
+        here = {id(promotion) for _, promotion in self._to_copy}
         for promotion in list(self._promotions.values()):
-            if promotion.page is not None:
+            if id(promotion) in here:
                 continue
             if promotion.block.ref_count == 1:
                 self._settle(promotion)

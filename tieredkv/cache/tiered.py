@@ -16,7 +16,8 @@ Called by the engine's thread only.
 
 import logging
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tieredkv.block_pool import Block
@@ -43,6 +44,7 @@ class Prefix:
         hashes: block hashes of the full blocks of its tokens, head first.
         retention: the policy that the request asked for.
         blocks: its block table; the first `len(hashes)` are the chain. Empty before `admit`.
+        block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
     """
 
@@ -51,6 +53,7 @@ class Prefix:
     hashes: list[BlockHash]
     retention: str
     blocks: list[Block] = field(default_factory=list)
+    block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
     records: dict[BlockHash, BlockRecord] = field(default_factory=dict)
     asked: set[BlockHash] = field(default_factory=set)
@@ -107,10 +110,16 @@ class TieredCache:
 
     # Arrival
 
-    def arrive(self, prefix: Prefix) -> None:
-        """Ask every tier for the whole chain of a queued request; protect and prefetch it."""
+    def arrive(self, prefix: Prefix, *, is_next: bool = False) -> None:
+        """Ask every tier for the whole chain of a queued request; protect and prefetch it.
+
+        Args:
+            prefix: the request's chain.
+            is_next: the request is about to be admitted; it is not protected just for that.
+        """
         self._ask(prefix)
-        self.protect(prefix)
+        if not is_next:
+            self.protect(prefix)
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Return whether it is known where the chain is; the disk gets a bounded time to answer."""
@@ -132,10 +141,10 @@ class TieredCache:
         if prefix.is_protected or prefix.is_admitted or self._short_since:
             return
         device, host = self.tiers.device, self.tiers.host
-        now = self.tiers.clock.now()
+        if not prefix.hashes or not self.tiers.is_known(prefix.hashes[0]):
+            return  # without its head a chain is hardly ever cached
+        self.expire_due()
         for block_hash in prefix.hashes:
-            if self.tiers.live_entry(block_hash, now) is None:
-                continue
             block = device.lookup(block_hash)
             if block is not None:
                 if self._num_held_blocks < device.num_blocks // 2:
@@ -174,34 +183,23 @@ class TieredCache:
         self._ask(prefix)
         if prefix.lookup_job is not None:
             return False
-        tiers, now = self.tiers, self.tiers.clock.now()
-        chain: list[Block | None] = []
-        for block_hash in prefix.hashes:
-            entry = tiers.directory.get(block_hash)
-            if entry is not None and tiers.directory.is_expired(entry, now):
-                tiers.expire(entry)
-            block = tiers.device.lookup(block_hash)
-            if block is not None:
-                tiers.device.acquire(block)
-            chain.append(block)
+        self.expire_due()
+        device = self.tiers.device
+        chain = device.acquire_chain(prefix.hashes)
         found = [block for block in chain if block is not None]
         fresh = self._allocate(prefix, num_blocks - len(found))
         if fresh is None:
-            tiers.device.release(found[::-1])
+            device.release(found[::-1])
             return False
-        fresh.reverse()
-        for index, block_hash in enumerate(prefix.hashes):
-            block = chain[index]
-            if block is None:
-                block = fresh.pop()
-                tiers.device.insert(block, block_hash)
-                prefix.sources.append(self._load(prefix, block, block_hash, now))
-            elif block.is_ready or not self.promoter.is_loading(block):
-                prefix.sources.append(Tier.DEVICE)
-            else:
-                prefix.sources.append(Tier.DISK if block_hash in prefix.records else Tier.HOST)
-            prefix.blocks.append(block)
-        prefix.blocks.extend(reversed(fresh))
+        if len(found) == len(chain) and not self.promoter.num_loading:
+            prefix.blocks = found
+            prefix.sources = [Tier.DEVICE] * len(found)
+        else:
+            fresh.reverse()
+            self._take_chain(prefix, chain, fresh)
+            fresh.reverse()
+        prefix.blocks.extend(fresh)
+        prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
         self.unprotect(prefix)
         self.promoter.pump()
         return True
@@ -216,6 +214,7 @@ class TieredCache:
         if fresh is None:
             return False
         prefix.blocks.extend(fresh)
+        prefix.block_ids.append(fresh[0].block_id)
         return True
 
     def is_loading(self, block: Block) -> bool:
@@ -226,15 +225,17 @@ class TieredCache:
 
     def complete(self, prefix: Prefix, first: int, last: int) -> None:
         """Publish the full blocks `[first, last)` of the chain: their last token was computed."""
-        tiers, now = self.tiers, self.tiers.clock.now()
+        computed: list[int] = []
         for index in range(first, last):
             block = prefix.blocks[index]
             if block.is_ready:
                 continue
             prefix.sources[index] = None
-            tiers.device.mark_ready(block)
+            self.tiers.device.mark_ready(block)
             if block.block_hash is not None:
-                self._add_computed(prefix, index, now)
+                computed.append(index)
+        if computed:
+            self._add_computed(prefix, computed)
 
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain: generated tokens have filled it.
@@ -248,21 +249,22 @@ class TieredCache:
         known = tiers.device.insert(block, block_hash)
         if known is block:
             tiers.device.mark_ready(block)
-            self._add_computed(prefix, index, tiers.clock.now())
+            self._add_computed(prefix, [index])
         elif known.is_ready:
             tiers.device.acquire(known)
             tiers.device.release([block])
             prefix.blocks[index] = known
+            prefix.block_ids[index] = known.block_id
 
     def touch(self, prefix: Prefix) -> None:
         """Refresh the whole chain in every tier that has it, and note the request's retention."""
         tiers, now = self.tiers, self.tiers.clock.now()
         items: list[TouchItem] = []
-        for block_hash in prefix.hashes:
-            entry = tiers.directory.get(block_hash)
+        claim = tiers.directory.claim
+        for entry in map(tiers.directory.get, prefix.hashes):
             if entry is None:
                 continue
-            tiers.directory.claim(entry, prefix.retention, now)
+            claim(entry, prefix.retention, now)
             if entry.is_on_disk:
                 items.append(tiers.touch_item(entry, now))
             else:
@@ -281,7 +283,9 @@ class TieredCache:
         self.tiers.host.touch(self._pages(prefix))
         self.tiers.device.release(prefix.blocks[::-1])
         prefix.blocks = []
+        prefix.block_ids = array("i")
         prefix.sources = []
+        self.promoter.note_release()
         self.demoter.note_change()
 
     # Moves
@@ -309,12 +313,16 @@ class TieredCache:
 
     def pump(self) -> None:
         """Start what can start: loads, demotions ahead of need, expiry. Once a step."""
-        for entry in self.tiers.directory.due(self.tiers.clock.now()):
-            self.tiers.expire(entry)
+        self.expire_due()
         self.promoter.pump()
         if self.promoter.has_unstarted_reads:
             self.demoter.note_change()
         self.demoter.pump()
+
+    def expire_due(self) -> None:
+        """Make every block unreachable whose time has come."""
+        for entry in self.tiers.directory.due(self.tiers.clock.now()):
+            self.tiers.expire(entry)
 
     def take_events(self) -> list[Event]:
         """Return the store's events that are not about moves: control requests, up and down."""
@@ -374,13 +382,9 @@ class TieredCache:
             return
         if self._overdue:
             return
-        unknown = [
-            block_hash
-            for block_hash in prefix.hashes
-            if block_hash not in prefix.asked
-            and tiers.device.lookup(block_hash) is None
-            and tiers.host.lookup(block_hash) is None
-        ]
+        unknown = tiers.host.missing(tiers.device.missing(prefix.hashes))
+        if prefix.asked:
+            unknown = [block_hash for block_hash in unknown if block_hash not in prefix.asked]
         if not unknown:
             return
         prefix.asked.update(unknown)
@@ -412,43 +416,65 @@ class TieredCache:
                 entry.disk_expires_at = 0.0
                 entry.is_droppable = False
 
-    def _load(self, prefix: Prefix, block: Block, block_hash: BlockHash, now: float) -> Tier | None:
-        """Start filling a fresh device block from the fastest tier that has it, if any does."""
-        if not self._can_load:
-            return None
-        tiers = self.tiers
-        record = prefix.records.get(block_hash)
-        page = tiers.host.lookup(block_hash)
-        if page is None and record is not None and record.expires_at <= now:
-            record = None
-        if page is None and record is None:
-            return None
-        self.promoter.start(block, block_hash, record)
-        return Tier.DISK if record is not None else Tier.HOST
+    def _take_chain(self, prefix: Prefix, chain: list[Block | None], fresh: list[Block]) -> None:
+        """Fill a request's table from the blocks that were found and, from the end, fresh ones.
+
+        Fresh blocks are filled from the fastest tier that has them, if any does.
+        """
+        tiers, now = self.tiers, self.tiers.clock.now()
+        copies: list[tuple[Block, Block]] = []
+        for block, block_hash in zip(chain, prefix.hashes, strict=True):
+            record = prefix.records.get(block_hash)
+            below = Tier.HOST if record is None else Tier.DISK
+            source: Tier | None = below
+            if block is not None:
+                if block.is_ready or not self.promoter.is_loading(block):
+                    source = Tier.DEVICE
+            else:
+                block = fresh.pop()
+                tiers.device.insert(block, block_hash)
+                page = tiers.host.lookup(block_hash) if self._can_load else None
+                if page is not None and page.is_ready:
+                    copies.append((page, block))
+                elif page is None and (record is None or record.expires_at <= now):
+                    source = None
+                elif self._can_load:
+                    self.promoter.start(block, block_hash, record)
+                else:
+                    source = None
+            prefix.blocks.append(block)
+            prefix.sources.append(source)
+        self.promoter.copy(copies)
 
     def _pages(self, prefix: Prefix) -> list[Block]:
         """Return the host pages of a chain, head first."""
         pages = (self.tiers.host.lookup(block_hash) for block_hash in prefix.hashes)
         return [page for page in pages if page is not None]
 
-    def _add_computed(self, prefix: Prefix, index: int, now: float) -> None:
-        known = self.tiers.directory.get(prefix.hashes[index])
-        if known is not None and self.tiers.directory.is_expired(known, now):
-            self.tiers.host.drop(known.block_hash)
-            self.tiers.directory.forget(known.block_hash)
-        entry = self.tiers.directory.add(
+    def _add_computed(self, prefix: Prefix, indices: Sequence[int]) -> None:
+        """Enter blocks that were computed just now."""
+        now, claims = self.tiers.clock.now(), frozenset({prefix.retention})
+        hashes, directory = prefix.hashes, self.tiers.directory
+        if directory.has_due(now):  # an old copy's life has ended while this one was computed
+            for known in map(directory.get, [hashes[index] for index in indices]):
+                if known is not None and directory.is_expired(known, now):
+                    self.tiers.host.drop(known.block_hash)
+                    directory.forget(known.block_hash)
+        entries = [
             Entry(
-                block_hash=prefix.hashes[index],
-                parent_hash=prefix.hashes[index - 1] if index else prefix.root,
+                block_hash=hashes[index],
+                parent_hash=hashes[index - 1] if index else prefix.root,
                 root=prefix.root,
                 namespace=prefix.namespace,
                 position=index,
                 computed_at=now,
                 last_used=now,
-                claims=frozenset({prefix.retention}),
+                claims=claims,
             )
-        )
-        self.demoter.note_computed(entry)
+            for index in indices
+        ]
+        for entry in directory.add_all(entries):
+            self.demoter.note_computed(entry)
 
     def _allocate(self, prefix: Prefix, num_blocks: int) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""

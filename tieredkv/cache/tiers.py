@@ -59,12 +59,10 @@ class Tiers:
     block_bytes: int
     counters: CacheCounters = field(default_factory=CacheCounters)
 
-    def live_entry(self, block_hash: BlockHash, now: float) -> Entry | None:
-        """Return the entry of a block that may still be served."""
-        entry = self.directory.get(block_hash)
-        if entry is None or self.directory.is_expired(entry, now):
-            return None
-        return entry
+    def is_known(self, block_hash: BlockHash) -> bool:
+        """Return whether VRAM or host memory has the block or is being filled with it."""
+        copies = self.device.lookup(block_hash), self.host.lookup(block_hash)
+        return copies != (None, None)
 
     def touch_item(self, entry: Entry, now: float) -> TouchItem:
         """Return what the disk is to be told of a use of a block that it has, and note it."""
