@@ -8,12 +8,12 @@ import logging
 import os
 import selectors
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import lmdb
+import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
@@ -23,14 +23,7 @@ from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import (
-    EngineMessage,
-    LaunchArgument,
-    LoadItem,
-    PageDone,
-    StoreItem,
-    TouchItem,
-)
+from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
 from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
 from tieredkv.storage.results import StoreStats
 from tieredkv.storage.verbs import Verbs
@@ -61,8 +54,8 @@ class StoreService:
         self,
         store: BlockStore,
         clock: Clock,
-        argument: LaunchArgument,
-        channel: FrameChannel[EngineMessage],
+        argument: messages.LaunchArgument,
+        channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
         notes: list[str],
     ) -> None:
@@ -83,36 +76,27 @@ class StoreService:
         self._num_writing = 0
         self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._storing: dict[bytes, int] = {}  # hash -> how many stores of it are in hand
+        self._storing: Counter[bytes] = Counter()  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
-        self._done_loads: list[PageDone] = []
-        self._done_stores: list[PageDone] = []
+        self._done_loads: list[PageLoaded] = []
+        self._done_stores: list[PageStored] = []
         self._reported: set[str] = set()
 
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._poke_fd, selectors.EVENT_READ, self._heed_poke)
         self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
-        self._threads = PayloadThreads(
-            store,
-            num_readers=self._options.num_readers,
-            num_writers=self._options.num_writers,
-            wake=self._poke,
-        )
-        self._verbs = Verbs(
-            store,
-            clock,
-            ask_engine=None if argument.is_standalone else self._ask,
-            after_writes=self._writes.append,
-        )
+        self._threads = PayloadThreads(store, self._options, wake=self._poke)
+        ask_engine = None if argument.is_standalone else self._ask
+        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._writes.append)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
 
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
-        self._channel.send(messages.Ready(self._stats(), self._notes))
+        self._channel.send(messages.WorkerUp(self._stats(), self._notes))
         while not (self._is_closing and self._is_drained()):
             self._turn()
         self._server.close()
@@ -195,10 +179,10 @@ class StoreService:
         for message in received:
             self._obey(message)
 
-    def _obey(self, message: EngineMessage) -> None:
+    def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                self._send(messages.LookupReply(job, self._lookup(hashes)))
+                self._send(messages.LookupDone(job, self._lookup(hashes)))
             case messages.LoadCall(job, items):
                 self._loads.extend((job, item) for item in items)
             case messages.StoreCall(job, items):
@@ -223,7 +207,7 @@ class StoreService:
                 self._refuse_loads("closing")
 
     def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
-        self._send(messages.EngineQuestion(job, verb, args))
+        self._send(messages.ControlRequest(job, verb, args))
 
     def _abandon(self) -> None:
         """Finish what is in hand for nobody: the engine is gone."""
@@ -256,15 +240,10 @@ class StoreService:
         return 4 * self._options.num_readers
 
     def _start_reads(self) -> None:
-        num_located = 0
-        while (
-            self._loads
-            and self._num_reading < self._max_reading
-            and num_located < _MAX_LOCATES_A_TURN
-        ):
-            num_located += 1
-            job, item = self._loads.popleft()
-            self._start_read(job, item)
+        for _ in range(_MAX_LOCATES_A_TURN):
+            if not self._loads or self._num_reading >= self._max_reading:
+                break
+            self._start_read(*self._loads.popleft())
 
     def _start_read(self, job: int, item: LoadItem) -> None:
         located = self._locate(item.block_hash)
@@ -299,16 +278,9 @@ class StoreService:
     def _end_load(
         self, job: int, item: LoadItem, reason: str, record: BlockRecord | None = None
     ) -> None:
-        self._done_loads.append(
-            PageDone(
-                job=job,
-                block_hash=item.block_hash,
-                page_id=item.page_id,
-                ok=record is not None,
-                reason=reason,
-                record=record,
-            )
-        )
+        ok = record is not None
+        ending = PageLoaded(job, item.block_hash, item.page_id, ok, reason, record)
+        self._done_loads.append(ending)
 
     def _refuse_loads(self, reason: str) -> None:
         while self._loads:
@@ -320,10 +292,10 @@ class StoreService:
     def _accept_store(self, job: int, item: StoreItem) -> None:
         if item.record.retention not in self._options.disk_retentions:
             # NOTE: the last gate of the promise that such a block never touches a disk.
-            self._done_stores.append(_stored(job, item, "retention"))
+            ending = PageStored(job, item.record.block_hash, item.page_id, False, "retention")
+            self._done_stores.append(ending)
         else:
-            block_hash = item.record.block_hash
-            self._storing[block_hash] = self._storing.get(block_hash, 0) + 1
+            self._storing[item.record.block_hash] += 1
             self._writes.append((job, item))
 
     def _start_writes(self) -> None:
@@ -351,10 +323,11 @@ class StoreService:
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
         batch: list[tuple[int, StoreItem]] = []
-        while self._writes and len(batch) < _MAX_GROUP_BLOCKS:
-            head = self._writes[0]
-            if callable(head):
-                break
+        while (
+            self._writes
+            and len(batch) < _MAX_GROUP_BLOCKS
+            and not callable(head := self._writes[0])
+        ):
             batch.append(head)
             self._writes.popleft()
         try:
@@ -432,7 +405,7 @@ class StoreService:
         self._storing[block_hash] -= 1
         if not self._storing[block_hash]:
             del self._storing[block_hash]
-        self._done_stores.append(_stored(job, item, reason))
+        self._done_stores.append(PageStored(job, block_hash, item.page_id, not reason, reason))
 
     def _end_flush(self, job: int) -> None:
         self._flush_all_touches()
@@ -462,14 +435,12 @@ class StoreService:
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
-        items = [self._touches.pop(key) for key in islice(list(self._touches), _TOUCHES_A_TURN)]
-        allowed = self._options.disk_retentions
-        rows = [
-            (item.block_hash, item.last_used, item.expires_at, item.retention)
-            if item.retention in allowed
-            else (item.block_hash, item.last_used, None, None)
-            for item in items
-        ]
+        items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
+        rows = []
+        for item in items:
+            is_claim = item.retention in self._options.disk_retentions
+            claim = (item.expires_at, item.retention) if is_claim else (None, None)
+            rows.append((item.block_hash, item.last_used, *claim))
         self._attempt("touch", lambda: self._store.claim_or_touch(rows))
 
     def _flush_all_touches(self) -> None:
@@ -529,22 +500,8 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error.__cause__, _DAMAGE)
 
 
-def _stored(job: int, item: StoreItem, reason: str) -> PageDone:
-    return PageDone(
-        job=job,
-        block_hash=item.record.block_hash,
-        page_id=item.page_id,
-        ok=not reason,
-        reason=reason,
-    )
-
-
 def _merge(first: TouchItem, second: TouchItem) -> TouchItem:
     """Join two uses of one block: the later use, the longer claim."""
     longer = max(first, second, key=lambda touch: touch.expires_at or 0.0)
-    return TouchItem(
-        block_hash=first.block_hash,
-        last_used=max(first.last_used, second.last_used),
-        expires_at=longer.expires_at,
-        retention=longer.retention,
-    )
+    last_used = max(first.last_used, second.last_used)
+    return msgspec.structs.replace(longer, last_used=last_used)
