@@ -172,7 +172,7 @@ class Server:
         return True
 
     async def _serve(self, engine: EngineClient) -> None:
-        api = Api(self.settings, engine, self._tokenization, is_strict=self.is_strict)
+        api = Api(self.settings, engine, self._tokenization, self.is_strict)
         config = uvicorn.Config(
             build_app(api),
             loop="asyncio",
