@@ -3,17 +3,8 @@
 import errno
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.codec import (
-    CODEC_RAW,
-    HEADER_BYTES,
-    Extent,
-    Located,
-    decode_header,
-    encode_header_into,
-    is_header_of,
-    padded_bytes,
-    payload_checksum,
-)
+from tieredkv.storage import codec
+from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, decode_header, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import storage_errors
 from tieredkv.storage.results import Slot
@@ -23,12 +14,12 @@ from tieredkv.types import BlockRecord
 def read_block(files: SegmentFiles, located: Located, into: memoryview) -> None:
     """Read a payload and check the bytes in `into`; see `BlockStore.read_payload`."""
     size = located.payload_bytes
-    if located.codec != CODEC_RAW or size != located.record.size_bytes:
+    if located.codec != codec.CODEC_RAW or size != located.record.size_bytes:
         raise _corrupt(located, "codec", f"codec {located.codec} is unknown")
     count = _read(files, located, HEADER_BYTES, into, size)
     if count < size:
         raise _corrupt(located, "truncated", f"{count} of {size} bytes are there")
-    if payload_checksum(into[:size]) != located.payload_checksum:
+    if codec.payload_checksum(into[:size]) != located.payload_checksum:
         raise _corrupt(located, "checksum", "the payload fails its checksum")
 
 
@@ -41,7 +32,7 @@ def check_header(files: SegmentFiles, located: Located) -> None:
     header = aligned_buffer(HEADER_BYTES)
     if _read(files, located, 0, header, HEADER_BYTES) < HEADER_BYTES:
         raise _corrupt(located, "truncated", "its slot is not there")
-    if not is_header_of(decode_header(header), located):
+    if not codec.is_header_of(decode_header(header), located):
         raise _corrupt(located, "header", "the slot header is another one's or damaged")
 
 
@@ -59,9 +50,9 @@ def read_owner(files: SegmentFiles, extent: Extent) -> bytes | None:
 def write_block(files: SegmentFiles, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:
     """Write header and payload, answer the checksum; see `BlockStore.write_payload`."""
     size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-    checksum = payload_checksum(payload[:size])
+    checksum = codec.payload_checksum(payload[:size])
     header = files.header_buffer()
-    encode_header_into(header, Located(record, slot.extent, size, checksum))
+    codec.encode_header_into(header, Located(record, slot.extent, size, checksum))
     if len(payload) >= padded and not payload.readonly:
         payload[size:padded] = bytes(padded - size)
     else:

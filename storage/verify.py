@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StorageError
@@ -20,17 +21,16 @@ class Verification:
         self,
         index: Index,
         files: SegmentFiles,
+        slots: SlotAllocator,
         clock: Clock,
-        *,
         repair: Callable[[bytes, Located | None], None] | None,
-        find_problems: Callable[[], list[str]],
     ) -> None:
         self.result = VerifyResult()
         self._index = index
         self._files = files
+        self._slots = slots
         self._clock = clock
         self._repair = repair
-        self._find_problems = find_problems
         self._after = b""
         self._is_done = False
         self._buffer = aligned_buffer(padded_bytes(1))
@@ -42,11 +42,7 @@ class Verification:
         if self._is_done:
             return False
         with self._index.reading() as txn:
-            batch = []
-            for entry in txn.blocks(self._after):
-                batch.append(entry)
-                if len(batch) == num_blocks:
-                    break
+            batch = list(islice(txn.blocks(self._after), num_blocks))
         for block_hash, located in batch:
             self._after = block_hash
             if located is not None and self._clock.now() >= located.record.expires_at:
@@ -57,7 +53,9 @@ class Verification:
                 self._found(reason, block_hash, located)
         if not batch:
             self._is_done = True
-            if self._find_problems():
+            with self._index.reading() as txn:
+                problems = find_problems(txn, self._slots)
+            if problems:
                 self._found("index", b"", None)
         return not self._is_done
 
