@@ -233,11 +233,9 @@ class StoreClient:
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
         with self._lock:
-            if self._num_lent != self._num_returned + len(self._loans):
-                raise IntegrityError(
-                    f"{self._num_lent} pages lent, {self._num_returned} returned, "
-                    f"{len(self._loans)} on loan"
-                )
+            lent, returned, on_loan = self._num_lent, self._num_returned, len(self._loans)
+            if lent != returned + on_loan:
+                raise IntegrityError(f"{lent} pages lent, {returned} returned, {on_loan} on loan")
             num_pages = self.arena.num_pages if self.arena is not None else 0
             if any(not 0 <= page < num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
@@ -270,10 +268,8 @@ class StoreClient:
             raise IntegrityError("this client has no arena to lend pages of")
         if any(not 0 <= page < self.arena.num_pages for page in pages):
             raise IntegrityError(f"not all of the pages {pages} are in the arena")
-        if max_size_bytes > self.arena.page_bytes:
-            raise IntegrityError(
-                f"a block of {max_size_bytes} bytes in a page of {self.arena.page_bytes}"
-            )
+        if max_size_bytes > (page_bytes := self.arena.page_bytes):
+            raise IntegrityError(f"a block of {max_size_bytes} bytes in a page of {page_bytes}")
         if len(set(pages)) < len(pages) or not self._loans.keys().isdisjoint(pages):
             twice = {page for page in pages if page in self._loans or pages.count(page) > 1}
             raise IntegrityError(f"pages {sorted(twice)} are on loan already")
@@ -377,8 +373,7 @@ class StoreClient:
                             for message in channel.receive():
                                 if isinstance(message, WorkerUp):
                                     served_since = time.monotonic()
-                                    self._open(channel)
-                                self._receive(message)
+                                self._receive(message, channel)
             except EOFError:
                 pass
             except StorageError as error:
@@ -389,18 +384,15 @@ class StoreClient:
                     self._channel = None
         return time.monotonic() - served_since if served_since is not None else 0.0
 
-    def _open(self, channel: FrameChannel[WorkerMessage]) -> None:
-        with self._lock:
-            if self._is_closing:
-                self._poke()
-            else:
-                self._channel = channel
-
     # --- in ----------------------------------------------------------------------------------
 
-    def _receive(self, message: WorkerMessage) -> None:
+    def _receive(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         with self._lock:
             num_before = len(self._events)
+            if isinstance(message, WorkerUp) and self._is_closing:
+                self._poke()
+            elif isinstance(message, WorkerUp):
+                self._channel = channel
             self._handle(message)
             has_news = len(self._events) > num_before
         if has_news:

@@ -119,10 +119,10 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     """
     body = data[:-_SEAL_BYTES]
     if len(data) != RECORD_BYTES or xxh3_64_digest(block_hash + body) != data[-_SEAL_BYTES:]:
-        raise _corrupt(block_hash, "record", "the index record fails its checksum")
+        raise corrupt(block_hash, "record", "the index record fails its checksum")
     version, codec, *fields = _RECORD.unpack(body)
     if version != FORMAT_VERSION:
-        raise _corrupt(block_hash, "record", f"the index record has version {version}")
+        raise corrupt(block_hash, "record", f"the index record has version {version}")
     lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]
     names = [name[:length] for name, length in zip(fields[15:], lengths, strict=True)]
     return _located([block_hash, *names], numbers, times, fields[14], codec, hits)
@@ -264,7 +264,7 @@ def split_extent_key(key: bytes) -> Extent:
     return Extent(*_EXTENT.unpack(key))
 
 
-def _corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
-    return CorruptBlockError(
-        f"block {block_hash.hex()[:12]}: {what}", block_hash=block_hash, reason=reason
-    )
+def corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
+    """Return the error for bytes of a block that are not what they must be."""
+    text = f"block {block_hash.hex()[:12]}: {what}"
+    return CorruptBlockError(text, block_hash=block_hash, reason=reason)

@@ -399,7 +399,6 @@ class BlockStore:
         """Figures as of now."""
         with self._index.reading() as txn:
             totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
-        counters = self._files.counters
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -407,9 +406,9 @@ class BlockStore:
             bytes_index=self._slots.overhead_bytes,
             bytes_budget=self._slots.budget_bytes,
             bytes_pending=self._slots.pending_bytes,
-            bytes_written=counters.bytes_written,
-            bytes_read=counters.bytes_read,
-            bytes_erased=counters.bytes_erased,
+            bytes_written=self._files.bytes_written,
+            bytes_read=self._files.bytes_read,
+            bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
             num_evicted=self._evictor.num_evicted,

@@ -10,22 +10,19 @@ import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
-import msgspec
+from msgspec.structs import replace
 
-from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
 from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
-from tieredkv.storage.results import StoreStats
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -37,6 +34,7 @@ _MAX_GROUP_AGE_S = 0.005
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
+Answer = TypeVar("Answer")
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 
 
@@ -53,14 +51,12 @@ class StoreService:
     def __init__(
         self,
         store: BlockStore,
-        clock: Clock,
         argument: messages.LaunchArgument,
         channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
         notes: list[str],
     ) -> None:
         self._store = store
-        self._clock = clock
         self._argument = argument
         self._options = argument.options
         self._channel = channel
@@ -96,7 +92,7 @@ class StoreService:
 
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
-        self._channel.send(messages.WorkerUp(self._stats(), self._notes))
+        self._channel.send(messages.WorkerUp(self._store.stats(), self._notes))
         while not (self._is_closing and self._is_drained()):
             self._turn()
         self._server.close()
@@ -125,7 +121,7 @@ class StoreService:
             self._flush_touches()
         if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
-            self._sweep = self._store.sweeping(self._clock.now())
+            self._sweep = self._store.sweeping()
         if self._sweep is not None:
             self._attempt("sweep", self._continue_sweep)
         self._verbs.turn()
@@ -182,7 +178,9 @@ class StoreService:
     def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                self._send(messages.LookupDone(job, self._lookup(hashes)))
+                found = self._attempt("lookup", lambda: self._store.lookup(hashes))
+                misses: list[BlockRecord | None] = [None] * len(hashes)
+                self._send(messages.LookupDone(job, found or misses))
             case messages.LoadCall(job, items):
                 self._loads.extend((job, item) for item in items)
             case messages.StoreCall(job, items):
@@ -197,7 +195,7 @@ class StoreService:
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
             case messages.StatsCall():
-                self._send(messages.Completions([], [], self._stats()))
+                self._send(messages.Completions([], [], self._store.stats()))
             case messages.FlushCall(job):
                 self._writes.append(lambda: self._end_flush(job))
             case messages.EngineAnswer(job, body):
@@ -224,12 +222,10 @@ class StoreService:
         has_writes = self._writes or self._reserved or self._num_writing or self._written
         return not (has_reads or has_writes)
 
-    def _stats(self) -> StoreStats:
-        return self._store.stats()
-
     def _send_done(self) -> None:
         if self._done_loads or self._done_stores:
-            self._send(messages.Completions(self._done_loads, self._done_stores, self._stats()))
+            stats = self._store.stats()
+            self._send(messages.Completions(self._done_loads, self._done_stores, stats))
             self._done_loads, self._done_stores = [], []
 
     # --- loads -------------------------------------------------------------------------------
@@ -246,7 +242,7 @@ class StoreService:
             self._start_read(*self._loads.popleft())
 
     def _start_read(self, job: int, item: LoadItem) -> None:
-        located = self._locate(item.block_hash)
+        located = self._attempt("locate", lambda: self._store.locate(item.block_hash))
         if located is None:
             self._end_load(job, item, "missing")
             return
@@ -265,15 +261,12 @@ class StoreService:
         if task.error is None:
             self._end_load(task.job, task.item, "", task.located.record)
             return
-        try:
-            reason = self._store.read_failed(task.located, task.error)
-        except StorageError as error:
-            self._report("load", error)
-            reason = "io_error"
+        fault = task.error
+        reason = self._attempt("load", lambda: self._store.read_failed(task.located, fault))
         if reason == "evicted":  # or stored anew elsewhere since it was located: look again
             self._loads.append((task.job, task.item))
         else:
-            self._end_load(task.job, task.item, reason)
+            self._end_load(task.job, task.item, reason or "io_error")
 
     def _end_load(
         self, job: int, item: LoadItem, reason: str, record: BlockRecord | None = None
@@ -359,10 +352,9 @@ class StoreService:
             is_known = old is not None and old.computed_at >= item.record.computed_at
             (known if is_known else left).append((job, item))
         records = [item.record for _, item in known]
-        if records:
-            self._store.claim_or_touch(
-                [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
-            )
+        claims = [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
+        if claims:
+            self._store.claim_or_touch(claims)
         for job, item in known:
             self._end_store(job, item, "")
         return left
@@ -392,12 +384,9 @@ class StoreService:
         if not group:
             return
         rows = [(task.slot, task.item.record, task.checksum or b"") for task in group]
-        try:
-            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(rows)]
-        except StorageError as error:
-            self._report("commit", error)
-            reasons = ["io_error"] * len(group)
-        for task, reason in zip(group, reasons, strict=True):
+        stored = self._attempt("commit", lambda: self._store.commit(rows))
+        for i, task in enumerate(group):
+            reason = "io_error" if stored is None else "" if stored[i] else "expired"
             self._end_store(task.job, task.item, reason)
 
     def _end_store(self, job: int, item: StoreItem, reason: str) -> None:
@@ -416,17 +405,17 @@ class StoreService:
 
     def _collect(self) -> None:
         for task in self._threads.collect():
-            if isinstance(task, ReadTask):
-                self._end_read(task)
-            else:
-                self._end_write(task)
+            self._end_read(task) if isinstance(task, ReadTask) else self._end_write(task)
 
     def _gather(self, touches: list[TouchItem]) -> None:
+        """Keep touches for later; two uses of a block are the later use, the longer claim."""
         if not self._touches:
             self._touched_since = time.monotonic()
         for touch in touches:
-            known = self._touches.get(touch.block_hash)
-            self._touches[touch.block_hash] = touch if known is None else _merge(known, touch)
+            known = self._touches.get(touch.block_hash, touch)
+            longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
+            last_used = max(known.last_used, touch.last_used)
+            self._touches[touch.block_hash] = replace(longer, last_used=last_used)
 
     @property
     def _touches_are_due(self) -> bool:
@@ -454,29 +443,16 @@ class StoreService:
             self._sweep = sweep  # not at its end, and no fault ended it
             break
 
-    def _lookup(self, hashes: list[bytes]) -> list[BlockRecord | None]:
-        try:
-            return self._store.lookup(hashes, self._clock.now())
-        except StorageError as error:
-            self._report("lookup", error)
-            return [None] * len(hashes)
-
-    def _locate(self, block_hash: bytes) -> Located | None:
-        try:
-            return self._store.locate(block_hash, self._clock.now())
-        except StorageError as error:
-            self._report("locate", error)
-            return None
-
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
 
-    def _attempt(self, cause: str, action: Callable[[], object]) -> None:
-        """Do what nobody waits for; a fault of the disk is logged and tried again next time."""
+    def _attempt(self, cause: str, action: Callable[[], Answer]) -> Answer | None:
+        """Do what may fail without harm; a fault of the disk is logged, and None."""
         try:
-            action()
+            return action()
         except StorageError as error:
             self._report(cause, error)
+            return None
 
     def _page(self, page_id: int) -> memoryview:
         assert self._arena is not None, "the engine lends no pages without an arena"
@@ -498,10 +474,3 @@ class StoreService:
 def is_damage(error: BaseException) -> bool:
     """Whether an error comes from an index that contradicts itself."""
     return isinstance(error.__cause__, _DAMAGE)
-
-
-def _merge(first: TouchItem, second: TouchItem) -> TouchItem:
-    """Join two uses of one block: the later use, the longer claim."""
-    longer = max(first, second, key=lambda touch: touch.expires_at or 0.0)
-    last_used = max(first.last_used, second.last_used)
-    return msgspec.structs.replace(longer, last_used=last_used)
