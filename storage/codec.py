@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
@@ -35,6 +36,7 @@ _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
 _EXTENT = struct.Struct(">II")
 _MAX_U32 = 0xFFFF_FFFF
+_CLAIM = ("retention", "expires_at", "last_used", "protect_until", "hits")
 
 
 class Extent(NamedTuple):
@@ -209,13 +211,8 @@ def is_header_of(header: Located | None, located: Located) -> bool:
     """Answer whether a slot header belongs to this index entry; claims made later may differ."""
     if header is None or header[1:] != located[1:]:
         return False
-    ours, theirs = located.record, header.record
-    return (
-        (ours.block_hash, ours.parent_hash, ours.root, ours.namespace)
-        == (theirs.block_hash, theirs.parent_hash, theirs.root, theirs.namespace)
-        and (ours.position, ours.size_bytes) == (theirs.position, theirs.size_bytes)
-        and ours.computed_at == theirs.computed_at
-    )
+    claim = {name: getattr(located.record, name) for name in _CLAIM}
+    return replace(header.record, **claim) == located.record
 
 
 def to_us(time_s: float) -> int:

@@ -9,7 +9,6 @@ import os
 import stat
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
 from tieredkv.storage.codec import FORMAT_VERSION
@@ -21,13 +20,6 @@ LOCK = "lock"
 INDEX = "index"
 SEGMENTS = "segments"
 INDEX_FILES = ("data.mdb", "lock.mdb")
-
-
-class Writer(NamedTuple):
-    """Who owns a store: its process, and the socket where it answers."""
-
-    pid: int
-    socket: str | None
 
 
 class StoreDirectory:
@@ -80,26 +72,6 @@ class StoreDirectory:
             _describe_writer(self._lock_fd, {})
             os.close(self._lock_fd)
             self._lock_fd = -1
-
-
-def live_writer(path: str) -> Writer | None:
-    """Tell which process owns the store now; None when nobody does. Changes nothing."""
-    try:
-        fd = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_writer(fd)
-    finally:
-        os.close(fd)
-    return None
-
-
-def is_store(path: str) -> bool:
-    """Answer whether a store of any version lies there."""
-    return os.path.lexists(os.path.join(path, MARKER))
 
 
 def _check_folder(path: str, *, create: bool) -> bool:
@@ -219,9 +191,9 @@ def _take_lock(path: str, socket: str | None) -> int:
     try:
         _lock_exclusively(fd)
     except BlockingIOError:
-        writer = _read_writer(fd)
+        pid = _read_writer(fd)
         os.close(fd)
-        who = f"process {writer.pid}" if writer else "another process"
+        who = "another process" if pid is None else f"process {pid}"
         what = f"the store at `{path}` is in use by {who}; stop it or choose another folder"
         raise StoreBusyError(what) from None
     except OSError as error:
@@ -242,7 +214,7 @@ def _describe_writer(fd: int, writer: dict[str, object]) -> None:
 
 
 def _lock_exclusively(fd: int) -> None:
-    """Take the lock; `live_writer` of another process may hold it for a moment, so ask again."""
+    """Take the lock; who looks whether it is held may hold it for a moment, so ask again."""
     for _ in range(10):
         with suppress(BlockingIOError):
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,9 +222,8 @@ def _lock_exclusively(fd: int) -> None:
     return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _read_writer(fd: int) -> Writer | None:
+def _read_writer(fd: int) -> int | None:
     try:
-        content = json.loads(os.pread(fd, 4096, 0))
-        return Writer(int(content["pid"]), content["socket"])
+        return int(json.loads(os.pread(fd, 4096, 0))["pid"])
     except (ValueError, KeyError, TypeError):
         return None

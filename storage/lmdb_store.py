@@ -25,7 +25,7 @@ from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.listing import list_chains, select_blocks
 from tieredkv.storage.payloads import read_block, read_owner, write_block
 from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats, SweepResult
-from tieredkv.storage.verify import Verification, find_problems
+from tieredkv.storage.verify import find_problems, verifying
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -385,15 +385,12 @@ class BlockStore:
 
     def verify(self, *, repair: bool = True) -> results.VerifyResult:
         """Read every payload again and check it, then check the index against itself."""
-        verification = self.verification(repair=repair)
-        while verification.step():
-            pass
-        return verification.result
+        *_, result = self.verifying(repair=repair)
+        return result
 
-    def verification(self, *, repair: bool = True) -> Verification:
-        """A `verify` in steps, for a thread that has other work in between."""
-        repairing = self._repair if repair else None
-        return Verification(self._index, self._files, self._slots, self._clock, repairing)
+    def verifying(self, *, repair: bool) -> Generator[results.VerifyResult, None, None]:
+        """`verify` in steps, for a thread that has other work in between."""
+        return verifying(self._slots, self._clock, self._repair if repair else None)
 
     def stats(self) -> StoreStats:
         """Figures as of now."""

@@ -16,7 +16,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.storage.control_server import ControlClient
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import ControlCall
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.results import EvictFilter, VerifyResult
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
@@ -112,14 +112,16 @@ class Verbs:
                 client.fail(error)
 
     def _verify(self, client: ControlClient, repair: bool) -> Steps:
-        verification = self._store.verification(repair=repair)
+        total, result = self._store.stats().blocks, VerifyResult()
         next_report = 0.0
-        while not client.is_gone and verification.step(1):
+        for result in self._store.verifying(repair=repair):
+            if client.is_gone:
+                break
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
-                client.progress(verification.result.checked, verification.total)
+                client.progress(result.checked, total)
             yield
-        client.answer(msgspec.to_builtins(verification.result))
+        client.answer(msgspec.to_builtins(result))
 
     def _ask(self, client: ControlClient, call: ControlCall, finish: Finish) -> None:
         if self._ask_engine is None:
