@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -33,6 +33,21 @@ _POSITIVE = (
     *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
     *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
 )
+
+
+class Unit(NamedTuple):
+    """How a setting is read, shown and named in help."""
+
+    parse: Callable[[Any], object]
+    show: Callable[[Any], str]
+    metavar: str
+
+
+UNITS = {
+    "": Unit(str, str, ""),
+    "bytes": Unit(parse_bytes, format_bytes, "SIZE"),
+    "seconds": Unit(parse_duration, format_duration, "DURATION"),
+}
 
 
 def _setting(section: str, default: Any, help: str, unit: str = "") -> Any:
@@ -177,13 +192,9 @@ class LoadedSettings(NamedTuple):
         rows = []
         for setting in _plain_fields().values():
             value = getattr(self.settings, setting.name)
-            text = "" if value is None else str(value)
+            text = "" if value is None else UNITS[setting.metadata["unit"]].show(value)
             if setting.name == "api_keys":
                 text = f"{len(value)} configured"
-            elif value is not None and setting.metadata["unit"] == "bytes":
-                text = format_bytes(value)
-            elif value is not None and setting.metadata["unit"] == "seconds":
-                text = format_duration(value)
             section = setting.metadata["section"]
             rows.append((section, setting.name, text, self.sources[setting.name]))
         for policy in self.settings.policies:
@@ -325,10 +336,8 @@ def _parse(setting: Any, value: object, *, where: str = "") -> object:
     unit = setting.metadata["unit"]
     kind = setting.type
     try:
-        if unit == "bytes":
-            return parse_bytes(value)  # type: ignore[arg-type]
-        if unit == "seconds":
-            return parse_duration(value)  # type: ignore[arg-type]
+        if unit:
+            return UNITS[unit].parse(value)
         if kind in (int, int | None):
             return _parse_int(value)
         if kind is float:

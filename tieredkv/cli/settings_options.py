@@ -10,8 +10,7 @@ from typing import Any, get_args, get_origin
 import click
 
 from tieredkv.cli.output import Command
-from tieredkv.config import LoadedSettings, Settings, load_settings
-from tieredkv.units import format_bytes, format_duration
+from tieredkv.config import UNITS, LoadedSettings, Settings, load_settings
 
 _SPELLINGS = {
     "api_keys": ("--api-key",),
@@ -80,7 +79,8 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     if default == ():
         notes.append("none by default")
     elif default not in (None, ""):
-        notes.append(f"default {_as_text(setting, default)}")
+        shown = UNITS[setting.metadata["unit"]].show(default)
+        notes.append(f"default {shown.replace(' ', '')}")
     if setting.metadata["unit"]:
         notes.append(f"in {setting.metadata['unit']} or with a unit")
     if setting.name in _EXAMPLES:
@@ -99,15 +99,5 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
 
 
 def _metavar(setting: "dataclasses.Field[Any]") -> str:
-    unit = setting.metadata["unit"]
-    if unit:
-        return "SIZE" if unit == "bytes" else "DURATION"
     kinds = {setting.type, *get_args(setting.type)}
-    return "NUMBER" if kinds & {int, float} else "TEXT"
-
-
-def _as_text(setting: "dataclasses.Field[Any]", value: Any) -> str:
-    unit = setting.metadata["unit"]
-    if unit == "bytes":
-        return format_bytes(value).replace(" ", "")
-    return format_duration(value) if unit == "seconds" else str(value)
+    return UNITS[setting.metadata["unit"]].metavar or ("NUMBER" if kinds & {int, float} else "TEXT")
