@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tieredkv.errors import (
-    ConfigError,
-    FormatVersionError,
-    StorageError,
-    StoreBusyError,
-    StoreFullError,
-    TieredKVError,
-)
+from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError, named
 from tieredkv.storage.results import StoreStats
 from tieredkv.types import BlockRecord
 
@@ -242,18 +235,14 @@ ControlReply = ControlProgress | ControlResult | Refused
 
 # --- Errors over the wire --------------------------------------------------------------------
 
-_ERRORS: dict[str, type[TieredKVError]] = {
-    error.__name__: error
-    for error in (ConfigError, StorageError, StoreFullError, StoreBusyError, FormatVersionError)
-}
-
 
 def refusal(error: TieredKVError) -> Refused:
-    """Return what tells the other side of `error`."""
-    kind = type(error).__name__
-    return Refused(kind if kind in _ERRORS else StorageError.__name__, str(error))
+    """Return what tells the other side of `error`; what is not about a store is its fault."""
+    is_told = isinstance(error, ConfigError | StorageError)
+    is_told = is_told and not isinstance(error, CorruptBlockError)
+    return Refused(type(error).__name__ if is_told else StorageError.__name__, str(error))
 
 
 def error_of(refused: Refused) -> TieredKVError:
     """Return the error that the other side refused with."""
-    return _ERRORS.get(refused.kind, StorageError)(refused.message)
+    return named(refused.kind, refused.message)

@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -84,7 +84,7 @@ class Api:
         tenant, body = await self._open(request)
         asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
         prompts = await self._tokenization.encode_prompts(asked.prompts)
-        echoes = await self._echoes(asked) if asked.is_echo else None
+        echoes = await self._echoes(asked) if asked.is_echo else []
         generation = self._generate(asked, prompts, tenant, DEFAULT_COMPLETION_TOKENS)
         shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
         return await _answer(request, asked, _Answering(generation, shape, asked, echoes))
@@ -189,7 +189,7 @@ class _Answering:
         generation: Generation,
         shape: Shape,
         asked: requests.ApiRequest,
-        echoes: list[str] | None = None,
+        echoes: Sequence[str] = (),
     ) -> None:
         self.generation = generation
         self._shape = shape
@@ -213,11 +213,10 @@ class _Answering:
             tokens[piece.index].extend(piece.logprobs or ())
             finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
         choices = []
-        for i, (text, finish_reason) in enumerate(zip(texts, finish_reasons, strict=True)):
-            logprobs = None
-            if self._asked.params.logprobs is not None:
-                logprobs = self._shape.logprobs(tokens[i], offsets[i])
-            choices.append(self._shape.choice(i, text, logprobs, finish_reason))
+        for i, text in enumerate(texts):
+            is_wanted = self._asked.params.logprobs is not None
+            logprobs = self._shape.logprobs(tokens[i], offsets[i]) if is_wanted else None
+            choices.append(self._shape.choice(i, text, logprobs, finish_reasons[i]))
         return self._shape.response(choices, self._usage())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -301,25 +300,22 @@ def build_app(api: Api) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    return RequestIds(app)
+    return with_request_ids(app)
 
 
-class RequestIds:
-    """Gives every answer an `x-request-id`."""
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """Give every answer an `x-request-id`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request_id = f"req_{uuid.uuid4().hex}".encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)
+        await app(scope, receive, send_with_id if scope["type"] == "http" else send)
+
+    return answer
 
 
 async def _answer(request: Request, asked: requests.ApiRequest, answer: _Answering) -> Response:

@@ -147,7 +147,7 @@ class EngineClient:
                     self._info = asyncio.get_running_loop().create_future()
                 self._info.set_result(message)
             case messages.StartFailed(error_type, text):
-                self._info.set_exception(_error_named(error_type, text))
+                self._info.set_exception(errors.named(error_type, text))
 
     def _deliver(self, output: TokenOutput) -> None:
         finish = output.finish_reason
@@ -167,15 +167,6 @@ class EngineClient:
 
 def _death_of(request_id: str) -> TokenOutput:
     return messages.failed(request_id, "The engine has stopped; restart the server", "engine_dead")
-
-
-def _error_named(error_type: str, message: str) -> TieredKVError:
-    """Return the error that the engine refused with, so that it reads as if raised here."""
-    kind = getattr(errors, error_type, TieredKVError)
-    if not issubclass(kind, TieredKVError) or issubclass(kind, errors.CorruptBlockError):
-        kind = TieredKVError
-    error: TieredKVError = kind(message)
-    return error
 
 
 STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}
