@@ -5,7 +5,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from tieredkv.config import load_settings
 from tieredkv.engine.core import EngineCore
@@ -81,6 +80,7 @@ class _Generation:
         """Return the finished output."""
         assert self.usage is not None and self.first_token_at is not None, self.request.request_id
         usage = self.usage
+        by_tier = {"device": usage.device, "host": usage.host, "disk": usage.disk}
         return RequestOutput(
             request_id=self.request.request_id,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -91,11 +91,7 @@ class _Generation:
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=len(self.token_ids),
                 cached_tokens=usage.cached_tokens,
-                cached_tokens_by_tier={
-                    "device": usage.device,
-                    "host": usage.host,
-                    "disk": usage.disk,
-                },
+                cached_tokens_by_tier=by_tier,
             ),
             ttft_s=self.first_token_at - self.submitted_at,
             logprobs=self.logprobs if self.request.params.logprobs is not None else None,
@@ -136,9 +132,7 @@ class LLM:
         arguments: dict[str, object] = {"model": model, **settings}
         if retention is not None:
             arguments["default_retention"] = retention
-        loaded = load_settings(
-            arguments=arguments, config_path=os.fspath(config) if config is not None else None
-        )
+        loaded = load_settings(arguments=arguments, config_path=config)
         self.core = EngineCore(loaded.settings, progress=progress or ignore_progress)
         self.tokenizer = self.core.model.tokenizer
         self._ids = itertools.count()
@@ -163,15 +157,11 @@ class LLM:
             RequestError: a prompt is empty or too long, or a parameter is out of range.
         """
         params = sampling_params or SamplingParams()
-        generations = [
-            _Generation(
-                request, Detokenizer(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-            )
-            for request in (
-                self.make_request(prompt, params, retention=retention, cache_salt=cache_salt)
-                for prompt in _as_list(prompts)
-            )
-        ]
+        generations = []
+        for prompt in _as_list(prompts):
+            text = Detokenizer(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+            asked = self.make_request(prompt, params, retention=retention, cache_salt=cache_salt)
+            generations.append(_Generation(asked, text))
         by_id = {g.request.request_id: g for g in generations}
         try:
             for generation in generations:
@@ -226,12 +216,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     def _run(self, by_id: dict[str, _Generation]) -> Iterator[TokenOutput]:
@@ -255,9 +240,6 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     if not items or any(isinstance(item, int) for item in items):
-        raise RequestError(
-            "The prompt is empty" if not items else "Prompts and token ids cannot be mixed",
-            param="prompt",
-            code="invalid_value",
-        )
+        why = "Prompts and token ids cannot be mixed" if items else "The prompt is empty"
+        raise RequestError(why, param="prompt", code="invalid_value")
     return items  # type: ignore[return-value]

@@ -95,6 +95,11 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     usage: RequestUsage | None = None
 
 
+def failed(request_id: str, error: str, code: str | None) -> TokenOutput:
+    """Return the last output of a request that cannot be answered."""
+    return TokenOutput(request_id=request_id, finish_reason="error", error=error, error_code=code)
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     """All outputs of one step."""
 

@@ -18,19 +18,9 @@ import time
 
 import msgspec
 
+from tieredkv.engine import messages
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import (
-    Abort,
-    EngineInfo,
-    EngineRequest,
-    ProgressReport,
-    Shutdown,
-    Start,
-    StartFailed,
-    StepOutputs,
-    ToEngine,
-    TokenOutput,
-)
+from tieredkv.engine.messages import EngineInfo, Shutdown, Start, ToEngine, TokenOutput
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 
@@ -74,7 +64,7 @@ class EngineProcess:
         try:
             core = EngineCore(start.settings, progress=self._report)
         except TieredKVError as error:
-            self._channel.send(StartFailed(type(error).__name__, str(error)))
+            self._channel.send(messages.StartFailed(type(error).__name__, str(error)))
             self._push_everything()
             return EXIT_START_FAILED
         self._core = core
@@ -99,7 +89,7 @@ class EngineProcess:
             while True:
                 selector.select()
                 try:
-                    messages = self._channel.receive()
+                    received = self._channel.receive()
                 except (EOFError, StorageError) as error:
                     if self._core is None:
                         os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
@@ -107,7 +97,7 @@ class EngineProcess:
                         logger.error("the server sent %s", error)
                     self._post(Shutdown(drain_timeout_s))
                     return
-                for message in messages:
+                for message in received:
                     if isinstance(message, Start):
                         drain_timeout_s = message.settings.drain_timeout
                         self._inbox.append(message)
@@ -124,27 +114,21 @@ class EngineProcess:
         core = self._core
         assert core is not None
         match message:
-            case EngineRequest(request_id=request_id):
+            case messages.EngineRequest(request_id=request_id):
                 try:
                     core.add_request(message)
                 except RequestError as error:
-                    refused = TokenOutput(
-                        request_id=request_id,
-                        finish_reason="error",
-                        error=str(error),
-                        error_code=error.code,
-                    )
-                    self._channel.send(StepOutputs([refused]))
+                    self._send_outputs([messages.failed(request_id, str(error), error.code)])
                 else:
                     self._request_ids.add(request_id)
-            case Abort(request_id=request_id):
+            case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case Shutdown():
                 self._shutdown = message
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         if outputs:
-            self._channel.send(StepOutputs(outputs))
+            self._channel.send(messages.StepOutputs(outputs))
             self._request_ids.difference_update(o.request_id for o in outputs if o.finish_reason)
 
     def _announce_worker(self, info: EngineInfo) -> EngineInfo:
@@ -168,7 +152,7 @@ class EngineProcess:
         now = time.monotonic()
         if now - self._reported_at >= PROGRESS_INTERVAL_S or 0 < total <= done:
             self._reported_at = now
-            self._channel.send(ProgressReport(stage, done, total))
+            self._channel.send(messages.ProgressReport(stage, done, total))
 
     def _push_everything(self) -> None:
         """Send what is queued; a server that does not read is not waited for for long."""

@@ -69,17 +69,11 @@ class SamplingParams:
         _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(
-                f"Invalid 'stop': array too long. Expected an array with maximum length "
-                f"{MAX_STOP_STRINGS}, but got an array with length {len(self.stop)} instead.",
-                param="stop",
-            )
+            what = f"array too long. Expected an array with maximum length {MAX_STOP_STRINGS}, but"
+            raise _invalid("stop", f"{what} got an array with length {len(self.stop)} instead.")
         for text in self.stop:
             if not isinstance(text, str) or not text:
-                raise RequestError(
-                    f"Invalid 'stop': expected non-empty strings, but got {text!r} instead.",
-                    param="stop",
-                )
+                raise _invalid("stop", f"expected non-empty strings, but got {text!r} instead.")
         for token_id in self.stop_token_ids:
             _integer("stop_token_ids", token_id, 0, 2**31 - 1)
         if self.logit_bias is not None:
@@ -96,74 +90,61 @@ class SamplingParams:
         Raises:
             RequestError: a biased or stop token is outside of the vocabulary.
         """
-        for param, token_ids in (
-            ("logit_bias", self.logit_bias or ()),
-            ("stop_token_ids", self.stop_token_ids),
-        ):
+        of_fields = {"logit_bias": self.logit_bias or (), "stop_token_ids": self.stop_token_ids}
+        for param, token_ids in of_fields.items():
             for token_id in token_ids:
                 if token_id >= vocab_size:
-                    raise RequestError(
-                        f"Invalid value for '{param}': token id {token_id} is not in the model's "
-                        f"vocabulary of {vocab_size} tokens.",
-                        param=param,
-                    )
+                    where = f"is not in the model's vocabulary of {vocab_size} tokens."
+                    text = f"Invalid value for '{param}': token id {token_id} {where}"
+                    raise RequestError(text, param=param)
+
+
+def _invalid(param: str, what: str) -> RequestError:
+    return RequestError(f"Invalid '{param}': {what}", param=param)
+
+
+def _wrong_type(param: str, expected: str, value: object) -> RequestError:
+    text = f"Invalid type for '{param}': expected {expected}, but got {value!r} instead."
+    return RequestError(text, param=param)
 
 
 def _integer(param: str, value: object, minimum: int, maximum: int | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
-        raise RequestError(
-            f"Invalid type for '{param}': expected an integer, but got {value!r} instead.",
-            param=param,
-        )
-    _in_range(param, value, minimum, maximum, above=False)
+        raise _wrong_type(param, "an integer", value)
+    _in_range(param, value, minimum, maximum, False)
 
 
 def _number(
     param: str, value: object, minimum: float, maximum: float, *, above: bool = False
 ) -> None:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise RequestError(
-            f"Invalid type for '{param}': expected a decimal, but got {value!r} instead.",
-            param=param,
-        )
-    _in_range(param, value, minimum, maximum, above=above)
+        raise _wrong_type(param, "a decimal", value)
+    _in_range(param, value, minimum, maximum, above)
 
 
-def _in_range(
-    param: str, value: float, minimum: float, maximum: float | None, *, above: bool
-) -> None:
+def _in_range(param: str, value: float, minimum: float, maximum: float | None, above: bool) -> None:
+    kind = "decimal" if isinstance(value, float) else "integer"
+    bound = ""
     if value < minimum or (above and value == minimum):
-        raise RequestError(
-            f"Invalid '{param}': {'decimal' if isinstance(value, float) else 'integer'} below "
-            f"minimum value. Expected a value {'>' if above else '>='} {minimum}, but got {value} "
-            "instead.",
-            param=param,
-        )
-    if maximum is not None and value > maximum:
-        raise RequestError(
-            f"Invalid '{param}': {'decimal' if isinstance(value, float) else 'integer'} above "
-            f"maximum value. Expected a value <= {maximum}, but got {value} instead.",
-            param=param,
-        )
+        bound = f"below minimum value. Expected a value {'>' if above else '>='} {minimum}"
+    elif maximum is not None and value > maximum:
+        bound = f"above maximum value. Expected a value <= {maximum}"
+    if bound:
+        raise _invalid(param, f"{kind} {bound}, but got {value} instead.")
 
 
 def _checked_bias(bias: Mapping[int, float]) -> dict[int, float]:
     """Bring the keys to ints (JSON has strings) and check the values."""
     if len(bias) > MAX_LOGIT_BIASES:
-        raise RequestError(
-            f"Invalid 'logit_bias': at most {MAX_LOGIT_BIASES} tokens, but got {len(bias)}.",
-            param="logit_bias",
-        )
+        raise _invalid("logit_bias", f"at most {MAX_LOGIT_BIASES} tokens, but got {len(bias)}.")
     checked = {}
     for key, value in bias.items():
         try:
             token_id = int(key)
         except (TypeError, ValueError):
-            raise RequestError(
-                f"Invalid key in 'logit_bias': {key!r}. You should only be submitting "
-                "non-negative integers.",
-                param="logit_bias",
-            ) from None
+            rule = "You should only be submitting non-negative integers."
+            text = f"Invalid key in 'logit_bias': {key!r}. {rule}"
+            raise RequestError(text, param="logit_bias") from None
         _integer("logit_bias", token_id, 0, 2**31 - 1)
         _number("logit_bias", value, -100.0, 100.0)
         checked[token_id] = float(value)

@@ -41,7 +41,11 @@ def check_config(name: str, config: PreTrainedConfig) -> None:
         ModelError: names the model and the reason.
     """
     if reason := _refusal(config):
-        raise ModelError(f"model `{name}` cannot be served: {reason}")
+        raise _refused(name, reason)
+
+
+def _refused(name: str, reason: object) -> ModelError:
+    return ModelError(f"model `{name}` cannot be served: {reason}")
 
 
 def _refusal(config: PreTrainedConfig) -> str | None:
@@ -96,41 +100,26 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     try:
         with torch.device("meta"), torch.inference_mode():
-            model = auto.from_config(
-                copy.deepcopy(config),  # which it leaves changed
-                dtype=torch.bfloat16,
-                attn_implementation=ATTENTION_NAME,
-            )
+            ours = copy.deepcopy(config)  # which is left changed
+            model = auto.from_config(ours, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
             tokens = torch.zeros(1, num_tokens, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)
-            out = model.eval()(
-                input_ids=tokens,
-                position_ids=tokens,
-                use_cache=False,
-                logits_to_keep=last,
-                **{CONTEXT_ARGUMENT: calls},
-            )
+            options = {"use_cache": False, "logits_to_keep": last, CONTEXT_ARGUMENT: calls}
+            out = model.eval()(input_ids=tokens, position_ids=tokens, **options)
     except ModelError as error:
-        raise ModelError(f"model `{name}` cannot be served: {error}") from error
+        raise _refused(name, error) from error
     except Exception as error:  # modelling code may raise anything when it meets what it cannot do
-        raise ModelError(
-            f"model `{name}` cannot be served: a run of `{config.model_type}` without weights "
-            f"failed: {error!r}"
-        ) from error
+        what = f"a run of `{config.model_type}` without weights failed: {error!r}"
+        raise _refused(name, what) from error
     if reason := _probe_refusal(calls, num_tokens, config):
-        raise ModelError(f"model `{name}` cannot be served: {reason}")
+        raise _refused(name, reason)
     if tuple(out.logits.shape) != (1, 1, config.vocab_size):
-        raise ModelError(
-            f"model `{name}` cannot be served: `{config.model_type}` does not give logits of "
-            "chosen tokens only"
-        )
+        reason = f"`{config.model_type}` does not give logits of chosen tokens only"
+        raise _refused(name, reason)
     if config.model_type not in TESTED_MODEL_TYPES:
-        logger.warning(
-            "model `%s`: `%s` fits, but only %s are tested",
-            name,
-            config.model_type,
-            ", ".join(sorted(TESTED_MODEL_TYPES)),
-        )
+        tested = ", ".join(sorted(TESTED_MODEL_TYPES))
+        fits = "model `%s`: `%s` fits, but only %s are tested"
+        logger.warning(fits, name, config.model_type, tested)
     first = calls[0]
     return AttentionShape(len(calls), first.query_shape[1], first.key_shape[1], first.key_shape[3])
 
@@ -148,13 +137,10 @@ def _probe_refusal(
         _, num_heads, _, head_dim = call.query_shape
         num_kv_heads = call.key_shape[1]
         shapes = [(1, n, num_tokens, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)]
-        if [call.query_shape, call.key_shape, call.value_shape] != shapes or (
-            num_heads % num_kv_heads
-        ):
-            return (
-                f"layer {call.layer} attends with queries {call.query_shape}, keys "
-                f"{call.key_shape} and values {call.value_shape}"
-            )
+        asked = [call.query_shape, call.key_shape, call.value_shape]
+        if asked != shapes or num_heads % num_kv_heads:
+            keys = f"keys {call.key_shape} and values {call.value_shape}"
+            return f"layer {call.layer} attends with queries {call.query_shape}, {keys}"
         if (call.query_shape, call.key_shape) != (calls[0].query_shape, calls[0].key_shape):
             return f"layers 0 and {call.layer} differ in their attention heads"
         if not call.is_causal:

@@ -57,31 +57,31 @@ class SlotAllocator:
         self.dirty: dict[int, dict[Extent, None]] = {}
         self.segments: dict[int, SegmentState] = {}
         self.is_disk_full = False
-        self._directory = directory
-        self._files = files
-        self._index = index
-        self._failpoint = failpoint
-        self._overhead_bytes = 0
+        self.directory = directory
+        self.files = files
+        self.index = index
+        self.failpoint = failpoint
+        self.overhead_bytes = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
 
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
-        with self._index.reading() as txn:
+        with self.index.reading() as txn:
             self.segments = txn.segments()
             pending = txn.pending()
         self.dirty = {}
         for extent in pending:
             if extent not in self.lent:
                 self.add_dirty(extent)
-        self._files.remove_unknown(set(self.segments))
+        self.files.remove_unknown(set(self.segments))
         self.measure()
 
     @contextmanager
     def changing(self) -> Iterator[IndexTxn]:
         """One write transaction; if it fails, what is held in memory goes back as well."""
         try:
-            with self._index.writing() as txn:
+            with self.index.writing() as txn:
                 yield txn
         except BaseException:
             self.reload()
@@ -100,22 +100,17 @@ class SlotAllocator:
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
-        self._overhead_bytes = self._directory.occupied_bytes()
+        self.overhead_bytes = self.directory.occupied_bytes()
 
     @property
     def occupied_bytes(self) -> int:
         """What all files of the store occupy."""
-        return self._overhead_bytes + self._files.occupied_bytes
-
-    @property
-    def overhead_bytes(self) -> int:
-        """What everything but the segment files occupies."""
-        return self._overhead_bytes
+        return self.overhead_bytes + self.files.occupied_bytes
 
     @property
     def room_bytes(self) -> int:
         """What segment files may still grow by; negative when something must go."""
-        return self.budget_bytes - self.occupied_bytes - headroom_bytes(self._overhead_bytes)
+        return self.budget_bytes - self.occupied_bytes - headroom_bytes(self.overhead_bytes)
 
     @property
     def pending_bytes(self) -> int:
@@ -125,16 +120,8 @@ class SlotAllocator:
     def idle_bytes(self, slot_bytes: int) -> int:
         """What `release_idle` can give back for slots of this size."""
         dirty = sum(size * len(few) for size, few in self.dirty.items() if size != slot_bytes)
-        return dirty + sum(
-            (state.num_slots - state.num_used) * state.slot_bytes
-            for state in self.segments.values()
-            if state.slot_bytes != slot_bytes
-        )
-
-    def slot_bytes_of(self, extent: Extent) -> int | None:
-        """The slot size where an extent lies; None if its segment is unknown."""
-        state = self.segments.get(extent.segment)
-        return state.slot_bytes if state else None
+        others = [state for state in self.segments.values() if state.slot_bytes != slot_bytes]
+        return dirty + sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
 
     def check_fits(self, slot_bytes: int) -> None:
         """Refuse a slot that no eviction could make room for.
@@ -142,12 +129,11 @@ class SlotAllocator:
         Raises:
             StoreFullError: with both sizes.
         """
-        most = self.budget_bytes - self._overhead_bytes - headroom_bytes(self._overhead_bytes)
+        most = self.budget_bytes - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
         if slot_bytes > most:
-            raise StoreFullError(
-                f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes} "
-                f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
-            )
+            needs = f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes}"
+            leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
+            raise StoreFullError(f"{needs} {leaves}")
 
     # --- lending ----------------------------------------------------------------------------
 
@@ -172,17 +158,18 @@ class SlotAllocator:
         """End a loan: the slot is a stored block's, or dirty."""
         if self.lent.pop(slot.extent, None) is None:
             raise IntegrityError(f"slot {slot.extent} is not lent")
-        self._files.refresh(slot.extent.segment)
+        self.files.refresh(slot.extent.segment)
         if not is_stored:
             self.add_dirty(slot.extent)
 
     def add_dirty(self, extent: Extent) -> None:
         """Note a pending slot as waiting to be reused or erased."""
-        self.dirty.setdefault(self.slot_bytes_of(extent) or 0, {})[extent] = None
+        state = self.segments.get(extent.segment)
+        self.dirty.setdefault(state.slot_bytes if state else 0, {})[extent] = None
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
         dirty = self.dirty.get(slot_bytes, {})
-        taken = [extent for extent in islice(dirty, count) if extent.segment in self._files]
+        taken = [extent for extent in islice(dirty, count) if extent.segment in self.files]
         for extent in taken:
             del dirty[extent]
         return taken
@@ -201,9 +188,9 @@ class SlotAllocator:
     def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
-        free = (extent for extent in txn.free(slot_bytes) if extent.segment in self._files)
+        free = (extent for extent in txn.free(slot_bytes) if extent.segment in self.files)
         for extent in list(islice(free, count)):
-            if self._files.punch_hole and self.room_bytes < slot_bytes:
+            if self.files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
                 break
@@ -214,25 +201,20 @@ class SlotAllocator:
     def _take_new(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Slots of a segment that grows a step, or of a new one."""
         largest = max(_SEGMENT_BYTES, self.budget_bytes // 256) // slot_bytes or 1
-        fits = [
-            segment
-            for segment, state in self.segments.items()
-            if state.slot_bytes == slot_bytes
-            and state.num_slots < largest
-            and segment in self._files
-        ]
+        same = {s: state for s, state in self.segments.items() if state.slot_bytes == slot_bytes}
+        fits = [s for s in same if same[s].num_slots < largest and s in self.files]
         num_slots = self.segments[fits[-1]].num_slots if fits else 0
         step = min(_STEP_BYTES, self.budget_bytes // 64) // slot_bytes
         growth = min(max(step, count), self.room_bytes // slot_bytes, largest - num_slots)
         if growth <= 0:
             return []
         segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
-        self._failpoint("segment:opened")
+        self.failpoint("segment:opened")
         if not self._allocate(segment, num_slots, growth):
-            growth = min(count, growth)
+            growth = min(count, growth)  # the least that helps
             if not self._allocate(segment, num_slots, growth):
                 return []
-        self._failpoint("segment:grown")
+        self.failpoint("segment:grown")
         self.is_disk_full = False
         self._change_segment(txn, segment, num_slots=num_slots + growth)
         return self._take_unused(txn, slot_bytes, count)
@@ -240,7 +222,7 @@ class SlotAllocator:
     def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
         segment = int.from_bytes(txn.meta("next_segment") or b"\1", "big")
         txn.set_meta("next_segment", (segment + 1).to_bytes(4, "big"))
-        self._files.open(segment, slot_bytes, create=True)
+        self.files.open(segment, slot_bytes, create=True)
         self.segments[segment] = SegmentState(slot_bytes, 0, 0, 0)
         txn.put_segment(segment, self.segments[segment])
         return segment
@@ -248,7 +230,7 @@ class SlotAllocator:
     def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
         """Set space aside; False where the filesystem is full."""
         try:
-            self._files.allocate(segment, first_slot, num_slots)
+            self.files.allocate(segment, first_slot, num_slots)
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
@@ -264,35 +246,24 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erase_dirty(self, *, keep: int | None = None) -> int:
-        """Erase the dirty slots, but those of size `keep`; answer how many bytes went."""
-        return run_to_end(self.erasing(keep=keep))
-
     def erasing(self, *, keep: int | None = None) -> Generator[None, None, int]:
-        """`erase_dirty` in steps, for a thread that has other work in between."""
-        waiting = [
-            (slot_bytes, extent)
-            for slot_bytes, extents in self.dirty.items()
-            if slot_bytes != keep
-            for extent in extents
-        ]
+        """Erase the dirty slots, but those of size `keep`, in steps; answer how many bytes went."""
+        sizes = [size for size in self.dirty if size != keep]
+        waiting = [(size, extent) for size in sizes for extent in self.dirty[size]]
         erased_bytes = 0
         for start in range(0, len(waiting), TXN_BLOCKS):
             # NOTE: since the last step a slot may have been lent again.
-            batch = [
-                (slot_bytes, extent)
-                for slot_bytes, extent in waiting[start : start + TXN_BLOCKS]
-                if extent in self.dirty.get(slot_bytes, {})
-            ]
-            self._failpoint("erase:before")
+            batch = waiting[start : start + TXN_BLOCKS]
+            batch = [(size, extent) for size, extent in batch if extent in self.dirty.get(size, {})]
+            self.failpoint("erase:before")
             erased = [(size, extent) for size, extent in batch if self.erase(extent)]
-            self._failpoint("erase:done")
-            with self._index.writing() as txn:
+            self.failpoint("erase:done")
+            with self.index.writing() as txn:
                 for slot_bytes, extent in erased:
                     txn.drop_pending(extent)
                     if extent.segment in self.segments:
                         txn.add_free(slot_bytes, extent)
-            self._failpoint("erase:committed")
+            self.failpoint("erase:committed")
             for slot_bytes, extent in erased:
                 del self.dirty[slot_bytes][extent]
                 erased_bytes += slot_bytes
@@ -303,42 +274,38 @@ class SlotAllocator:
 
     def release_idle(self, *, keep: int | None = None) -> bool:
         """Give back all space that no block needs; slots of size `keep` stay reusable."""
-        before = self._files.occupied_bytes
-        erased = self.erase_dirty(keep=keep)
-        unused = [
-            (segment, state.num_used)
-            for segment, state in self.segments.items()
-            if state.slot_bytes != keep and state.num_slots > state.num_used
-        ]
+        before = self.files.occupied_bytes
+        erased = run_to_end(self.erasing(keep=keep))
+        states = [(s, state) for s, state in self.segments.items() if state.slot_bytes != keep]
+        unused = {s: state.num_used for s, state in states if state.num_slots > state.num_used}
         if unused:
             with self.changing() as txn:
-                for segment, num_used in unused:
+                for segment, num_used in unused.items():
                     self._change_segment(txn, segment, num_slots=num_used)
-            for segment, num_used in unused:
-                if segment in self._files:
-                    self._files.truncate(segment, num_used)
+            for segment in [s for s in unused if s in self.files]:
+                self.files.truncate(segment, unused[segment])
         self.remove_empty_segments(keep=keep)
-        return bool(erased or unused or self._files.occupied_bytes < before)
+        return bool(erased or unused or self.files.occupied_bytes < before)
 
     def remove_empty_segments(self, *, keep: int | None = None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
         busy = {extent.segment for extent in self.lent}
         busy |= {extent.segment for extents in self.dirty.values() for extent in extents}
-        with self._index.reading() as txn:
+        with self.index.reading() as txn:
             states = txn.segments()
         for segment, state in states.items():
             if state.num_live or segment in busy or state.slot_bytes == keep:
                 continue
-            with self._index.writing() as txn:
+            with self.index.writing() as txn:
                 txn.remove_segment(segment, state.slot_bytes)
-            self._failpoint("segment:forgotten")
-            self._files.remove(segment)
+            self.failpoint("segment:forgotten")
+            self.files.remove(segment)
             del self.segments[segment]
 
     def erase(self, extent: Extent) -> bool:
         """Erase a slot's bytes; False where that failed, to be tried again."""
         try:
-            self._files.erase(extent)
+            self.files.erase(extent)
         except OSError as error:
             logger.warning("slot %s could not be erased, will try again: %s", extent, error)
             return False

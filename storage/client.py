@@ -13,7 +13,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from queue import Empty, SimpleQueue
+from typing import Any
 
 import msgspec
 
@@ -21,17 +22,9 @@ from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, Tiered
 from tieredkv.storage import messages
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import (
-    LoadItem,
-    PageDone,
-    StoreItem,
-    StoreOptions,
-    TouchItem,
-    WorkerMessage,
-)
+from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions, TouchItem, WorkerMessage
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import StoreStats
-from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
 
@@ -41,35 +34,12 @@ _BUSY_POLL_S = 0.2
 _MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
 
 
-@dataclass(frozen=True, slots=True)
-class LookupDone:
-    """The records of a lookup, None for a miss, in the order of its hashes."""
-
-    job: int
-    records: list[BlockRecord | None]
-
-
-@dataclass(frozen=True, slots=True)
-class PageLoaded:
-    """The end of one load; the page is no longer on loan. `record` is set if `ok`."""
-
-    job: int
-    block_hash: bytes
-    page_id: int
-    ok: bool
-    reason: str
-    record: BlockRecord | None
-
-
-@dataclass(frozen=True, slots=True)
-class PageStored:
-    """The end of one store; if `ok`, the block survives a kill of every process of ours."""
-
-    job: int
-    block_hash: bytes
-    page_id: int
-    ok: bool
-    reason: str
+# Said by the worker and handed on as they are.
+ControlRequest = messages.ControlRequest
+LookupDone = messages.LookupDone
+PageLoaded = messages.PageLoaded
+PageStored = messages.PageStored
+WorkerUp = messages.WorkerUp
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,38 +49,9 @@ class WorkerDown:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerUp:
-    """A new worker serves the store."""
-
-    stats: StoreStats
-
-
-@dataclass(frozen=True, slots=True)
-class ControlRequest:
-    """A verb (`df` or `evict`) for the engine's own tiers; answer it with `reply_control`."""
-
-    id: int
-    verb: str
-    args: dict[str, Any]
-
-
-_Kind = Literal["load", "store"]
-Event = LookupDone | PageLoaded | PageStored | WorkerDown | WorkerUp | ControlRequest
-
-
+Ending = PageLoaded | PageStored
+Event = LookupDone | Ending | WorkerDown | WorkerUp | ControlRequest
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
-
-
-@dataclass(frozen=True, slots=True)
-class _Loan:
-    kind: _Kind
-    job: int
-    block_hash: bytes
-
-
-def _noop() -> None:
-    pass
 
 
 class StoreClient:
@@ -133,7 +74,7 @@ class StoreClient:
         options: StoreOptions,
         arena: HostArena | None = None,
         *,
-        wake: Callable[[], None] = _noop,
+        wake: Callable[[], None] = lambda: None,
     ) -> None:
         """Start the worker and wait until it serves the store.
 
@@ -148,10 +89,10 @@ class StoreClient:
         self._jobs = itertools.count(1)
         self._events: deque[Event] = deque()
         self._lookups: dict[int, int] = {}  # job -> number of hashes
-        self._loans: dict[int, _Loan] = {}  # page -> what it is lent for
+        self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._num_lent = 0
         self._num_returned = 0
-        self._flushes: dict[int, tuple[threading.Event, list[bool]]] = {}
+        self._flushes: dict[int, SimpleQueue[bool]] = {}
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
         self._is_closing = False
@@ -188,13 +129,17 @@ class StoreClient:
 
     def load(self, items: Sequence[LoadItem]) -> int:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        pages = [(item.page_id, item.block_hash, item.size_bytes) for item in items]
-        return self._lend("load", pages, lambda job: messages.LoadCall(job, list(items)))
+        blocks = [(item.block_hash, item.page_id) for item in items]
+        sizes = [item.size_bytes for item in items]
+        call = messages.LoadCall
+        return self._lend(PageLoaded, blocks, sizes, lambda job: call(job, list(items)))
 
     def store(self, items: Sequence[StoreItem]) -> int:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        pages = [(item.page_id, item.record.block_hash, item.record.size_bytes) for item in items]
-        return self._lend("store", pages, lambda job: messages.StoreCall(job, list(items)))
+        blocks = [(item.record.block_hash, item.page_id) for item in items]
+        sizes = [item.record.size_bytes for item in items]
+        call = messages.StoreCall
+        return self._lend(PageStored, blocks, sizes, lambda job: call(job, list(items)))
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -233,9 +178,8 @@ class StoreClient:
     def pid(self) -> int | None:
         """Process id of the worker, while one is up."""
         with self._lock:
-            return (
-                self._worker.pid if self._worker is not None and self._channel is not None else None
-            )
+            is_up = self._worker is not None and self._channel is not None
+            return self._worker.pid if self._worker is not None and is_up else None
 
     @property
     def pending_pages(self) -> frozenset[int]:
@@ -245,17 +189,19 @@ class StoreClient:
 
     def flush(self, timeout_s: float = 30.0) -> bool:
         """Wait until every earlier store and touch is written; False if that was not to be."""
-        done, answer = threading.Event(), [False]
+        answer: SimpleQueue[bool] = SimpleQueue()
         with self._lock:
             if not self._accepts:
                 return False
             job = next(self._jobs)
-            self._flushes[job] = (done, answer)
+            self._flushes[job] = answer
             self._send(messages.FlushCall(job))
-        done.wait(timeout_s)
-        with self._lock:
-            self._flushes.pop(job, None)
-            return answer[0]
+        try:
+            return answer.get(timeout=timeout_s)
+        except Empty:
+            with self._lock:
+                self._flushes.pop(job, None)
+            return False
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker finish its writes and exit; twice is fine.
@@ -287,11 +233,9 @@ class StoreClient:
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
         with self._lock:
-            if self._num_lent != self._num_returned + len(self._loans):
-                raise IntegrityError(
-                    f"{self._num_lent} pages lent, {self._num_returned} returned, "
-                    f"{len(self._loans)} on loan"
-                )
+            lent, returned, on_loan = self._num_lent, self._num_returned, len(self._loans)
+            if lent != returned + on_loan:
+                raise IntegrityError(f"{lent} pages lent, {returned} returned, {on_loan} on loan")
             num_pages = self.arena.num_pages if self.arena is not None else 0
             if any(not 0 <= page < num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
@@ -300,23 +244,22 @@ class StoreClient:
 
     def _lend(
         self,
-        kind: _Kind,
-        pages: list[tuple[int, bytes, int]],
-        call_of: Callable[[int], messages.LoadCall | messages.StoreCall],
+        kind: type[PageLoaded] | type[PageStored],
+        blocks: list[tuple[bytes, int]],
+        sizes: list[int],
+        call_of: Callable[[int], messages.EngineMessage],
     ) -> int:
         with self._lock:
             job = next(self._jobs)
+            fault = "worker_died" if self._accepts else "worker_down"
+            endings: list[Ending] = [kind(job, *block, False, fault) for block in blocks]
             if self._accepts:
-                self._check_lendable(
-                    [page for page, _, _ in pages], max((size for _, _, size in pages), default=0)
-                )
-                for page, block_hash, _ in pages:
-                    self._loans[page] = _Loan(kind, job, block_hash)
-                self._num_lent += len(pages)
+                self._check_lendable([page for _, page in blocks], max(sizes, default=0))
+                self._loans.update((ending.page_id, ending) for ending in endings)
+                self._num_lent += len(endings)
                 self._send(call_of(job))
                 return job
-            for page, block_hash, _ in pages:
-                self._events.append(_refused_page(kind, job, block_hash, page, "worker_down"))
+            self._events += endings
         self._wake()
         return job
 
@@ -325,10 +268,8 @@ class StoreClient:
             raise IntegrityError("this client has no arena to lend pages of")
         if any(not 0 <= page < self.arena.num_pages for page in pages):
             raise IntegrityError(f"not all of the pages {pages} are in the arena")
-        if max_size_bytes > self.arena.page_bytes:
-            raise IntegrityError(
-                f"a block of {max_size_bytes} bytes in a page of {self.arena.page_bytes}"
-            )
+        if max_size_bytes > (page_bytes := self.arena.page_bytes):
+            raise IntegrityError(f"a block of {max_size_bytes} bytes in a page of {page_bytes}")
         if len(set(pages)) < len(pages) or not self._loans.keys().isdisjoint(pages):
             twice = {page for page in pages if page in self._loans or pages.count(page) > 1}
             raise IntegrityError(f"pages {sorted(twice)} are on loan already")
@@ -430,10 +371,9 @@ class StoreClient:
                                 worker.kill()  # closed before it was ever ready
                         elif ready & selectors.EVENT_READ:
                             for message in channel.receive():
-                                if isinstance(message, messages.Ready):
+                                if isinstance(message, WorkerUp):
                                     served_since = time.monotonic()
-                                    self._open(channel)
-                                self._receive(message)
+                                self._receive(message, channel)
             except EOFError:
                 pass
             except StorageError as error:
@@ -444,18 +384,15 @@ class StoreClient:
                     self._channel = None
         return time.monotonic() - served_since if served_since is not None else 0.0
 
-    def _open(self, channel: FrameChannel[WorkerMessage]) -> None:
-        with self._lock:
-            if self._is_closing:
-                self._poke()
-            else:
-                self._channel = channel
-
     # --- in ----------------------------------------------------------------------------------
 
-    def _receive(self, message: WorkerMessage) -> None:
+    def _receive(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         with self._lock:
             num_before = len(self._events)
+            if isinstance(message, WorkerUp) and self._is_closing:
+                self._poke()
+            elif isinstance(message, WorkerUp):
+                self._channel = channel
             self._handle(message)
             has_news = len(self._events) > num_before
         if has_news:
@@ -464,50 +401,31 @@ class StoreClient:
     def _handle(self, message: WorkerMessage) -> None:
         match message:
             case messages.Completions(loads, stores, stats):
-                for done in loads:
-                    if self._return_page("load", done):
-                        self._events.append(
-                            PageLoaded(
-                                done.job,
-                                done.block_hash,
-                                done.page_id,
-                                done.ok,
-                                done.reason,
-                                done.record,
-                            )
-                        )
-                for done in stores:
-                    if self._return_page("store", done):
-                        self._events.append(
-                            PageStored(
-                                done.job, done.block_hash, done.page_id, done.ok, done.reason
-                            )
-                        )
-                if stats is not None:
-                    self._stats = stats
-            case messages.LookupReply(job, records):
+                endings: list[Ending] = [*loads, *stores]
+                self._events += [done for done in endings if self._return_page(done)]
+                self._stats = stats
+            case messages.LookupDone(job):
                 if self._lookups.pop(job, None) is not None:
-                    self._events.append(LookupDone(job, records))
+                    self._events.append(message)
             case messages.FlushReply(job):
                 if job in self._flushes:
-                    done_event, answer = self._flushes.pop(job)
-                    answer[0] = True
-                    done_event.set()
-            case messages.EngineQuestion(job, verb, args):
-                self._events.append(ControlRequest(job, verb, args))
+                    self._flushes.pop(job).put(True)
+            case messages.ControlRequest():
+                self._events.append(message)
             case messages.Refused():
                 self._refused = messages.error_of(message)
-            case messages.Ready(stats, notes):
+            case messages.WorkerUp(stats, notes):
                 for note in notes:
                     logger.warning("%s", note)
                 self._stats = stats
                 if self._started.is_set():
-                    self._events.append(WorkerUp(stats))
+                    self._events.append(message)
                 self._started.set()
 
-    def _return_page(self, kind: _Kind, done: PageDone) -> bool:
+    def _return_page(self, done: Ending) -> bool:
         loan = self._loans.get(done.page_id)
-        if loan != _Loan(kind, done.job, done.block_hash):
+        is_its = loan is not None and (loan.job, loan.block_hash) == (done.job, done.block_hash)
+        if not is_its or type(loan) is not type(done):
             logger.error("completion of page %d, which is not on that loan", done.page_id)
             return False
         del self._loans[done.page_id]
@@ -518,14 +436,10 @@ class StoreClient:
         """Answer everything that a worker left open; only after it is dead and reaped."""
         with self._lock:
             self._worker = None
-            for page, loan in self._loans.items():
-                self._events.append(
-                    _refused_page(loan.kind, loan.job, loan.block_hash, page, "worker_died")
-                )
-            for job, num_hashes in self._lookups.items():
-                self._events.append(LookupDone(job, [None] * num_hashes))
-            for done_event, _ in self._flushes.values():
-                done_event.set()
+            self._events += self._loans.values()
+            self._events += [LookupDone(job, [None] * num) for job, num in self._lookups.items()]
+            for flush in self._flushes.values():
+                flush.put(False)
             self._num_returned += len(self._loans)
             self._loans.clear()
             self._lookups.clear()
@@ -533,11 +447,3 @@ class StoreClient:
             if self._started.is_set() and not self._is_closing:
                 self._events.append(WorkerDown(reason))
         self._wake()
-
-
-def _refused_page(
-    kind: _Kind, job: int, block_hash: bytes, page_id: int, reason: str
-) -> PageLoaded | PageStored:
-    if kind == "load":
-        return PageLoaded(job, block_hash, page_id, False, reason, None)
-    return PageStored(job, block_hash, page_id, False, reason)

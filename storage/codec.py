@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
@@ -35,6 +36,7 @@ _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
 _EXTENT = struct.Struct(">II")
 _MAX_U32 = 0xFFFF_FFFF
+_CLAIM = ("retention", "expires_at", "last_used", "protect_until", "hits")
 
 
 class Extent(NamedTuple):
@@ -119,10 +121,10 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     """
     body = data[:-_SEAL_BYTES]
     if len(data) != RECORD_BYTES or xxh3_64_digest(block_hash + body) != data[-_SEAL_BYTES:]:
-        raise _corrupt(block_hash, "record", "the index record fails its checksum")
+        raise corrupt(block_hash, "record", "the index record fails its checksum")
     version, codec, *fields = _RECORD.unpack(body)
     if version != FORMAT_VERSION:
-        raise _corrupt(block_hash, "record", f"the index record has version {version}")
+        raise corrupt(block_hash, "record", f"the index record has version {version}")
     lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]
     names = [name[:length] for name, length in zip(fields[15:], lengths, strict=True)]
     return _located([block_hash, *names], numbers, times, fields[14], codec, hits)
@@ -209,13 +211,8 @@ def is_header_of(header: Located | None, located: Located) -> bool:
     """Answer whether a slot header belongs to this index entry; claims made later may differ."""
     if header is None or header[1:] != located[1:]:
         return False
-    ours, theirs = located.record, header.record
-    return (
-        (ours.block_hash, ours.parent_hash, ours.root, ours.namespace)
-        == (theirs.block_hash, theirs.parent_hash, theirs.root, theirs.namespace)
-        and (ours.position, ours.size_bytes) == (theirs.position, theirs.size_bytes)
-        and ours.computed_at == theirs.computed_at
-    )
+    claim = {name: getattr(located.record, name) for name in _CLAIM}
+    return replace(header.record, **claim) == located.record
 
 
 def to_us(time_s: float) -> int:
@@ -264,7 +261,7 @@ def split_extent_key(key: bytes) -> Extent:
     return Extent(*_EXTENT.unpack(key))
 
 
-def _corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
-    return CorruptBlockError(
-        f"block {block_hash.hex()[:12]}: {what}", block_hash=block_hash, reason=reason
-    )
+def corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
+    """Return the error for bytes of a block that are not what they must be."""
+    text = f"block {block_hash.hex()[:12]}: {what}"
+    return CorruptBlockError(text, block_hash=block_hash, reason=reason)

@@ -49,9 +49,11 @@ class StoreControl:
         answer_timeout_s: float = 60.0,
         clock_offset_file: str | None = None,
     ) -> None:
-        self._path = Path(path)
+        self._path = str(Path(path))
+        self._options = StoreOptions(
+            path=self._path, create=False, clock_offset_file=clock_offset_file
+        )
         self._answer_timeout_s = answer_timeout_s
-        self._clock_offset_file = clock_offset_file
 
     def df(self) -> dict[str, Any]:
         """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`."""
@@ -103,10 +105,7 @@ class StoreControl:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
-        options = StoreOptions(
-            path=str(self._path), create=False, clock_offset_file=self._clock_offset_file
-        )
-        worker = WorkerProcess(options, is_standalone=True)
+        worker = WorkerProcess(self._options, is_standalone=True)
         channel = FrameChannel(worker.channel, _start_decoder, MAX_ENGINE_FRAME_BYTES)
         body = None
         try:
@@ -165,7 +164,7 @@ class StoreControl:
         )
 
 
-def _open_folder(path: Path) -> int:
+def _open_folder(path: str) -> int:
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:

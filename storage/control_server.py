@@ -72,6 +72,9 @@ class ControlClient:
             self.channel.send(message)
 
 
+OnCall = Callable[[ControlClient, ControlCall], None]
+
+
 class ControlServer:
     """Accepts clients and hands their calls on; used by the index thread alone.
 
@@ -79,12 +82,7 @@ class ControlServer:
     bounded buffer until then.
     """
 
-    def __init__(
-        self,
-        folder: str,
-        selector: selectors.BaseSelector,
-        on_call: Callable[[ControlClient, ControlCall], None],
-    ) -> None:
+    def __init__(self, folder: str, selector: selectors.BaseSelector, on_call: OnCall) -> None:
         """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
         self._selector = selector
         self._on_call = on_call
@@ -145,18 +143,15 @@ class ControlServer:
             self._drop(min(idle, key=lambda client: client.last_heard))
         client = ControlClient(sock)
         self._clients.append(client)
-        self._selector.register(
-            client.channel, selectors.EVENT_READ, lambda: self._receive_from(client)
-        )
+        receive = partial(self._receive_from, client)
+        self._selector.register(client.channel, selectors.EVENT_READ, receive)
 
     def _receive_from(self, client: ControlClient) -> None:
         try:
             calls = client.channel.receive()
-        except EOFError:
-            self._drop(client)
-            return
-        except StorageError as error:
-            logger.warning("a control client talks nonsense: %s", error)
+        except (EOFError, StorageError) as error:
+            if isinstance(error, StorageError):
+                logger.warning("a control client talks nonsense: %s", error)
             self._drop(client)
             return
         for call in calls:

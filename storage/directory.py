@@ -9,7 +9,6 @@ import os
 import stat
 import time
 from contextlib import suppress
-from typing import NamedTuple
 
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
 from tieredkv.storage.codec import FORMAT_VERSION
@@ -21,13 +20,6 @@ LOCK = "lock"
 INDEX = "index"
 SEGMENTS = "segments"
 INDEX_FILES = ("data.mdb", "lock.mdb")
-
-
-class Writer(NamedTuple):
-    """Who owns a store: its process, and the socket where it answers."""
-
-    pid: int
-    socket: str | None
 
 
 class StoreDirectory:
@@ -68,15 +60,10 @@ class StoreDirectory:
     def occupied_bytes(self) -> int:
         """What everything but the segment files occupies, as `du` counts it."""
         total = os.stat(self.path).st_blocks + os.stat(self.segments_path).st_blocks
-        pending = [self.path]
-        while pending:
-            with os.scandir(pending.pop()) as entries:
-                for entry in entries:
-                    if entry.path == self.segments_path:
-                        continue
-                    total += entry.stat(follow_symlinks=False).st_blocks
-                    if entry.is_dir(follow_symlinks=False):
-                        pending.append(entry.path)
+        for folder, folders, files in os.walk(self.path):
+            folders[:] = [name for name in folders if name != SEGMENTS or folder != self.path]
+            names = (os.path.join(folder, name) for name in (*folders, *files))
+            total += sum(os.lstat(name).st_blocks for name in names)
         return total * 512
 
     def release(self) -> None:
@@ -85,26 +72,6 @@ class StoreDirectory:
             _describe_writer(self._lock_fd, {})
             os.close(self._lock_fd)
             self._lock_fd = -1
-
-
-def live_writer(path: str) -> Writer | None:
-    """Tell which process owns the store now; None when nobody does. Changes nothing."""
-    try:
-        fd = os.open(os.path.join(path, LOCK), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _read_writer(fd)
-    finally:
-        os.close(fd)
-    return None
-
-
-def is_store(path: str) -> bool:
-    """Answer whether a store of any version lies there."""
-    return os.path.lexists(os.path.join(path, MARKER))
 
 
 def _check_folder(path: str, *, create: bool) -> bool:
@@ -116,9 +83,8 @@ def _check_folder(path: str, *, create: bool) -> bool:
             raise StorageError(f"no store at `{path}`") from None
         return False
     except OSError as error:
-        raise StorageError(
-            f"`{path}` cannot be reached: {error.strerror}; choose another folder"
-        ) from error
+        why = f"cannot be reached: {error.strerror}; choose another folder"
+        raise StorageError(f"`{path}` {why}") from error
     if stat.S_ISLNK(info.st_mode):
         raise StorageError(f"`{path}` is a symbolic link; name the folder that it points to")
     if not stat.S_ISDIR(info.st_mode):
@@ -127,12 +93,9 @@ def _check_folder(path: str, *, create: bool) -> bool:
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
     if _read_marker(path) is None:
-        strangers = set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}
-        if strangers:
-            raise StorageError(
-                f"`{path}` is not empty and holds no tieredkv store (`{min(strangers)}` is there); "
-                "choose an empty folder"
-            )
+        if strangers := set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}:
+            why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
+            raise StorageError(f"`{path}` is not empty and {why}")
         if not create:
             raise StorageError(f"no store at `{path}`")
     for name in (LOCK, INDEX, SEGMENTS, *(os.path.join(INDEX, name) for name in INDEX_FILES)):
@@ -155,10 +118,8 @@ def _check_owner(path: str, info: os.stat_result) -> None:
             "`chown` it or choose another folder"
         )
     if info.st_mode & 0o022:
-        raise StorageError(
-            f"`{path}` is writable by others (mode {stat.S_IMODE(info.st_mode):04o}); "
-            f"run `chmod go-w {path}`"
-        )
+        mode = f"{stat.S_IMODE(info.st_mode):04o}"
+        raise StorageError(f"`{path}` is writable by others (mode {mode}); run `chmod go-w {path}`")
 
 
 def _read_marker(path: str) -> int | None:
@@ -181,10 +142,9 @@ def _read_marker(path: str) -> int | None:
         if type(version) is not int:
             raise TypeError(f"version {version!r} is no integer")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StorageError(
-            f"`{marker}` is damaged, so the store's version is unknown; "
-            "restore that file or remove the folder"
-        ) from error
+        cure = "restore that file or remove the folder"
+        what = f"`{marker}` is damaged, so the store's version is unknown; {cure}"
+        raise StorageError(what) from error
     if name != FORMAT_NAME:
         raise StorageError(f"`{marker}` belongs to `{name}`; choose another folder")
     if version != FORMAT_VERSION:
@@ -212,9 +172,8 @@ def _make_folder(path: str) -> None:
         os.makedirs(path, 0o700, exist_ok=True)
         os.chmod(path, 0o700)
     except OSError as error:
-        raise StorageError(
-            f"`{path}` cannot be made: {error.strerror}; choose another folder"
-        ) from error
+        why = f"cannot be made: {error.strerror}; choose another folder"
+        raise StorageError(f"`{path}` {why}") from error
 
 
 def _make_file(path: str) -> None:
@@ -232,12 +191,11 @@ def _take_lock(path: str, socket: str | None) -> int:
     try:
         _lock_exclusively(fd)
     except BlockingIOError:
-        writer = _read_writer(fd)
+        pid = _read_writer(fd)
         os.close(fd)
-        who = f"process {writer.pid}" if writer else "another process"
-        raise StoreBusyError(
-            f"the store at `{path}` is in use by {who}; stop it or choose another folder"
-        ) from None
+        who = "another process" if pid is None else f"process {pid}"
+        what = f"the store at `{path}` is in use by {who}; stop it or choose another folder"
+        raise StoreBusyError(what) from None
     except OSError as error:
         os.close(fd)
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
@@ -256,18 +214,16 @@ def _describe_writer(fd: int, writer: dict[str, object]) -> None:
 
 
 def _lock_exclusively(fd: int) -> None:
-    """Take the lock; `live_writer` of another process may hold it for a moment, so ask again."""
+    """Take the lock; who looks whether it is held may hold it for a moment, so ask again."""
     for _ in range(10):
-        try:
+        with suppress(BlockingIOError):
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(0.01)
+        time.sleep(0.01)
     return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _read_writer(fd: int) -> Writer | None:
+def _read_writer(fd: int) -> int | None:
     try:
-        content = json.loads(os.pread(fd, 4096, 0))
-        return Writer(int(content["pid"]), content["socket"])
+        return int(json.loads(os.pread(fd, 4096, 0))["pid"])
     except (ValueError, KeyError, TypeError):
         return None

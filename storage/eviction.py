@@ -1,26 +1,24 @@
 """Which blocks give way: least recently used first, tails before heads, no more than needed."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StoreFullError
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator
 from tieredkv.storage.codec import Located
-from tieredkv.storage.index import Index, IndexTxn
+from tieredkv.storage.index import IndexTxn
 from tieredkv.storage.results import Slot
 
 
 class Evictor:
     """Makes room in a store, for a put or for a smaller budget. Used by the store's thread."""
 
-    def __init__(
-        self, index: Index, slots: SlotAllocator, clock: Clock, failpoint: Callable[[str], None]
-    ) -> None:
+    def __init__(self, slots: SlotAllocator, clock: Clock) -> None:
         self.num_evicted = 0
-        self._index = index
+        self._index = slots.index
         self._slots = slots
         self._clock = clock
-        self._failpoint = failpoint
 
     def obtain(self, slot_bytes: int, count: int) -> list[Slot]:
         """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
@@ -32,8 +30,8 @@ class Evictor:
                 if len(taken) < short and not self._slots.is_disk_full:
                     self._evict_for(txn, slot_bytes, short - len(taken))
                     taken += self._slots.take(txn, slot_bytes, short - len(taken))
-                self._failpoint("reserve:before")
-            self._failpoint("reserve:done")
+                self._slots.failpoint("reserve:before")
+            self._slots.failpoint("reserve:done")
             slots += self._slots.lend(taken, slot_bytes)
             if len(taken) < short and not self._slots.release_idle(keep=slot_bytes):
                 break
@@ -63,16 +61,12 @@ class Evictor:
         now = self._clock.now()
         protected: list[Located] = []
         for block_hash in txn.longest_unused():
-            try:
+            with suppress(CorruptBlockError):
                 located = txn.get(block_hash)
-            except CorruptBlockError:
-                continue
-            if located is None:
-                continue
-            if located.record.protect_until > now:
-                protected.append(located)
-            else:
-                yield located
+                if located is not None and located.record.protect_until > now:
+                    protected.append(located)
+                elif located is not None:
+                    yield located
         yield from protected
 
     def _drop(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
@@ -99,18 +93,16 @@ class Evictor:
 
     def reach_budget(self) -> None:
         """Shrink a store that was given less room than it takes, its index as well."""
-        if (
-            self._slots.room_bytes < 0
-            and self._index.wasted_bytes > self._index.occupied_bytes // 2
-        ):
-            self._index.compact()
-            self._slots.measure()
+        index, slots = self._index, self._slots
+        if slots.room_bytes < 0 and index.wasted_bytes > index.occupied_bytes // 2:
+            index.compact()
+            slots.measure()
         self.enforce_budget()
-        if self._slots.room_bytes < 0:
-            self._index.compact()
-            self._slots.measure()
-        if self._slots.occupied_bytes > self._slots.budget_bytes:
+        if slots.room_bytes < 0:
+            index.compact()
+            slots.measure()
+        if slots.occupied_bytes > slots.budget_bytes:
             raise StoreFullError(
-                f"the emptied store at `{self._index.path}` occupies {self._slots.occupied_bytes} "
-                f"bytes of a budget of {self._slots.budget_bytes}; raise the disk size"
+                f"the emptied store at `{index.path}` occupies {slots.occupied_bytes} bytes of a "
+                f"budget of {slots.budget_bytes}; raise the disk size"
             )

@@ -9,7 +9,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -48,15 +48,6 @@ class _File:
     is_removed: bool = False
 
 
-@dataclass(slots=True)
-class IoCounters:
-    """Bytes moved and how; changed under the lock of `SegmentFiles`."""
-
-    bytes_written: int = 0
-    bytes_read: int = 0
-    bytes_erased: int = 0
-
-
 class SegmentFiles:
     """The files under `segments/`.
 
@@ -66,9 +57,9 @@ class SegmentFiles:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.direct_io = _probe_direct_io(directory)
-        self.punch_hole = _probe_punch_hole(directory)
-        self.counters = IoCounters()
+        self.direct_io = _can(_write_directly, directory, os.O_DIRECT)
+        self.punch_hole = _can(_punch_first_page, directory)
+        self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -190,7 +181,7 @@ class SegmentFiles:
         else:
             zeroes = aligned_buffer(file.slot_bytes)
             _pwrite_all(file.fd, [zeroes], offset)
-        self.counters.bytes_erased += file.slot_bytes
+        self.bytes_erased += file.slot_bytes
         self.refresh(extent.segment)
 
     def sync(self, segments: set[int]) -> None:
@@ -217,7 +208,7 @@ class SegmentFiles:
         with self._using(extent.segment) as file:
             _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
         with self._lock:
-            self.counters.bytes_written += len(header) + padded
+            self.bytes_written += len(header) + padded
 
     def read(self, extent: Extent, offset: int, into: memoryview, size: int, padded: int) -> int:
         """Read `size` bytes from `offset` within a slot; answer how many there were."""
@@ -232,7 +223,7 @@ class SegmentFiles:
                 if step == 0 or step % PAGE_ALIGNMENT_BYTES:
                     break
         with self._lock:
-            self.counters.bytes_read += count
+            self.bytes_read += count
         if body is None:
             into[: min(size, count)] = bounce[: min(size, count)]
         return min(size, count)
@@ -282,37 +273,26 @@ def _punch(fd: int, offset: int, size: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-@contextmanager
-def _probe_file(directory: str, flags: int) -> Iterator[int]:
-    fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+def _can(attempt: Callable[[int], object], directory: str, flags: int = 0) -> bool:
+    """Try something on an unnamed file in the directory; a full disk does not mean no."""
     try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _probe_direct_io(directory: str) -> bool:
-    """Try O_DIRECT on an unnamed file in the directory."""
-    try:
-        with _probe_file(directory, os.O_DIRECT) as fd:
-            os.pwrite(fd, aligned_buffer(PAGE_ALIGNMENT_BYTES), 0)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.EISDIR):
-            return False
-        if error.errno == errno.ENOSPC:
-            return True
-        raise
-    return True
-
-
-def _probe_punch_hole(directory: str) -> bool:
-    """Try to punch a hole into an unnamed file in the directory."""
-    try:
-        with _probe_file(directory, 0) as fd:
-            os.ftruncate(fd, PAGE_ALIGNMENT_BYTES)
-            _punch(fd, 0, PAGE_ALIGNMENT_BYTES)
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        try:
+            attempt(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
         if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR):
             return False
-        raise
+        if error.errno != errno.ENOSPC:
+            raise
     return True
+
+
+def _write_directly(fd: int) -> None:
+    os.pwrite(fd, aligned_buffer(PAGE_ALIGNMENT_BYTES), 0)
+
+
+def _punch_first_page(fd: int) -> None:
+    os.ftruncate(fd, PAGE_ALIGNMENT_BYTES)
+    _punch(fd, 0, PAGE_ALIGNMENT_BYTES)

@@ -138,9 +138,8 @@ def _check_sizes(num_pages: int, page_bytes: int) -> None:
     if num_pages < 1:
         raise ConfigError(f"`host_size` gives {num_pages} pages; the arena needs at least one")
     if page_bytes < 1 or page_bytes % PAGE_ALIGNMENT_BYTES:
-        raise ConfigError(
-            f"a page of {page_bytes} bytes is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
-        )
+        what = f"a page of {page_bytes} bytes is no multiple of {PAGE_ALIGNMENT_BYTES} bytes"
+        raise ConfigError(what)
 
 
 def _check_memory(size_bytes: int) -> None:
@@ -160,14 +159,11 @@ def _memory_limits() -> list[tuple[int, str]]:
         limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
         used = _key_values(Path("/sys/fs/cgroup/memory.stat"))
         limits.append((limit - used["anon"] - used["shmem"], "the memory limit of the container"))
-    for resource_id, what in (
-        (resource.RLIMIT_AS, "the limit of address space (`ulimit -v`)"),
-        (resource.RLIMIT_FSIZE, "the limit of file size (`ulimit -f`)"),
-    ):
-        soft, _ = resource.getrlimit(resource_id)
-        if soft != resource.RLIM_INFINITY:
-            limits.append((soft, what))
-    return limits
+    address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    limits.append((address_space, "the limit of address space (`ulimit -v`)"))
+    file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limits.append((file_size, "the limit of file size (`ulimit -f`)"))
+    return [each for each in limits if each[0] != resource.RLIM_INFINITY]
 
 
 def _key_values(path: Path) -> dict[str, int]:

@@ -11,26 +11,14 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from heapq import merge
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import lmdb
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
-from tieredkv.storage.codec import (
-    Extent,
-    Located,
-    decode_record,
-    encode_record,
-    expiry_key,
-    extent_key,
-    lru_hash,
-    lru_key,
-    lru_order,
-    lru_prefix,
-    split_expiry_key,
-    split_extent_key,
-    to_us,
-)
+from tieredkv.storage import codec
+from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, split_extent_key
 
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
@@ -99,11 +87,8 @@ class Index:
                 self.path,
                 map_size=MAP_BYTES,
                 max_dbs=len(NAMES),
-                subdir=True,
-                create=True,
                 mode=0o600,
                 readahead=False,
-                writemap=False,
                 sync=self._sync,
                 metasync=False,
             )
@@ -179,7 +164,7 @@ class IndexTxn:
             CorruptBlockError: the record contradicts its checksum or key.
         """
         data = self._txn.get(block_hash, db=self._blocks)
-        return None if data is None else decode_record(block_hash, data)
+        return None if data is None else codec.decode_record(block_hash, data)
 
     def insert(self, located: Located) -> None:
         """Add a block that has no entry."""
@@ -208,28 +193,28 @@ class IndexTxn:
         for key, data in self._walk("blocks", after):
             if key != after:
                 try:
-                    yield key, decode_record(key, data)
+                    yield key, codec.decode_record(key, data)
                 except CorruptBlockError:
                     yield key, None
 
     def _put_keys(self, located: Located) -> None:
         record = located.record
-        self._txn.put(record.block_hash, encode_record(located), db=self._blocks)
+        self._txn.put(record.block_hash, codec.encode_record(located), db=self._blocks)
         self._txn.put(expiry_key(record), b"", db=self._dbs["expiry"])
-        self._txn.put(lru_key(record), b"", db=self._dbs["lru"])
+        self._txn.put(codec.lru_key(record), b"", db=self._dbs["lru"])
 
     def _delete_keys(self, located: Located) -> None:
         self._txn.delete(expiry_key(located.record), db=self._dbs["expiry"])
-        self._txn.delete(lru_key(located.record), db=self._dbs["lru"])
+        self._txn.delete(codec.lru_key(located.record), db=self._dbs["lru"])
 
     # --- orders -----------------------------------------------------------------------------
 
     def expired(self, now: float, limit: int) -> list[tuple[bytes, bytes]]:
         """The first keys of `expiry` that are due, and their hashes; costs what it answers."""
-        due = to_us(now)
+        due = codec.to_us(now)
         found: list[tuple[bytes, bytes]] = []
         for key, _ in self._walk("expiry"):
-            expires_us, block_hash = split_expiry_key(key)
+            expires_us, block_hash = codec.split_expiry_key(key)
             if expires_us > due or len(found) >= limit:
                 break
             found.append((key, block_hash))
@@ -242,16 +227,9 @@ class IndexTxn:
     def longest_unused(self) -> Iterator[bytes]:
         """Hashes across namespaces, the longest unused first; change nothing while it walks."""
         self.flush_counters()
-        orders = [self._walk_lru(namespace) for namespace, _ in self._walk("namespaces")]
-        for key in merge(*orders, key=lru_order):
-            yield lru_hash(key)
-
-    def _walk_lru(self, namespace: bytes) -> Iterator[bytes]:
-        prefix = lru_prefix(namespace)
-        for key, _ in self._walk("lru", prefix):
-            if not key.startswith(prefix):
-                return
-            yield key
+        prefixes = [codec.lru_prefix(namespace) for namespace, _ in self._walk("namespaces")]
+        orders = [self._keys_with(prefix, "lru", prefix) for prefix in prefixes]
+        return (codec.lru_hash(key) for key in merge(*orders, key=codec.lru_order))
 
     # --- slots ------------------------------------------------------------------------------
 
@@ -269,28 +247,24 @@ class IndexTxn:
 
     def add_free(self, slot_bytes: int, extent: Extent) -> None:
         """List an erased slot."""
-        key = _FREE_CLASS.pack(slot_bytes) + extent_key(extent)
-        self._txn.put(key, b"", db=self._dbs["free"])
+        self._txn.put(_free_key(slot_bytes, extent), b"", db=self._dbs["free"])
 
     def drop_free(self, slot_bytes: int, extent: Extent) -> None:
         """Take a slot off the free list."""
-        key = _FREE_CLASS.pack(slot_bytes) + extent_key(extent)
-        self._txn.delete(key, db=self._dbs["free"])
+        self._txn.delete(_free_key(slot_bytes, extent), db=self._dbs["free"])
 
     def free(self, slot_bytes: int, segment: int = 0) -> Iterator[Extent]:
         """Free slots of one size from a segment on; change nothing while it walks."""
         prefix = _FREE_CLASS.pack(slot_bytes)
-        for key, _ in self._walk("free", prefix + extent_key(Extent(segment, 0))):
-            if not key.startswith(prefix):
-                return
-            yield split_extent_key(key[_FREE_CLASS.size :])
+        keys = self._keys_with(prefix, "free", prefix + extent_key(Extent(segment, 0)))
+        return (split_extent_key(key[_FREE_CLASS.size :]) for key in keys)
 
     def segments(self) -> dict[int, SegmentState]:
         """Every segment that the index knows."""
-        return {
-            int.from_bytes(key, "big"): SegmentState(*_SEGMENT.unpack(data))
-            for key, data in self._walk("segments")
-        }
+        found = [
+            (key, SegmentState(*_SEGMENT.unpack(data))) for key, data in self._walk("segments")
+        ]
+        return {int.from_bytes(key, "big"): state for key, state in found}
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
         """Add or change a segment."""
@@ -336,14 +310,10 @@ class IndexTxn:
         value = self.meta("clock")
         return None if value is None else float(_TIME.unpack(value)[0])
 
-    def set_clock_mark(self, now: float) -> None:
-        """Raise the latest time seen."""
-        if now > (self.clock_mark() or 0.0):
+    def set_clock_mark(self, now: float, *, is_empty: bool = False) -> None:
+        """Raise the latest time seen; lower it only where nothing is stored any more."""
+        if is_empty or now > (self.clock_mark() or 0.0):
             self.set_meta("clock", _TIME.pack(now))
-
-    def reset_clock_mark(self, now: float) -> None:
-        """Set the latest time seen, even backwards: only when nothing is stored any more."""
-        self.set_meta("clock", _TIME.pack(now))
 
     def roots(self) -> dict[bytes, dict[str, str]]:
         """What each root stands for, as its writer described it."""
@@ -361,8 +331,12 @@ class IndexTxn:
         for namespace, (block_delta, byte_delta) in self._namespace_deltas.items():
             data = self._txn.get(namespace, db=self._dbs["namespaces"])
             old = Totals(*_TOTALS.unpack(data)) if data else Totals(0, 0)
-            new = Totals(old.num_blocks + block_delta, old.payload_bytes + byte_delta)
-            self._put_totals(namespace, Totals(max(new[0], 0), max(new[1], 0)))
+            num_blocks = max(old.num_blocks + block_delta, 0)
+            new = _TOTALS.pack(num_blocks, max(old.payload_bytes + byte_delta, 0))
+            if num_blocks:
+                self._txn.put(namespace, new, db=self._dbs["namespaces"])
+            else:
+                self._txn.delete(namespace, db=self._dbs["namespaces"])
             blocks, payload = blocks + block_delta, payload + byte_delta
         if self._namespace_deltas:
             self.set_meta("totals", _TOTALS.pack(max(blocks, 0), max(payload, 0)))
@@ -373,12 +347,6 @@ class IndexTxn:
                 self.put_segment(segment, state._replace(num_live=live))
         self._namespace_deltas.clear()
         self._live_deltas.clear()
-
-    def _put_totals(self, namespace: bytes, totals: Totals) -> None:
-        if totals.num_blocks == 0:
-            self._txn.delete(namespace, db=self._dbs["namespaces"])
-        else:
-            self._txn.put(namespace, _TOTALS.pack(*totals), db=self._dbs["namespaces"])
 
     def _count(self, located: Located, sign: int) -> None:
         deltas = self._namespace_deltas.setdefault(located.record.namespace, [0, 0])
@@ -429,8 +397,16 @@ class IndexTxn:
         for extent in lent - owned:
             self.add_pending(extent)
 
+    def _keys_with(self, prefix: bytes, name: str, start: bytes) -> Iterator[bytes]:
+        keys = (key for key, _ in self._walk(name, start))
+        return takewhile(lambda key: key.startswith(prefix), keys)
+
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Walk from a key on; nothing may change meanwhile."""
         with self._txn.cursor(db=self._dbs[name]) as cursor:
             if cursor.set_range(start) if start else cursor.first():
                 yield from cursor.iternext(keys=True, values=True)
+
+
+def _free_key(slot_bytes: int, extent: Extent) -> bytes:
+    return _FREE_CLASS.pack(slot_bytes) + extent_key(extent)

@@ -1,5 +1,7 @@
 """Chains as an operator sees them, and which blocks an eviction means; it changes nothing."""
 
+from collections import Counter
+
 from tieredkv.storage.codec import Located
 from tieredkv.storage.index import IndexTxn
 from tieredkv.storage.results import ChainInfo, EvictFilter
@@ -8,16 +10,12 @@ from tieredkv.types import BlockRecord
 
 def list_chains(txn: IndexTxn, now: float) -> list[ChainInfo]:
     """List every chain of blocks that have not expired, the last used first."""
-    stored = {
-        key: located
-        for key, located in txn.blocks()
-        if located is not None and now < located.record.expires_at
-    }
-    parents = {located.record.parent_hash for located in stored.values()}
+    sound = (located.record for _, located in txn.blocks() if located is not None)
+    stored = [record for record in sound if now < record.expires_at]
+    parents = {record.parent_hash for record in stored}
     chains: dict[bytes, ChainInfo] = {}
-    for block_hash, located in sorted(stored.items(), key=lambda item: item[1].record.position):
-        before = chains.get(located.record.parent_hash)
-        chains[block_hash] = _extend(before, located)
+    for record in sorted(stored, key=lambda record: record.position):
+        chains[record.block_hash] = _extend(chains.get(record.parent_hash), record)
     leaves = [chain for block_hash, chain in chains.items() if block_hash not in parents]
     return sorted(leaves, key=lambda chain: (-chain.last_used_max, chain.id))
 
@@ -48,17 +46,12 @@ def _only_in_chains(
     stored: dict[bytes, Located], ids: tuple[str, ...]
 ) -> tuple[set[bytes], tuple[str, ...]]:
     """Blocks that no chain but the named ones uses: walk up until another chain joins."""
-    num_children: dict[bytes, int] = {}
-    for located in stored.values():
-        parent = located.record.parent_hash
-        num_children[parent] = num_children.get(parent, 0) + 1
-    leaves = {
-        block_hash.hex(): block_hash for block_hash in stored if block_hash not in num_children
-    }
+    num_children = Counter(located.record.parent_hash for located in stored.values())
+    leaves = [block_hash for block_hash in stored if block_hash not in num_children]
     chosen: set[bytes] = set()
     unknown = []
     for chain_id in ids:
-        named = [leaf for text, leaf in leaves.items() if text.startswith(chain_id.lower())]
+        named = [leaf for leaf in leaves if leaf.hex().startswith(chain_id.lower())]
         if not named or not chain_id:
             unknown.append(chain_id)
             continue
@@ -73,8 +66,7 @@ def _only_in_chains(
     return chosen, tuple(unknown)
 
 
-def _extend(before: ChainInfo | None, located: Located) -> ChainInfo:
-    record = located.record
+def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
     return ChainInfo(
         id=record.block_hash.hex(),
         namespace=record.namespace.hex(),

@@ -15,7 +15,7 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import recovery
+from tieredkv.storage import recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes, run_to_end
 from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
@@ -24,16 +24,8 @@ from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.listing import list_chains, select_blocks
 from tieredkv.storage.payloads import read_block, read_owner, write_block
-from tieredkv.storage.results import (
-    ChainInfo,
-    EvictFilter,
-    EvictResult,
-    Slot,
-    StoreStats,
-    SweepResult,
-    VerifyResult,
-)
-from tieredkv.storage.verify import Verification, find_problems
+from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats, SweepResult
+from tieredkv.storage.verify import find_problems, verifying
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -60,26 +52,16 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(
-        self,
-        directory: StoreDirectory,
-        index: Index,
-        files: SegmentFiles,
-        slots: SlotAllocator,
-        clock: Clock,
-        *,
-        sync: bool,
-        failpoint: Callable[[str], None],
-    ) -> None:
-        self.path = directory.path
-        self._directory = directory
-        self._index = index
-        self._files = files
+    def __init__(self, slots: SlotAllocator, clock: Clock, *, sync: bool) -> None:
+        self.path = slots.directory.path
+        self._directory = slots.directory
+        self._index = slots.index
+        self._files = slots.files
         self._slots = slots
         self._clock = clock
-        self._evictor = Evictor(index, slots, clock, failpoint)
+        self._evictor = Evictor(slots, clock)
         self._sync = sync
-        self._failpoint = failpoint
+        self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
         self._num_stored = self._num_expired = 0
@@ -124,10 +106,8 @@ class BlockStore:
                 num_expired = recovery.settle_clock(index, clock)
                 budget = recovery.settle_budget(index, budget_bytes)
                 slots = SlotAllocator(directory, files, index, budget, failpoint)
-                recovery.recover(index, files, slots, clock.now())
-            store = cls(
-                directory, index, files, slots, clock, sync=sync == "commit", failpoint=failpoint
-            )
+                recovery.recover(slots, clock.now())
+            store = cls(slots, clock, sync=sync == "commit")
             store._num_expired = num_expired
             store._evictor.reach_budget()
             undo.pop_all()
@@ -154,20 +134,7 @@ class BlockStore:
 
     def lookup(self, hashes: Sequence[bytes], now: float | None = None) -> list[BlockRecord | None]:
         """Answer what is stored and not expired, in the order asked; touches no payload."""
-        now = self._clock.now() if now is None else now
-        damaged: list[bytes] = []
-        found: list[BlockRecord | None] = []
-        with self._index.reading() as txn:
-            for block_hash in hashes:
-                try:
-                    located = txn.get(block_hash)
-                except CorruptBlockError:
-                    damaged.append(block_hash)
-                    located = None
-                is_there = located is not None and now < located.record.expires_at
-                found.append(located.record if located and is_there else None)
-        self._drop_damaged(damaged)
-        return found
+        return [located and located.record for located in self._find(hashes, now)]
 
     def locate(
         self,
@@ -184,14 +151,8 @@ class BlockStore:
         What the caller expects of the block may be given; a stored block that differs is a miss,
         counted as `mismatch`.
         """
-        now = self._clock.now() if now is None else now
-        try:
-            with self._index.reading() as txn:
-                located = txn.get(block_hash)
-        except CorruptBlockError:
-            self._drop_damaged([block_hash])
-            return None
-        if located is None or now >= located.record.expires_at:
+        (located,) = self._find([block_hash], now)
+        if located is None:
             return None
         record = located.record
         expected = (parent_hash, root, position, size_bytes)
@@ -251,16 +212,13 @@ class BlockStore:
             check_record(record)
             self._slots.check_fits(slot_bytes_for(record.size_bytes))
         self._evictor.enforce_budget()
-        answer: list[Slot | None] = [None] * len(records)
-        classes: dict[int, list[int]] = {}
-        for i, record in enumerate(records):
-            classes.setdefault(slot_bytes_for(record.size_bytes), []).append(i)
+        sizes = [slot_bytes_for(record.size_bytes) for record in records]
         lent_before = set(self._slots.lent)
         try:
-            for slot_bytes, wanted in classes.items():
-                slots = self._evictor.obtain(slot_bytes, len(wanted))
-                for i, slot in zip(wanted, slots, strict=False):
-                    answer[i] = slot
+            lent = {
+                size: iter(self._evictor.obtain(size, sizes.count(size))) for size in set(sizes)
+            }
+            answer = [next(lent[size], None) for size in sizes]
         except BaseException:
             for extent in self._slots.lent.keys() - lent_before:
                 self.abandon(Slot(extent, self._slots.lent[extent]))
@@ -420,39 +378,24 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def chains(self) -> list[ChainInfo]:
+    def chains(self) -> list[results.ChainInfo]:
         """List every chain, the last used first."""
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
 
-    def verify(
-        self,
-        progress: Callable[[int, int], None] = lambda done, total: None,
-        *,
-        repair: bool = True,
-    ) -> VerifyResult:
+    def verify(self, *, repair: bool = True) -> results.VerifyResult:
         """Read every payload again and check it, then check the index against itself."""
-        verification = self.verification(repair=repair)
-        while verification.step():
-            if progress is not None:
-                progress(verification.result.checked, verification.total)
-        return verification.result
+        *_, result = self.verifying(repair=repair)
+        return result
 
-    def verification(self, *, repair: bool = True) -> Verification:
-        """A `verify` in steps, for a thread that has other work in between."""
-        return Verification(
-            self._index,
-            self._files,
-            self._clock,
-            repair=self._repair if repair else None,
-            find_problems=self._find_problems,
-        )
+    def verifying(self, *, repair: bool) -> Generator[results.VerifyResult, None, None]:
+        """`verify` in steps, for a thread that has other work in between."""
+        return verifying(self._slots, self._clock, self._repair if repair else None)
 
     def stats(self) -> StoreStats:
         """Figures as of now."""
         with self._index.reading() as txn:
             totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
-        counters = self._files.counters
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -460,9 +403,9 @@ class BlockStore:
             bytes_index=self._slots.overhead_bytes,
             bytes_budget=self._slots.budget_bytes,
             bytes_pending=self._slots.pending_bytes,
-            bytes_written=counters.bytes_written,
-            bytes_read=counters.bytes_read,
-            bytes_erased=counters.bytes_erased,
+            bytes_written=self._files.bytes_written,
+            bytes_read=self._files.bytes_read,
+            bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
             num_evicted=self._evictor.num_evicted,
@@ -480,12 +423,10 @@ class BlockStore:
         Raises:
             IntegrityError: naming each one that is broken.
         """
-        if problems := self._find_problems():
-            raise IntegrityError("; ".join(problems))
-
-    def _find_problems(self) -> list[str]:
         with self._index.reading() as txn:
-            return find_problems(txn, self._slots)
+            problems = find_problems(txn, self._slots)
+        if problems:
+            raise IntegrityError("; ".join(problems))
 
     # --- parts ----------------------------------------------------------------------------------
 
@@ -497,6 +438,23 @@ class BlockStore:
             self._count_fault(error.reason, str(error))
             txn.remove_damaged(block_hash)
             return None
+
+    def _find(self, hashes: Sequence[bytes], now: float | None) -> list[Located | None]:
+        """Entries that have not expired, in the order asked; damaged ones are dropped."""
+        now = self._clock.now() if now is None else now
+        damaged: list[bytes] = []
+        found: list[Located | None] = []
+        with self._index.reading() as txn:
+            for block_hash in hashes:
+                try:
+                    located = txn.get(block_hash)
+                except CorruptBlockError:
+                    damaged.append(block_hash)
+                    located = None
+                is_there = located is not None and now < located.record.expires_at
+                found.append(located if is_there else None)
+        self._drop_damaged(damaged)
+        return found
 
     def _drop_damaged(self, hashes: Sequence[bytes]) -> None:
         if hashes:

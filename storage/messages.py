@@ -8,14 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tieredkv.errors import (
-    ConfigError,
-    FormatVersionError,
-    StorageError,
-    StoreBusyError,
-    StoreFullError,
-    TieredKVError,
-)
+from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError, named
 from tieredkv.storage.results import StoreStats
 from tieredkv.types import BlockRecord
 
@@ -100,8 +93,8 @@ class TouchItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     retention: str | None = None
 
 
-class PageDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """The end of one load or store; the loan of the page ends with it."""
+class PageLoaded(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one load; the page is no longer on loan. `record` is set if `ok`."""
 
     job: int
     block_hash: bytes
@@ -109,6 +102,16 @@ class PageDone(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     ok: bool
     reason: str = ""
     record: BlockRecord | None = None
+
+
+class PageStored(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one store; if `ok`, the block survives a kill of every process of ours."""
+
+    job: int
+    block_hash: bytes
+    page_id: int
+    ok: bool
+    reason: str = ""
 
 
 # --- Engine to worker ------------------------------------------------------------------------
@@ -156,7 +159,7 @@ class FlushCall(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
 class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """What the engine says to a `ControlRequest`."""
 
-    job: int
+    id: int
     body: dict[str, Any]
 
 
@@ -164,23 +167,15 @@ class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Finish the writes in hand, close the store and exit."""
 
 
-EngineMessage = (
-    LookupCall
-    | LoadCall
-    | StoreCall
-    | TouchCall
-    | DeleteCall
-    | DescribeCall
-    | StatsCall
-    | FlushCall
-    | EngineAnswer
-    | CloseCall
-)
+_StoreCalls = LookupCall | LoadCall | StoreCall | TouchCall | DeleteCall | DescribeCall
+EngineMessage = _StoreCalls | StatsCall | FlushCall | EngineAnswer | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------
 
 
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    """A new worker serves the store; `notes` are for the operator."""
+
     stats: StoreStats
     notes: list[str] = []
 
@@ -190,32 +185,34 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     message: str
 
 
-class LookupReply(msgspec.Struct, frozen=True, array_like=True, tag="records"):
+class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
+    """The records of a lookup, None for a miss, in the order of its hashes."""
+
     job: int
     records: list[BlockRecord | None]
 
 
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Pages that are ready, as they become so; `stats` only where they changed."""
+    """Pages that are ready, as they become so, and the figures that follow from them."""
 
-    loads: list[PageDone]
-    stores: list[PageDone]
-    stats: StoreStats | None = None
+    loads: list[PageLoaded]
+    stores: list[PageStored]
+    stats: StoreStats
 
 
 class FlushReply(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
     job: int
 
 
-class EngineQuestion(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A verb of a command-line client that concerns the engine's tiers too."""
+class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer."""
 
-    job: int
+    id: int
     verb: str
     args: dict[str, Any]
 
 
-WorkerMessage = Ready | Refused | LookupReply | Completions | FlushReply | EngineQuestion
+WorkerMessage = WorkerUp | Refused | LookupDone | Completions | FlushReply | ControlRequest
 
 # --- Command line and worker -----------------------------------------------------------------
 
@@ -238,18 +235,14 @@ ControlReply = ControlProgress | ControlResult | Refused
 
 # --- Errors over the wire --------------------------------------------------------------------
 
-_ERRORS: dict[str, type[TieredKVError]] = {
-    error.__name__: error
-    for error in (ConfigError, StorageError, StoreFullError, StoreBusyError, FormatVersionError)
-}
-
 
 def refusal(error: TieredKVError) -> Refused:
-    """Return what tells the other side of `error`."""
-    kind = type(error).__name__
-    return Refused(kind if kind in _ERRORS else StorageError.__name__, str(error))
+    """Return what tells the other side of `error`; what is not about a store is its fault."""
+    is_told = isinstance(error, ConfigError | StorageError)
+    is_told = is_told and not isinstance(error, CorruptBlockError)
+    return Refused(type(error).__name__ if is_told else StorageError.__name__, str(error))
 
 
 def error_of(refused: Refused) -> TieredKVError:
     """Return the error that the other side refused with."""
-    return _ERRORS.get(refused.kind, StorageError)(refused.message)
+    return named(refused.kind, refused.message)

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from tieredkv.errors import StorageError
 from tieredkv.storage.codec import Located
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import LoadItem, StoreItem
+from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions
 from tieredkv.storage.results import Slot
 
 logger = logging.getLogger(__name__)
@@ -30,6 +30,10 @@ class ReadTask:
     page: memoryview
     error: StorageError | None = None
 
+    def run(self, store: BlockStore) -> None:
+        """Read it."""
+        store.read_payload(self.located, self.page)
+
 
 @dataclass(slots=True)
 class WriteTask:
@@ -42,20 +46,34 @@ class WriteTask:
     checksum: bytes | None = None
     error: StorageError | None = None
 
+    def run(self, store: BlockStore) -> None:
+        """Write it."""
+        self.checksum = store.write_payload(self.slot, self.item.record, self.page)
+
+
+Task = ReadTask | WriteTask
+
 
 class PayloadThreads:
     """Readers and writers; only the index thread calls the methods."""
 
     def __init__(
-        self, store: BlockStore, *, num_readers: int, num_writers: int, wake: Callable[[], None]
+        self, store: BlockStore, options: StoreOptions, *, wake: Callable[[], None]
     ) -> None:
         self._store = store
         self._wake = wake
-        self._reads: SimpleQueue[ReadTask | None] = SimpleQueue()
-        self._writes: SimpleQueue[WriteTask | None] = SimpleQueue()
-        self._ended: deque[ReadTask | WriteTask] = deque()
-        self._readers = _start(self._keep_reading, num_readers, "reader")
-        self._writers = _start(self._keep_writing, num_writers, "writer")
+        self._reads: SimpleQueue[Task | None] = SimpleQueue()
+        self._writes: SimpleQueue[Task | None] = SimpleQueue()
+        self._ended: deque[Task] = deque()
+        self._threads: list[tuple[threading.Thread, SimpleQueue[Task | None]]] = []
+        for tasks, num_threads in (
+            (self._reads, options.num_readers),
+            (self._writes, options.num_writers),
+        ):
+            for _ in range(num_threads):
+                thread = threading.Thread(target=self._keep_doing, args=(tasks,), daemon=True)
+                thread.start()
+                self._threads.append((thread, tasks))
 
     def read(self, task: ReadTask) -> None:
         """Have a payload read; it comes back from `collect()`."""
@@ -65,54 +83,25 @@ class PayloadThreads:
         """Have a payload written; it comes back from `collect()`."""
         self._writes.put(task)
 
-    def collect(self) -> list[ReadTask | WriteTask]:
+    def collect(self) -> list[Task]:
         """Return the tasks that have ended since the last call."""
-        ended = []
-        while self._ended:
-            ended.append(self._ended.popleft())
-        return ended
+        return [self._ended.popleft() for _ in range(len(self._ended))]
 
     def close(self) -> None:
         """Wait until what was handed in has ended; `collect()` still has it afterwards."""
-        for _ in self._readers:
-            self._reads.put(None)
-        for _ in self._writers:
-            self._writes.put(None)
-        for thread in self._readers + self._writers:
+        for _, tasks in self._threads:
+            tasks.put(None)
+        for thread, _ in self._threads:
             thread.join()
 
-    def _keep_reading(self) -> None:
-        while (task := self._reads.get()) is not None:
+    def _keep_doing(self, tasks: SimpleQueue[Task | None]) -> None:
+        while (task := tasks.get()) is not None:
             try:
-                self._store.read_payload(task.located, task.page)
+                task.run(self._store)
             except StorageError as error:
                 task.error = error
             except Exception as error:
-                logger.exception("a read broke")
-                task.error = StorageError(f"a read broke: {error!r}")
-            self._end(task)
-
-    def _keep_writing(self) -> None:
-        while (task := self._writes.get()) is not None:
-            try:
-                task.checksum = self._store.write_payload(task.slot, task.item.record, task.page)
-            except StorageError as error:
-                task.error = error
-            except Exception as error:
-                logger.exception("a write broke")
-                task.error = StorageError(f"a write broke: {error!r}")
-            self._end(task)
-
-    def _end(self, task: ReadTask | WriteTask) -> None:
-        self._ended.append(task)
-        self._wake()
-
-
-def _start(target: Callable[[], None], count: int, name: str) -> list[threading.Thread]:
-    threads = [
-        threading.Thread(target=target, name=f"{name}-{index}", daemon=True)
-        for index in range(count)
-    ]
-    for thread in threads:
-        thread.start()
-    return threads
+                logger.exception("a payload's thread broke")
+                task.error = StorageError(f"a payload's thread broke: {error!r}")
+            self._ended.append(task)
+            self._wake()

@@ -2,18 +2,9 @@
 
 import errno
 
-from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.codec import (
-    CODEC_RAW,
-    HEADER_BYTES,
-    Extent,
-    Located,
-    decode_header,
-    encode_header_into,
-    is_header_of,
-    padded_bytes,
-    payload_checksum,
-)
+from tieredkv.errors import StorageError
+from tieredkv.storage import codec
+from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, decode_header, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import storage_errors
 from tieredkv.storage.results import Slot
@@ -23,13 +14,15 @@ from tieredkv.types import BlockRecord
 def read_block(files: SegmentFiles, located: Located, into: memoryview) -> None:
     """Read a payload and check the bytes in `into`; see `BlockStore.read_payload`."""
     size = located.payload_bytes
-    if located.codec != CODEC_RAW or size != located.record.size_bytes:
-        raise _corrupt(located, "codec", f"codec {located.codec} is unknown")
+    if located.codec != codec.CODEC_RAW or size != located.record.size_bytes:
+        raise codec.corrupt(located.record.block_hash, "codec", f"codec {located.codec} is unknown")
     count = _read(files, located, HEADER_BYTES, into, size)
     if count < size:
-        raise _corrupt(located, "truncated", f"{count} of {size} bytes are there")
-    if payload_checksum(into[:size]) != located.payload_checksum:
-        raise _corrupt(located, "checksum", "the payload fails its checksum")
+        raise codec.corrupt(
+            located.record.block_hash, "truncated", f"{count} of {size} bytes are there"
+        )
+    if codec.payload_checksum(into[:size]) != located.payload_checksum:
+        raise codec.corrupt(located.record.block_hash, "checksum", "the payload fails its checksum")
 
 
 def check_header(files: SegmentFiles, located: Located) -> None:
@@ -40,9 +33,11 @@ def check_header(files: SegmentFiles, located: Located) -> None:
     """
     header = aligned_buffer(HEADER_BYTES)
     if _read(files, located, 0, header, HEADER_BYTES) < HEADER_BYTES:
-        raise _corrupt(located, "truncated", "its slot is not there")
-    if not is_header_of(decode_header(header), located):
-        raise _corrupt(located, "header", "the slot header is another one's or damaged")
+        raise codec.corrupt(located.record.block_hash, "truncated", "its slot is not there")
+    if not codec.is_header_of(decode_header(header), located):
+        raise codec.corrupt(
+            located.record.block_hash, "header", "the slot header is another one's or damaged"
+        )
 
 
 def read_owner(files: SegmentFiles, extent: Extent) -> bytes | None:
@@ -59,9 +54,9 @@ def read_owner(files: SegmentFiles, extent: Extent) -> bytes | None:
 def write_block(files: SegmentFiles, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:
     """Write header and payload, answer the checksum; see `BlockStore.write_payload`."""
     size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-    checksum = payload_checksum(payload[:size])
+    checksum = codec.payload_checksum(payload[:size])
     header = files.header_buffer()
-    encode_header_into(header, Located(record, slot.extent, size, checksum))
+    codec.encode_header_into(header, Located(record, slot.extent, size, checksum))
     if len(payload) >= padded and not payload.readonly:
         payload[size:padded] = bytes(padded - size)
     else:
@@ -76,13 +71,7 @@ def _read(files: SegmentFiles, located: Located, offset: int, into: memoryview, 
     try:
         return files.read(located.extent, offset, into, size, padded_bytes(size))
     except FileNotFoundError as error:
-        raise _corrupt(located, "missing_segment", str(error)) from error
+        raise codec.corrupt(located.record.block_hash, "missing_segment", str(error)) from error
     except OSError as error:
         what = f"`{files.directory}`: {located.extent}: {error.strerror}"
         raise StorageError(error.errno or errno.EIO, what) from error
-
-
-def _corrupt(located: Located, reason: str, what: str) -> CorruptBlockError:
-    block_hash = located.record.block_hash
-    message = f"block {block_hash.hex()[:12]}: {what}"
-    return CorruptBlockError(message, block_hash=block_hash, reason=reason)

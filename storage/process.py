@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import msgspec
 
@@ -27,6 +28,35 @@ EXIT_DAMAGED = 4
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 
 
+def start_process(
+    module: str, argument_of: Callable[[int], str], *fds: int, stdout: int = subprocess.DEVNULL
+) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Run a module of ours in a session of its own, joined to this process by a socket pair.
+
+    Args:
+        module: run with one argument.
+        argument_of: makes the argument from the module's end of the pair.
+        fds: further descriptors that it inherits.
+        stdout: where its output goes.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        # -P: a `random.py` in the current folder must not shadow the standard library.
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, argument_of(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            pass_fds=[theirs.fileno(), *fds],
+            start_new_session=True,
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return process, ours
+
+
 class WorkerProcess:
     """One store worker and the engine's end of its channel; used by one thread."""
 
@@ -38,35 +68,22 @@ class WorkerProcess:
         is_standalone: bool = False,
         set_aside_index: bool = False,
     ) -> None:
-        self.channel, theirs = socket.socketpair()
-        try:
-            arena_argument = (
-                (arena.fd, arena.num_pages, arena.page_bytes) if arena is not None else None
-            )
+        fds = () if arena is None else (arena.fd,)
+
+        def argument_of(channel_fd: int) -> str:
             launch = LaunchArgument(
                 options=options,
-                channel_fd=theirs.fileno(),
-                arena=arena_argument,
+                channel_fd=channel_fd,
+                arena=None if arena is None else (arena.fd, arena.num_pages, arena.page_bytes),
                 parent_pid=os.getpid(),
                 is_standalone=is_standalone,
                 set_aside_index=set_aside_index,
             )
-            argument = msgspec.json.encode(launch).decode()
-            # -P: a `random.py` in the current folder must not shadow the standard library.
-            # Own session: Ctrl-C in the terminal reaches the engine, which still has blocks to
-            # write; the worker ends when its channel does.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "tieredkv.storage.worker", argument],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), *(arena_argument[:1] if arena_argument else ())],
-                start_new_session=True,
-            )
-        except BaseException:
-            self.channel.close()
-            raise
-        finally:
-            theirs.close()
+            return msgspec.json.encode(launch).decode()
+
+        # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
+        # ends when its channel does.
+        self._process, self.channel = start_process("tieredkv.storage.worker", argument_of, *fds)
         self.channel.setblocking(False)
         self.pid = self._process.pid
 

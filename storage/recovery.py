@@ -6,15 +6,8 @@ All but the rebuilding of a lost index costs in proportion to what was under way
 import logging
 
 from tieredkv.clock import Clock
-from tieredkv.storage.allocator import SlotAllocator
-from tieredkv.storage.codec import (
-    FORMAT_VERSION,
-    HEADER_BYTES,
-    Extent,
-    Located,
-    decode_header,
-    slot_bytes_for,
-)
+from tieredkv.storage.allocator import SlotAllocator, run_to_end
+from tieredkv.storage.codec import FORMAT_VERSION, HEADER_BYTES, Extent, Located, decode_header
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
 
@@ -39,15 +32,12 @@ def settle_clock(index: Index, clock: Clock) -> int:
     if now >= mark - CLOCK_TOLERANCE_S:
         clock.advance_to(mark)
         return 0
-    logger.warning(
-        "the clock is %.0f s behind the store's latest time: its %d blocks count as expired",
-        mark - now,
-        num_blocks,
-    )
+    text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
+    logger.warning(text, mark - now, num_blocks)
     with index.writing() as txn:
         txn.clear(*_BLOCK_DBS)
         txn.set_meta("totals", None)
-        txn.reset_clock_mark(now)
+        txn.set_clock_mark(now, is_empty=True)
     return num_blocks
 
 
@@ -64,8 +54,9 @@ def settle_budget(index: Index, budget_bytes: int | None) -> int:
     return budget_bytes
 
 
-def recover(index: Index, files: SegmentFiles, slots: SlotAllocator, now: float) -> None:
+def recover(slots: SlotAllocator, now: float) -> None:
     """Open the segments and erase what a crash left pending; make a lost index again."""
+    index, files = slots.index, slots.files
     with index.reading() as txn:
         is_new = txn.meta("format") is None
     if is_new:
@@ -75,7 +66,7 @@ def recover(index: Index, files: SegmentFiles, slots: SlotAllocator, now: float)
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
     slots.reload()
-    slots.erase_dirty()
+    run_to_end(slots.erasing())
     slots.remove_empty_segments()
 
 
@@ -129,9 +120,7 @@ def _adopt_slots(index: Index, files: SegmentFiles, now: float) -> None:
             extent = Extent(segment, slot)
             files.read(extent, 0, header, HEADER_BYTES, HEADER_BYTES)
             located = decode_header(header)
-            if located is None or located.extent != extent:
-                continue
-            if slot_bytes_for(located.payload_bytes) != slot_bytes:
+            if located is None or (located.extent, located.slot_bytes) != (extent, slot_bytes):
                 continue
             record = located.record
             latest = max(latest, record.computed_at, record.last_used)

@@ -8,31 +8,21 @@ import logging
 import os
 import selectors
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import lmdb
+from msgspec.structs import replace
 
-from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import (
-    EngineMessage,
-    LaunchArgument,
-    LoadItem,
-    PageDone,
-    StoreItem,
-    TouchItem,
-)
+from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
 from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
-from tieredkv.storage.results import StoreStats
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -44,6 +34,7 @@ _MAX_GROUP_AGE_S = 0.005
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
+Answer = TypeVar("Answer")
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 
 
@@ -60,14 +51,12 @@ class StoreService:
     def __init__(
         self,
         store: BlockStore,
-        clock: Clock,
-        argument: LaunchArgument,
-        channel: FrameChannel[EngineMessage],
+        argument: messages.LaunchArgument,
+        channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
         notes: list[str],
     ) -> None:
         self._store = store
-        self._clock = clock
         self._argument = argument
         self._options = argument.options
         self._channel = channel
@@ -83,36 +72,27 @@ class StoreService:
         self._num_writing = 0
         self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._storing: dict[bytes, int] = {}  # hash -> how many stores of it are in hand
+        self._storing: Counter[bytes] = Counter()  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
-        self._done_loads: list[PageDone] = []
-        self._done_stores: list[PageDone] = []
+        self._done_loads: list[PageLoaded] = []
+        self._done_stores: list[PageStored] = []
         self._reported: set[str] = set()
 
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._poke_fd, selectors.EVENT_READ, self._heed_poke)
         self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
-        self._threads = PayloadThreads(
-            store,
-            num_readers=self._options.num_readers,
-            num_writers=self._options.num_writers,
-            wake=self._poke,
-        )
-        self._verbs = Verbs(
-            store,
-            clock,
-            ask_engine=None if argument.is_standalone else self._ask,
-            after_writes=self._writes.append,
-        )
+        self._threads = PayloadThreads(store, self._options, wake=self._poke)
+        ask_engine = None if argument.is_standalone else self._ask
+        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._writes.append)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
 
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
-        self._channel.send(messages.Ready(self._stats(), self._notes))
+        self._channel.send(messages.WorkerUp(self._store.stats(), self._notes))
         while not (self._is_closing and self._is_drained()):
             self._turn()
         self._server.close()
@@ -141,7 +121,7 @@ class StoreService:
             self._flush_touches()
         if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
-            self._sweep = self._store.sweeping(self._clock.now())
+            self._sweep = self._store.sweeping()
         if self._sweep is not None:
             self._attempt("sweep", self._continue_sweep)
         self._verbs.turn()
@@ -195,10 +175,12 @@ class StoreService:
         for message in received:
             self._obey(message)
 
-    def _obey(self, message: EngineMessage) -> None:
+    def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                self._send(messages.LookupReply(job, self._lookup(hashes)))
+                found = self._attempt("lookup", lambda: self._store.lookup(hashes))
+                misses: list[BlockRecord | None] = [None] * len(hashes)
+                self._send(messages.LookupDone(job, found or misses))
             case messages.LoadCall(job, items):
                 self._loads.extend((job, item) for item in items)
             case messages.StoreCall(job, items):
@@ -213,7 +195,7 @@ class StoreService:
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
             case messages.StatsCall():
-                self._send(messages.Completions([], [], self._stats()))
+                self._send(messages.Completions([], [], self._store.stats()))
             case messages.FlushCall(job):
                 self._writes.append(lambda: self._end_flush(job))
             case messages.EngineAnswer(job, body):
@@ -223,7 +205,7 @@ class StoreService:
                 self._refuse_loads("closing")
 
     def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
-        self._send(messages.EngineQuestion(job, verb, args))
+        self._send(messages.ControlRequest(job, verb, args))
 
     def _abandon(self) -> None:
         """Finish what is in hand for nobody: the engine is gone."""
@@ -240,12 +222,10 @@ class StoreService:
         has_writes = self._writes or self._reserved or self._num_writing or self._written
         return not (has_reads or has_writes)
 
-    def _stats(self) -> StoreStats:
-        return self._store.stats()
-
     def _send_done(self) -> None:
         if self._done_loads or self._done_stores:
-            self._send(messages.Completions(self._done_loads, self._done_stores, self._stats()))
+            stats = self._store.stats()
+            self._send(messages.Completions(self._done_loads, self._done_stores, stats))
             self._done_loads, self._done_stores = [], []
 
     # --- loads -------------------------------------------------------------------------------
@@ -256,18 +236,13 @@ class StoreService:
         return 4 * self._options.num_readers
 
     def _start_reads(self) -> None:
-        num_located = 0
-        while (
-            self._loads
-            and self._num_reading < self._max_reading
-            and num_located < _MAX_LOCATES_A_TURN
-        ):
-            num_located += 1
-            job, item = self._loads.popleft()
-            self._start_read(job, item)
+        for _ in range(_MAX_LOCATES_A_TURN):
+            if not self._loads or self._num_reading >= self._max_reading:
+                break
+            self._start_read(*self._loads.popleft())
 
     def _start_read(self, job: int, item: LoadItem) -> None:
-        located = self._locate(item.block_hash)
+        located = self._attempt("locate", lambda: self._store.locate(item.block_hash))
         if located is None:
             self._end_load(job, item, "missing")
             return
@@ -286,29 +261,19 @@ class StoreService:
         if task.error is None:
             self._end_load(task.job, task.item, "", task.located.record)
             return
-        try:
-            reason = self._store.read_failed(task.located, task.error)
-        except StorageError as error:
-            self._report("load", error)
-            reason = "io_error"
+        fault = task.error
+        reason = self._attempt("load", lambda: self._store.read_failed(task.located, fault))
         if reason == "evicted":  # or stored anew elsewhere since it was located: look again
             self._loads.append((task.job, task.item))
         else:
-            self._end_load(task.job, task.item, reason)
+            self._end_load(task.job, task.item, reason or "io_error")
 
     def _end_load(
         self, job: int, item: LoadItem, reason: str, record: BlockRecord | None = None
     ) -> None:
-        self._done_loads.append(
-            PageDone(
-                job=job,
-                block_hash=item.block_hash,
-                page_id=item.page_id,
-                ok=record is not None,
-                reason=reason,
-                record=record,
-            )
-        )
+        ok = record is not None
+        ending = PageLoaded(job, item.block_hash, item.page_id, ok, reason, record)
+        self._done_loads.append(ending)
 
     def _refuse_loads(self, reason: str) -> None:
         while self._loads:
@@ -320,10 +285,10 @@ class StoreService:
     def _accept_store(self, job: int, item: StoreItem) -> None:
         if item.record.retention not in self._options.disk_retentions:
             # NOTE: the last gate of the promise that such a block never touches a disk.
-            self._done_stores.append(_stored(job, item, "retention"))
+            ending = PageStored(job, item.record.block_hash, item.page_id, False, "retention")
+            self._done_stores.append(ending)
         else:
-            block_hash = item.record.block_hash
-            self._storing[block_hash] = self._storing.get(block_hash, 0) + 1
+            self._storing[item.record.block_hash] += 1
             self._writes.append((job, item))
 
     def _start_writes(self) -> None:
@@ -351,10 +316,11 @@ class StoreService:
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
         batch: list[tuple[int, StoreItem]] = []
-        while self._writes and len(batch) < _MAX_GROUP_BLOCKS:
-            head = self._writes[0]
-            if callable(head):
-                break
+        while (
+            self._writes
+            and len(batch) < _MAX_GROUP_BLOCKS
+            and not callable(head := self._writes[0])
+        ):
             batch.append(head)
             self._writes.popleft()
         try:
@@ -386,10 +352,9 @@ class StoreService:
             is_known = old is not None and old.computed_at >= item.record.computed_at
             (known if is_known else left).append((job, item))
         records = [item.record for _, item in known]
-        if records:
-            self._store.claim_or_touch(
-                [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
-            )
+        claims = [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
+        if claims:
+            self._store.claim_or_touch(claims)
         for job, item in known:
             self._end_store(job, item, "")
         return left
@@ -419,12 +384,9 @@ class StoreService:
         if not group:
             return
         rows = [(task.slot, task.item.record, task.checksum or b"") for task in group]
-        try:
-            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(rows)]
-        except StorageError as error:
-            self._report("commit", error)
-            reasons = ["io_error"] * len(group)
-        for task, reason in zip(group, reasons, strict=True):
+        stored = self._attempt("commit", lambda: self._store.commit(rows))
+        for i, task in enumerate(group):
+            reason = "io_error" if stored is None else "" if stored[i] else "expired"
             self._end_store(task.job, task.item, reason)
 
     def _end_store(self, job: int, item: StoreItem, reason: str) -> None:
@@ -432,7 +394,7 @@ class StoreService:
         self._storing[block_hash] -= 1
         if not self._storing[block_hash]:
             del self._storing[block_hash]
-        self._done_stores.append(_stored(job, item, reason))
+        self._done_stores.append(PageStored(job, block_hash, item.page_id, not reason, reason))
 
     def _end_flush(self, job: int) -> None:
         self._flush_all_touches()
@@ -443,17 +405,17 @@ class StoreService:
 
     def _collect(self) -> None:
         for task in self._threads.collect():
-            if isinstance(task, ReadTask):
-                self._end_read(task)
-            else:
-                self._end_write(task)
+            self._end_read(task) if isinstance(task, ReadTask) else self._end_write(task)
 
     def _gather(self, touches: list[TouchItem]) -> None:
+        """Keep touches for later; two uses of a block are the later use, the longer claim."""
         if not self._touches:
             self._touched_since = time.monotonic()
         for touch in touches:
-            known = self._touches.get(touch.block_hash)
-            self._touches[touch.block_hash] = touch if known is None else _merge(known, touch)
+            known = self._touches.get(touch.block_hash, touch)
+            longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
+            last_used = max(known.last_used, touch.last_used)
+            self._touches[touch.block_hash] = replace(longer, last_used=last_used)
 
     @property
     def _touches_are_due(self) -> bool:
@@ -462,14 +424,12 @@ class StoreService:
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
-        items = [self._touches.pop(key) for key in islice(list(self._touches), _TOUCHES_A_TURN)]
-        allowed = self._options.disk_retentions
-        rows = [
-            (item.block_hash, item.last_used, item.expires_at, item.retention)
-            if item.retention in allowed
-            else (item.block_hash, item.last_used, None, None)
-            for item in items
-        ]
+        items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
+        rows = []
+        for item in items:
+            is_claim = item.retention in self._options.disk_retentions
+            claim = (item.expires_at, item.retention) if is_claim else (None, None)
+            rows.append((item.block_hash, item.last_used, *claim))
         self._attempt("touch", lambda: self._store.claim_or_touch(rows))
 
     def _flush_all_touches(self) -> None:
@@ -483,29 +443,16 @@ class StoreService:
             self._sweep = sweep  # not at its end, and no fault ended it
             break
 
-    def _lookup(self, hashes: list[bytes]) -> list[BlockRecord | None]:
-        try:
-            return self._store.lookup(hashes, self._clock.now())
-        except StorageError as error:
-            self._report("lookup", error)
-            return [None] * len(hashes)
-
-    def _locate(self, block_hash: bytes) -> Located | None:
-        try:
-            return self._store.locate(block_hash, self._clock.now())
-        except StorageError as error:
-            self._report("locate", error)
-            return None
-
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
 
-    def _attempt(self, cause: str, action: Callable[[], object]) -> None:
-        """Do what nobody waits for; a fault of the disk is logged and tried again next time."""
+    def _attempt(self, cause: str, action: Callable[[], Answer]) -> Answer | None:
+        """Do what may fail without harm; a fault of the disk is logged, and None."""
         try:
-            action()
+            return action()
         except StorageError as error:
             self._report(cause, error)
+            return None
 
     def _page(self, page_id: int) -> memoryview:
         assert self._arena is not None, "the engine lends no pages without an arena"
@@ -527,24 +474,3 @@ class StoreService:
 def is_damage(error: BaseException) -> bool:
     """Whether an error comes from an index that contradicts itself."""
     return isinstance(error.__cause__, _DAMAGE)
-
-
-def _stored(job: int, item: StoreItem, reason: str) -> PageDone:
-    return PageDone(
-        job=job,
-        block_hash=item.record.block_hash,
-        page_id=item.page_id,
-        ok=not reason,
-        reason=reason,
-    )
-
-
-def _merge(first: TouchItem, second: TouchItem) -> TouchItem:
-    """Join two uses of one block: the later use, the longer claim."""
-    longer = max(first, second, key=lambda touch: touch.expires_at or 0.0)
-    return TouchItem(
-        block_hash=first.block_hash,
-        last_used=max(first.last_used, second.last_used),
-        expires_at=longer.expires_at,
-        retention=longer.retention,
-    )

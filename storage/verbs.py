@@ -8,32 +8,31 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.control_server import ControlClient
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import ControlCall
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.results import EvictFilter, VerifyResult
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
 _REPORT_INTERVAL_S = 0.1
 
 AskEngine = Callable[[int, str, dict[str, Any]], None]
+Finish = Callable[[ControlClient, dict[str, Any] | None], None]
+Steps = Generator[None, None, None]
 
 
-@dataclass(slots=True)
-class _Question:
+class _Question(NamedTuple):
     """An answer of the engine that a client waits for."""
 
     client: ControlClient
     deadline: float
-    finish: Callable[[ControlClient, dict[str, Any] | None], None]
+    finish: Finish
 
 
 class Verbs:
@@ -48,18 +47,16 @@ class Verbs:
     def __init__(
         self,
         store: BlockStore,
-        clock: Clock,
         *,
         ask_engine: AskEngine | None,
         after_writes: Callable[[Callable[[], None]], None],
     ) -> None:
         self._store = store
-        self._clock = clock
         self._ask_engine = ask_engine
         self._after_writes = after_writes
         self._ids = itertools.count(1)
         self._questions: dict[int, _Question] = {}
-        self._slices: list[tuple[ControlClient, Generator[None, None, None]]] = []
+        self._slices: list[tuple[ControlClient, Steps]] = []
 
     @property
     def has_work(self) -> bool:
@@ -114,22 +111,19 @@ class Verbs:
                 self._slices.remove(running)
                 client.fail(error)
 
-    def _verify(self, client: ControlClient, repair: bool) -> Generator[None, None, None]:
-        verification = self._store.verification(repair=repair)
+    def _verify(self, client: ControlClient, repair: bool) -> Steps:
+        total, result = self._store.stats().blocks, VerifyResult()
         next_report = 0.0
-        while not client.is_gone and verification.step(1):
+        for result in self._store.verifying(repair=repair):
+            if client.is_gone:
+                break
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
-                client.progress(verification.result.checked, verification.total)
+                client.progress(result.checked, total)
             yield
-        client.answer(msgspec.to_builtins(verification.result))
+        client.answer(msgspec.to_builtins(result))
 
-    def _ask(
-        self,
-        client: ControlClient,
-        call: ControlCall,
-        finish: Callable[[ControlClient, dict[str, Any] | None], None],
-    ) -> None:
+    def _ask(self, client: ControlClient, call: ControlCall, finish: Finish) -> None:
         if self._ask_engine is None:
             finish(client, {})
             return
@@ -142,35 +136,21 @@ class Verbs:
         question.client.attempt(lambda: question.finish(question.client, engine))
 
     def _finish_df(self, client: ControlClient, engine: dict[str, Any] | None) -> None:
-        stats = self._store.stats()
-        client.answer(
-            {
-                "device": None,
-                "host": None,
-                **_said(engine),
-                "disk": msgspec.to_builtins(stats),
-                "writer_pid": None if self._ask_engine is None else os.getpid(),
-            }
-        )
+        disk = msgspec.to_builtins(self._store.stats())
+        writer_pid = None if self._ask_engine is None else os.getpid()
+        tiers = {"device": None, "host": None, **_said(engine), "disk": disk}
+        client.answer({**tiers, "writer_pid": writer_pid})
 
     def _evict(
         self, client: ControlClient, wanted: EvictFilter, engine: dict[str, Any] | None
     ) -> None:
-        def work() -> Generator[None, None, None]:
+        def work() -> Steps:
             result = yield from self._store.evicting(wanted)
+            disk = result._asdict()
+            unknown_ids = list(disk.pop("unknown_ids"))
             said = _said(engine)
-            client.answer(
-                {
-                    **said,
-                    "evicted_blocks": result.evicted_blocks + said.get("evicted_blocks", 0),
-                    "freed_bytes": result.freed_bytes + said.get("freed_bytes", 0),
-                    "unknown_ids": list(result.unknown_ids),
-                    "disk": {
-                        "evicted_blocks": result.evicted_blocks,
-                        "freed_bytes": result.freed_bytes,
-                    },
-                }
-            )
+            sums = {name: count + said.get(name, 0) for name, count in disk.items()}
+            client.answer({**said, **sums, "unknown_ids": unknown_ids, "disk": disk})
 
         self._after_writes(lambda: self._slices.append((client, work())))
 

@@ -1,85 +1,63 @@
 """Proof reading of a store: every payload against its record, and the index against itself."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
-from tieredkv.storage.index import Index, IndexTxn, Totals
+from tieredkv.storage.index import IndexTxn, Totals
 from tieredkv.storage.payloads import check_header, read_block
 from tieredkv.storage.results import VerifyResult
 
+Repair = Callable[[bytes, Located | None], None]
+"""Drops a block that is bad; without a hash, makes the secondary keys again."""
 
-class Verification:
-    """One run of `verify`; each `step` looks at a few blocks, so that its thread can do more."""
 
-    def __init__(
-        self,
-        index: Index,
-        files: SegmentFiles,
-        clock: Clock,
-        *,
-        repair: Callable[[bytes, Located | None], None] | None,
-        find_problems: Callable[[], list[str]],
-    ) -> None:
-        self.result = VerifyResult()
-        self._index = index
-        self._files = files
-        self._clock = clock
-        self._repair = repair
-        self._find_problems = find_problems
-        self._after = b""
-        self._is_done = False
-        self._buffer = aligned_buffer(padded_bytes(1))
+def verifying(
+    slots: SlotAllocator, clock: Clock, repair: Repair | None
+) -> Generator[VerifyResult, None, None]:
+    """Check block after block, then the index; yields what was found so far after each."""
+    result, after = VerifyResult(), b""
+    index = slots.index
+
+    def found(reason: str, block_hash: bytes, located: Located | None) -> None:
+        can_repair = repair is not None and reason != "io_error"
+        if repair is not None and can_repair:
+            repair(block_hash, located)
+        result.add(reason, is_repaired=can_repair)
+
+    while True:
         with index.reading() as txn:
-            self.total = txn.totals().num_blocks
-
-    def step(self, num_blocks: int = 16) -> bool:
-        """Check the next blocks; False when all is done."""
-        if self._is_done:
-            return False
-        with self._index.reading() as txn:
-            batch = []
-            for entry in txn.blocks(self._after):
-                batch.append(entry)
-                if len(batch) == num_blocks:
-                    break
-        for block_hash, located in batch:
-            self._after = block_hash
-            if located is not None and self._clock.now() >= located.record.expires_at:
-                continue
-            self.result.checked += 1
-            reason = "record" if located is None else self._fault_of(located)
+            entry = next(txn.blocks(after), None)
+        if entry is None:
+            break
+        after, located = entry
+        if located is None or clock.now() < located.record.expires_at:
+            result.checked += 1
+            reason = "record" if located is None else _fault_of(slots.files, located)
             if reason is not None:
-                self._found(reason, block_hash, located)
-        if not batch:
-            self._is_done = True
-            if self._find_problems():
-                self._found("index", b"", None)
-        return not self._is_done
+                found(reason, after, located)
+        yield result
+    with index.reading() as txn:
+        problems = find_problems(txn, slots)
+    if problems:
+        found("index", b"", None)
+    yield result
 
-    def _found(self, reason: str, block_hash: bytes, located: Located | None) -> None:
-        can_repair = self._repair is not None and reason != "io_error"
-        if self._repair is not None and can_repair:
-            self._repair(block_hash, located)
-        self.result.add(reason, is_repaired=can_repair)
 
-    def _fault_of(self, located: Located) -> str | None:
-        """Read header and payload of a slot; the reason why they are bad, or None."""
-        size = padded_bytes(located.payload_bytes)
-        if len(self._buffer) < size:
-            self._buffer = aligned_buffer(size)
-        try:
-            check_header(self._files, located)
-            read_block(self._files, located, self._buffer[:size])
-        except CorruptBlockError as error:
-            return error.reason
-        except StorageError:
-            return "io_error"
-        return None
+def _fault_of(files: SegmentFiles, located: Located) -> str | None:
+    """Read header and payload of a slot; the reason why they are bad, or None."""
+    try:
+        check_header(files, located)
+        read_block(files, located, aligned_buffer(padded_bytes(located.payload_bytes)))
+    except CorruptBlockError as error:
+        return error.reason
+    except StorageError:
+        return "io_error"
+    return None
 
 
 def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:

@@ -76,7 +76,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         socket_path=SOCKET_NAME,
     )
     try:
-        return StoreService(store, clock, argument, channel, arena, notes)
+        return StoreService(store, argument, channel, arena, notes)
     except BaseException:
         store.close()
         raise

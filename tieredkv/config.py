@@ -10,8 +10,9 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
@@ -28,11 +29,35 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 Restore = Literal["auto", "load", "compute"]
 DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
+_POSITIVE = (
+    *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
+    *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
+)
 
 
-def _setting(section: str, default: Any, help: str, *, unit: str = "") -> Any:
+class Unit(NamedTuple):
+    """How a setting is read, shown and named in help."""
+
+    parse: Callable[[Any], object]
+    show: Callable[[Any], str]
+    metavar: str
+
+
+UNITS = {
+    "": Unit(str, str, ""),
+    "bytes": Unit(parse_bytes, format_bytes, "SIZE"),
+    "seconds": Unit(parse_duration, format_duration, "DURATION"),
+}
+
+
+def _setting(section: str, default: Any, help: str, unit: str = "") -> Any:
     """Declare a field: its TOML section, its default, what it is for, and how it is written."""
     return field(default=default, metadata={"section": section, "help": help, "unit": unit})
+
+
+_model, _cache, _scheduler, _server = (
+    partial(_setting, section) for section in ("model", "cache", "scheduler", "server")
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,106 +68,78 @@ class Settings:
         ConfigError: a value is out of range; it names the field, the value and what is allowed.
     """
 
-    model: str = _setting(
-        "model", "", "folder with a checkpoint, hub id, `tiny-random` or `random:SHAPE`"
+    model: str = _model("", "folder with a checkpoint, hub id, `tiny-random` or `random:SHAPE`")
+    dtype: str = _model("auto", "auto, float32, bfloat16 or float16")
+    device: str = _model("auto", "auto, cuda or cpu")
+    max_model_len: int | None = _model(
+        None, "longest prompt and answer together, in tokens; the model's own if not set"
     )
-    dtype: str = _setting("model", "auto", "auto, float32, bfloat16 or float16")
-    device: str = _setting("model", "auto", "auto, cuda or cpu")
-    max_model_len: int | None = _setting(
-        "model", None, "longest prompt and answer together, in tokens; the model's own if not set"
+    fingerprint: Literal["full", "sample"] = _model(
+        "full", "hash all bytes of the weights, or a sample of them"
     )
-    fingerprint: Literal["full", "sample"] = _setting(
-        "model", "full", "hash all bytes of the weights, or a sample of them"
-    )
-    served_model_name: str | None = _setting("model", None, "name in the API; the model if not set")
-    seed: int = _setting("model", 0, "seed of requests that name none")
+    served_model_name: str | None = _model(None, "name in the API; the model if not set")
+    seed: int = _model(0, "seed of requests that name none")
 
-    block_size: int = _setting("cache", 16, "tokens a block, a power of two from 16 to 256")
-    device_size: int | None = _setting(
-        "cache",
+    block_size: int = _cache(16, "tokens a block, a power of two from 16 to 256")
+    device_size: int | None = _cache(
         None,
         "KV cache in VRAM; if not set, from gpu_memory_utilization, or 256 MiB without a GPU",
-        unit="bytes",
+        "bytes",
     )
-    gpu_memory_utilization: float = _setting(
-        "cache", 0.9, "share of VRAM that weights, activations and KV cache may take together"
+    gpu_memory_utilization: float = _cache(
+        0.9, "share of VRAM that weights, activations and KV cache may take together"
     )
-    host_size: int = _setting("cache", 1 << 30, "pinned host memory for blocks", unit="bytes")
-    disk_dir: str | None = _setting("cache", None, "folder of the disk tier; none if not set")
-    disk_size: int = _setting(
-        "cache", 20 << 30, "what the disk tier's files may occupy", unit="bytes"
+    host_size: int = _cache(1 << 30, "pinned host memory for blocks", "bytes")
+    disk_dir: str | None = _cache(None, "folder of the disk tier; none if not set")
+    disk_size: int = _cache(20 << 30, "what the disk tier's files may occupy", "bytes")
+    disk_write: DiskWrite = _cache(
+        "on_evict", "write to disk on eviction from host memory, or soon after computing"
     )
-    disk_write: DiskWrite = _setting(
-        "cache", "on_evict", "write to disk on eviction from host memory, or soon after computing"
+    disk_sync: DiskSync = _cache(
+        "commit", "flush payload and index at each group commit, or leave it to the system"
     )
-    disk_sync: DiskSync = _setting(
-        "cache", "commit", "flush payload and index at each group commit, or leave it to the system"
+    hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
+    isolate_by: IsolateBy = _cache(
+        "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
     )
-    hash_algo: HashAlgo = _setting(
-        "cache", "sha256", "sha256, or xxh3_128 for a single trusted tenant"
+    default_retention: str = _cache("in_memory", "retention of requests that name none")
+    restore: Restore = _cache(
+        "auto", "load cached blocks or compute them; auto loads, until it can tell which is faster"
     )
-    isolate_by: IsolateBy = _setting(
-        "cache", "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
-    )
-    default_retention: str = _setting("cache", "in_memory", "retention of requests that name none")
-    restore: Restore = _setting(
-        "cache",
-        "auto",
-        "load cached blocks or compute them; auto loads, until it can tell which is faster",
-    )
-    load_timeout: float = _setting(
-        "cache", 30.0, "a block that takes longer to load is computed", unit="seconds"
-    )
-    drain_timeout: float = _setting(
-        "cache", 30.0, "time to write what 24h promised when stopping", unit="seconds"
-    )
-    sweep_interval: float = _setting(
-        "cache", 10.0, "expired bytes are erased from disk within this time", unit="seconds"
+    load_timeout: float = _cache(30.0, "a block that takes longer to load is computed", "seconds")
+    drain_timeout: float = _cache(30.0, "time to write what 24h promised when stopping", "seconds")
+    sweep_interval: float = _cache(
+        10.0, "expired bytes are erased from disk within this time", "seconds"
     )
 
-    max_num_seqs: int = _setting("scheduler", 256, "requests that run at once")
-    max_num_batched_tokens: int | None = _setting(
-        "scheduler", None, "prompt tokens a step; 8192 on a GPU, 2048 elsewhere if not set"
+    max_num_seqs: int = _scheduler(256, "requests that run at once")
+    max_num_batched_tokens: int | None = _scheduler(
+        None, "prompt tokens a step; 8192 on a GPU, 2048 elsewhere if not set"
     )
-    max_num_queued_reqs: int = _setting("scheduler", 1024, "requests that may wait; 429 beyond")
+    max_num_queued_reqs: int = _scheduler(1024, "requests that may wait; 429 beyond")
 
-    host: str = _setting("server", "127.0.0.1", "address to listen on")
-    port: int = _setting("server", 8000, "port to listen on")
-    api_keys: tuple[str, ...] = _setting("server", (), "keys that clients must present, if any")
+    host: str = _server("127.0.0.1", "address to listen on")
+    port: int = _server(8000, "port to listen on")
+    api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
 
-    policies: tuple[RetentionPolicy, ...] = field(
-        default=DEFAULT_POLICIES, metadata={"section": "", "help": "retention policies", "unit": ""}
-    )
-    clock_offset_file: str | None = field(
-        default=None, metadata={"section": "", "help": "for outside checks only", "unit": ""}
-    )
+    policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
+    clock_offset_file: str | None = _setting("", None, "for outside checks only")
 
     def __post_init__(self) -> None:
         for setting in fields(self):
-            _check_choice(setting.name, setting.type, getattr(self, setting.name))
-        size = self.block_size
-        if not 16 <= size <= 256 or size & (size - 1):
-            raise ConfigError(f"`block_size` = {size} must be a power of two from 16 to 256")
-        for name in (
-            "host_size",
-            "disk_size",
-            "max_num_seqs",
-            "max_num_queued_reqs",
-            "load_timeout",
-            "sweep_interval",
-        ):
-            _check_range(name, getattr(self, name), least=0, is_least_allowed=False)
-        for name in ("max_model_len", "device_size", "max_num_batched_tokens"):
-            if getattr(self, name) is not None:
-                _check_range(name, getattr(self, name), least=0, is_least_allowed=False)
-        _check_range("drain_timeout", self.drain_timeout, least=0, is_least_allowed=True)
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ConfigError(
-                f"`gpu_memory_utilization` = {self.gpu_memory_utilization} must be above 0 and at "
-                "most 1"
-            )
-        if not 0 <= self.port <= 65535:
-            raise ConfigError(f"`port` = {self.port} must be from 0 to 65535")
+            if get_origin(setting.type) is Literal:
+                _check_one_of(setting.name, getattr(self, setting.name), get_args(setting.type))
+        size, share = self.block_size, self.gpu_memory_utilization
+        is_size = 16 <= size <= 256 and not size & (size - 1)
+        _check("block_size", size, is_size, "a power of two from 16 to 256")
+        for name in _POSITIVE:
+            if (value := getattr(self, name)) is not None:
+                _check(name, value, 0 < value < math.inf, "above 0")
+        _check(
+            "drain_timeout", self.drain_timeout, 0 <= self.drain_timeout < math.inf, "at least 0"
+        )
+        _check("gpu_memory_utilization", share, 0 < share <= 1, "above 0 and at most 1")
+        _check("port", self.port, 0 <= self.port <= 65535, "from 0 to 65535")
         _check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
         _check_one_of("device", self.device, ("auto", "cuda", "cpu"))
         if not all(self.api_keys):
@@ -195,16 +192,11 @@ class LoadedSettings(NamedTuple):
         rows = []
         for setting in _plain_fields().values():
             value = getattr(self.settings, setting.name)
-            text = "" if value is None else str(value)
+            text = "" if value is None else UNITS[setting.metadata["unit"]].show(value)
             if setting.name == "api_keys":
                 text = f"{len(value)} configured"
-            elif value is not None and setting.metadata["unit"] == "bytes":
-                text = format_bytes(value)
-            elif value is not None and setting.metadata["unit"] == "seconds":
-                text = format_duration(value)
-            rows.append(
-                (setting.metadata["section"], setting.name, text, self.sources[setting.name])
-            )
+            section = setting.metadata["section"]
+            rows.append((section, setting.name, text, self.sources[setting.name]))
         for policy in self.settings.policies:
             text = (
                 f"idle {format_duration(policy.idle_s)}, "
@@ -306,12 +298,10 @@ def _read_policy(path: Path, name: str, row: object) -> RetentionPolicy:
     keys = ("idle", "absolute", "tiers")
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table with {', '.join(keys)}")
-    values: dict[str, Any] = {
-        key: value
-        for known in DEFAULT_POLICIES
-        if known.name == name
-        for key, value in zip(keys, (known.idle_s, known.absolute_s, known.tiers), strict=True)
-    }
+    values: dict[str, Any] = {}
+    for known in DEFAULT_POLICIES:
+        if known.name == name:
+            values = {"idle": known.idle_s, "absolute": known.absolute_s, "tiers": known.tiers}
     for key, value in row.items():
         if key not in keys:
             raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, keys)}")
@@ -322,9 +312,8 @@ def _read_policy(path: Path, name: str, row: object) -> RetentionPolicy:
     for key in keys:
         if key not in values:
             raise ConfigError(f"{where} lacks `{key}`")
-    return RetentionPolicy(
-        name=name, idle_s=values["idle"], absolute_s=values["absolute"], tiers=values["tiers"]
-    )
+    idle_s, absolute_s, tiers = (values[key] for key in keys)
+    return RetentionPolicy(name=name, idle_s=idle_s, absolute_s=absolute_s, tiers=tiers)
 
 
 def _parse_policies(value: object) -> tuple[RetentionPolicy, ...]:
@@ -347,10 +336,8 @@ def _parse(setting: Any, value: object, *, where: str = "") -> object:
     unit = setting.metadata["unit"]
     kind = setting.type
     try:
-        if unit == "bytes":
-            return parse_bytes(value)  # type: ignore[arg-type]
-        if unit == "seconds":
-            return parse_duration(value)  # type: ignore[arg-type]
+        if unit:
+            return UNITS[unit].parse(value)
         if kind in (int, int | None):
             return _parse_int(value)
         if kind is float:
@@ -402,17 +389,11 @@ def _nearest(name: str, known: Any) -> str:
     return f"; did you mean `{matches[0]}`?" if matches else f"; known are {', '.join(known)}"
 
 
-def _check_choice(name: str, kind: object, value: object) -> None:
-    if get_origin(kind) is Literal:
-        _check_one_of(name, value, get_args(kind))
+def _check(name: str, value: object, is_allowed: bool, what: str) -> None:
+    if not is_allowed:
+        raise ConfigError(f"`{name}` = {value} must be {what}")
 
 
 def _check_one_of(name: str, value: object, allowed: Any) -> None:
     if value not in allowed:
         raise ConfigError(f"`{name}` = `{value}` must be one of {', '.join(allowed)}")
-
-
-def _check_range(name: str, value: float, *, least: float, is_least_allowed: bool) -> None:
-    if not (least < value < math.inf or (value == least and is_least_allowed)):
-        bound = "at least" if is_least_allowed else "above"
-        raise ConfigError(f"`{name}` = {value} must be {bound} {least}")

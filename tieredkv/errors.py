@@ -90,3 +90,11 @@ class CorruptBlockError(StorageError):
         super().__init__(message)
         self.block_hash = block_hash
         self.reason = reason
+
+
+def named(kind: str, message: str) -> TieredKVError:
+    """Return the error that another process raised, so that it reads as if raised here."""
+    error = None if kind == "CorruptBlockError" else globals().get(kind)
+    if isinstance(error, type) and issubclass(error, TieredKVError):
+        return error(message)
+    return TieredKVError(message)

@@ -95,11 +95,8 @@ class RetentionPolicies:
             *rest, last = (f"'{known}'" for known in self._policies)
             joint = " and " if len(rest) == 1 else ", and "
             supported = joint.join([", ".join(rest), last]) if rest else last
-            raise RequestError(
-                f"Invalid value: '{name}'. Supported values are: {supported}.",
-                param="prompt_cache_retention",
-                code="invalid_value",
-            )
+            text = f"Invalid value: '{name}'. Supported values are: {supported}."
+            raise RequestError(text, param="prompt_cache_retention", code="invalid_value")
         return policy
 
     def deadline(self, claims: Collection[str], computed_at: float, last_used: float) -> float:
@@ -110,14 +107,8 @@ class RetentionPolicies:
         self, claims: Collection[str], computed_at: float, last_used: float
     ) -> float | None:
         """Return until when the disk may keep a block; None if no claim lets it go there."""
-        return max(
-            (
-                self._policies[name].deadline(computed_at, last_used)
-                for name in claims
-                if self._policies[name].may_use_disk
-            ),
-            default=None,
-        )
+        may = [name for name in claims if self._policies[name].may_use_disk]
+        return self.deadline(may, computed_at, last_used) if may else None
 
     def longest(self, claims: Collection[str]) -> str:
         """Return the name of the claim that keeps a block longest, one that has a disk first."""

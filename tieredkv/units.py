@@ -6,22 +6,10 @@ from fractions import Fraction
 
 from tieredkv.errors import ConfigError
 
-_BYTES = {
-    "": 1,
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "k": 2**10,
-    "m": 2**20,
-    "g": 2**30,
-    "t": 2**40,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_BYTES = {"": 1, "b": 1}
+for _power, _letter in enumerate("kmgt", start=1):
+    _BYTES |= {f"{_letter}b": 1000**_power}
+    _BYTES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power}
 _SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 

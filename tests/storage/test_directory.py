@@ -1,5 +1,6 @@
 """What the store refuses to open, what it says, and who may read what it writes."""
 
+import fcntl
 import json
 import os
 import stat
@@ -12,7 +13,7 @@ import pytest
 
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
-from tieredkv.storage.directory import Writer, is_store, live_writer
+from tieredkv.storage.directory import MARKER
 
 RECORD = make_record()
 
@@ -211,6 +212,19 @@ def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
 # --- one writer -------------------------------------------------------------------------------
 
 
+def live_writer(path: Path) -> tuple[int, str | None] | None:
+    """Who holds the lock, as the lock's own text names it: (pid, socket); None if nobody does."""
+    if not (path / "lock").exists():
+        return None
+    with (path / "lock").open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = json.load(lock)
+            return text["pid"], text["socket"]
+    return None
+
+
 def test_a_second_writer_is_told_the_pid_of_the_first(stored: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.storage.blocks import open_store\n"
@@ -221,10 +235,10 @@ def test_a_second_writer_is_told_the_pid_of_the_first(stored: Path) -> None:
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as first:
         assert first.stdout is not None and first.stdout.readline() == b"open\n"
-        assert live_writer(str(stored)) == Writer(first.pid, "/run/one.sock")
+        assert live_writer(stored) == (first.pid, "/run/one.sock")
         assert f"process {first.pid}" in refusal(stored, StoreBusyError)
         first.kill()
-    assert live_writer(str(stored)) is None
+    assert live_writer(stored) is None
     with open_store(stored) as store:
         assert load(store, RECORD) == payload_of(RECORD)
 
@@ -234,10 +248,10 @@ def test_a_refused_store_is_not_left_locked(stored: Path) -> None:
     for _ in range(2):
         with pytest.raises(StorageError, match=r"notes\.txt"):
             open_store(stored)
-    assert live_writer(str(stored)) is None
+    assert live_writer(stored) is None
     (stored / "segments" / "notes.txt").unlink()
     with open_store(stored) as store:
-        assert live_writer(str(stored)) == Writer(os.getpid(), None)
+        assert live_writer(stored) == (os.getpid(), None)
         assert load(store, RECORD) == payload_of(RECORD)
 
 
@@ -245,9 +259,9 @@ def test_looking_for_a_writer_changes_nothing_and_finds_none_where_no_store_is(
     stored: Path, tmp_path: Path
 ) -> None:
     before = tree(tmp_path)
-    assert is_store(str(stored)) and not is_store(str(tmp_path))
-    assert live_writer(str(stored)) is None
-    assert live_writer(str(tmp_path / "nothing")) is None
+    assert (stored / MARKER).exists()
+    assert live_writer(stored) is None
+    assert live_writer(tmp_path / "nothing") is None
     assert tree(tmp_path) == before
 
 

@@ -32,12 +32,8 @@ def demo(as_json: bool) -> int:
         "from disk in a new process.",
         err=True,
     )
-    spec = ttft.TTFTSpec(
-        prefix_tokens=[length],
-        arms=ARMS.split(","),
-        repeats=REPEATS,
-        settings={"model": model, "restore": "load"},
-    )
+    settings, arms = {"model": model, "restore": "load"}, ARMS.split(",")
+    spec = ttft.TTFTSpec(prefix_tokens=[length], arms=arms, repeats=REPEATS, settings=settings)
     command = f"tieredkv bench ttft --model {model} --prefix-tokens {length} --repeats {REPEATS}"
     report = ttft.run(spec, command=command)
     status = show_ttft(report, as_json=True)

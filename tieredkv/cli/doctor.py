@@ -75,21 +75,17 @@ def _software() -> Iterator[Check]:
 
 
 def _memory(host_size: int) -> Iterator[Check]:
+    needed = f"`host_size` is {format_bytes(host_size)}"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_unlimited = soft == resource.RLIM_INFINITY
-    yield Check(
-        "memory that may be locked",
-        "ok" if is_unlimited or soft >= host_size else "warn",
-        "unlimited"
-        if is_unlimited
-        else f"{format_bytes(soft)}; `host_size` is {format_bytes(host_size)} (see `ulimit -l`)",
-    )
+    if soft == resource.RLIM_INFINITY:
+        yield Check("memory that may be locked", "ok", "unlimited")
+    else:
+        status = "ok" if soft >= host_size else "warn"
+        detail = f"{format_bytes(soft)}; {needed} (see `ulimit -l`)"
+        yield Check("memory that may be locked", status, detail)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Check(
-        "host memory",
-        "ok" if host_size < total else "fail",
-        f"{format_bytes(total)}; `host_size` is {format_bytes(host_size)}",
-    )
+    status = "ok" if host_size < total else "fail"
+    yield Check("host memory", status, f"{format_bytes(total)}; {needed}")
 
 
 def _disk(folder: Path) -> Iterator[Check]:

@@ -9,7 +9,7 @@ import click
 
 import tieredkv
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import json_option, print_json, set_up_logging
+from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings_options import settings_of, settings_options
 from tieredkv.config import Settings
 
@@ -49,7 +49,7 @@ def generate(
     """
     if not prompts:
         if sys.stdin.isatty():
-            raise click.UsageError("Give a PROMPT, or pipe one in.", click.get_current_context())
+            raise usage_error("Give a PROMPT, or pipe one in.")
         prompts = (sys.stdin.read(),)
     set_up_logging("WARNING")
     sampling = {name: settings.pop(name) for name in SAMPLING_FLAGS}
@@ -60,28 +60,23 @@ def generate(
     with tieredkv.LLM(model, config=config_path, progress=terminal_progress(), **given) as llm:
         outputs = llm.generate(list(prompts), params, cache_salt=cache_salt)
     if as_json:
-        print_json(
+        documents = [
             {
-                "model": model,
-                "outputs": [
-                    {
-                        "text": output.text,
-                        "token_ids": output.token_ids,
-                        "finish_reason": output.finish_reason,
-                        "ttft_ms": output.ttft_s * 1000,
-                        "usage": dataclasses.asdict(output.usage),
-                    }
-                    for output in outputs
-                ],
+                "text": output.text,
+                "token_ids": output.token_ids,
+                "finish_reason": output.finish_reason,
+                "ttft_ms": output.ttft_s * 1000,
+                "usage": dataclasses.asdict(output.usage),
             }
-        )
+            for output in outputs
+        ]
+        print_json({"model": model, "outputs": documents})
         return
     for output in outputs:
         click.echo(output.text)
         usage = output.usage
-        by_tier = ", ".join(
-            f"{count} {tier}" for tier, count in usage.cached_tokens_by_tier.items() if count
-        )
+        counts = usage.cached_tokens_by_tier.items()
+        by_tier = ", ".join(f"{count} {tier}" for tier, count in counts if count)
         click.echo(
             f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached"
             f"{f' ({by_tier})' if by_tier else ''}, {usage.completion_tokens} made, "

@@ -11,14 +11,9 @@ from collections.abc import Sequence
 import click
 
 import tieredkv
+from tieredkv import errors
 from tieredkv.cli import bench, config, demo, doctor, generate, serve, store
-from tieredkv.errors import (
-    ConfigError,
-    ModelError,
-    RequestError,
-    StoreUnreachableError,
-    TieredKVError,
-)
+from tieredkv.errors import StoreUnreachableError, TieredKVError
 
 EXIT_PROBLEM = 1
 EXIT_USAGE = 2
@@ -65,18 +60,8 @@ def cli(context: click.Context) -> None:
         click.echo(OVERVIEW, nl=False)
 
 
-for command in (
-    serve.serve,
-    generate.generate,
-    bench.bench,
-    demo.demo,
-    store.df,
-    store.ls,
-    store.evict,
-    store.verify,
-    doctor.doctor,
-    config.config,
-):
+verbs = [serve.serve, generate.generate, bench.bench, demo.demo, doctor.doctor, config.config]
+for command in (*verbs, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
 
 
@@ -90,12 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         click.echo(err=True)
         return EXIT_INTERRUPTED
-    except click.UsageError as error:
-        path = error.ctx.command_path if error.ctx else "tieredkv"
-        _complain(f"{error.format_message()}\nhint: see `{path} --help`")
-        return EXIT_USAGE
     except click.ClickException as error:
-        _complain(error.format_message())
+        hint = ""
+        if isinstance(error, click.UsageError):
+            hint = f"\nhint: see `{error.ctx.command_path if error.ctx else 'tieredkv'} --help`"
+        _complain(f"{error.format_message()}{hint}")
         return EXIT_USAGE
     except TieredKVError as error:
         _complain(str(error))
@@ -107,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(error: TieredKVError) -> int:
-    if isinstance(error, ConfigError | RequestError | ModelError):
+    if isinstance(error, errors.ConfigError | errors.RequestError | errors.ModelError):
         return EXIT_USAGE
     return EXIT_UNREACHABLE if isinstance(error, StoreUnreachableError) else EXIT_PROBLEM
 

@@ -22,6 +22,11 @@ json_option = click.option(
 )
 
 
+def usage_error(message: str) -> click.UsageError:
+    """Return the error for a command line that the current verb cannot follow."""
+    return click.UsageError(message, click.get_current_context())
+
+
 def print_json(document: object) -> None:
     """Write a document on one line of stdout."""
     click.echo(json.dumps(document, ensure_ascii=False))
@@ -42,9 +47,8 @@ def print_table(rows: Sequence[Mapping[str, str]], *, numbers: int = 0) -> None:
 def set_up_logging(level: str) -> None:
     """Log to stderr: for people on a terminal, plain lines with times elsewhere."""
     if sys.stderr.isatty():
-        handler: logging.Handler = RichHandler(
-            console=Console(stderr=True), show_path=False, omit_repeated_times=False
-        )
+        terminal = Console(stderr=True)
+        handler = RichHandler(console=terminal, show_path=False, omit_repeated_times=False)
         logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
     else:
         logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

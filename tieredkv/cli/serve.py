@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import json_option, print_json, set_up_logging
+from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings_options import settings_of, settings_options
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
@@ -55,7 +55,7 @@ def serve(
     """
     loaded = settings_of(settings, config_path=config_path, model=model)
     if not loaded.settings.model:
-        raise click.UsageError("Missing argument 'MODEL'.", click.get_current_context())
+        raise usage_error("Missing argument 'MODEL'.")
     set_up_logging(log_level)
     if loaded.settings.clock_offset_file:
         click.echo(

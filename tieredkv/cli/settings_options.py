@@ -10,8 +10,7 @@ from typing import Any, get_args, get_origin
 import click
 
 from tieredkv.cli.output import Command
-from tieredkv.config import LoadedSettings, Settings, load_settings
-from tieredkv.units import format_bytes, format_duration
+from tieredkv.config import UNITS, LoadedSettings, Settings, load_settings
 
 _SPELLINGS = {
     "api_keys": ("--api-key",),
@@ -68,9 +67,8 @@ def settings_of(
     arguments: dict[str, Any], *, config_path: str | None, **more: object
 ) -> LoadedSettings:
     """Load settings from flags, environment and file; a flag that is None was not given."""
-    given = {
-        name: value for name, value in {**arguments, **more}.items() if value not in (None, ())
-    }
+    every = {**arguments, **more}
+    given = {name: value for name, value in every.items() if value not in (None, ())}
     return load_settings(arguments=given, config_path=config_path)
 
 
@@ -78,37 +76,28 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     default = setting.default
     is_choice = get_origin(setting.type) is not None and isinstance(default, str)
     notes = []
-    if default not in (None, ""):
-        notes.append(
-            f"default {_as_text(setting, default)}" if default != () else "none by default"
-        )
+    if default == ():
+        notes.append("none by default")
+    elif default not in (None, ""):
+        shown = UNITS[setting.metadata["unit"]].show(default)
+        notes.append(f"default {shown.replace(' ', '')}")
     if setting.metadata["unit"]:
         notes.append(f"in {setting.metadata['unit']} or with a unit")
     if setting.name in _EXAMPLES:
         notes.append(f"e.g. {_EXAMPLES[setting.name]}")
     text = setting.metadata["help"]
+    if text.split()[0].strip(",") not in _LITERALS:
+        text = f"{text[0].upper()}{text[1:]}"
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
         setting.name,
         type=click.Choice(get_args(setting.type)) if is_choice else str,
         multiple=setting.type == tuple[str, ...],
         metavar=None if is_choice else _metavar(setting),
-        help=(text if text.split()[0].strip(",") in _LITERALS else f"{text[0].upper()}{text[1:]}")
-        + (f" [{'; '.join(notes)}]" if notes else "")
-        + ".",
+        help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
     )
 
 
 def _metavar(setting: "dataclasses.Field[Any]") -> str:
-    unit = setting.metadata["unit"]
-    if unit:
-        return "SIZE" if unit == "bytes" else "DURATION"
     kinds = {setting.type, *get_args(setting.type)}
-    return "NUMBER" if kinds & {int, float} else "TEXT"
-
-
-def _as_text(setting: "dataclasses.Field[Any]", value: Any) -> str:
-    unit = setting.metadata["unit"]
-    if unit == "bytes":
-        return format_bytes(value).replace(" ", "")
-    return format_duration(value) if unit == "seconds" else str(value)
+    return UNITS[setting.metadata["unit"]].metavar or ("NUMBER" if kinds & {int, float} else "TEXT")

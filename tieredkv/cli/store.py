@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tieredkv.cli.output import Command, json_option, print_json, print_table
+from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
 from tieredkv.cli.settings_options import config_option, settings_of
 from tieredkv.clock import Clock
 from tieredkv.storage.control import StoreControl
@@ -19,11 +19,9 @@ SHORT_HEX = 12
 
 
 def _store_options(command: Command) -> Command:
-    command = json_option(command)
-    command = config_option(command)
-    return click.option(
-        "--disk-dir", metavar="DIR", help="Folder of the disk tier, e.g. /nvme/kv."
-    )(command)
+    help = "Folder of the disk tier, e.g. /nvme/kv."
+    disk_dir_option = click.option("--disk-dir", metavar="DIR", help=help)
+    return disk_dir_option(config_option(json_option(command)))
 
 
 class _Store:
@@ -32,11 +30,9 @@ class _Store:
     def __init__(self, disk_dir: str | None, config_path: str | None) -> None:
         settings = settings_of({}, config_path=config_path, disk_dir=disk_dir).settings
         if settings.disk_dir is None:
-            raise click.UsageError("Missing option '--disk-dir'.", click.get_current_context())
+            raise usage_error("Missing option '--disk-dir'.")
         if not Path(settings.disk_dir).is_dir():
-            raise click.UsageError(
-                f"`{settings.disk_dir}` is not a folder.", click.get_current_context()
-            )
+            raise usage_error(f"`{settings.disk_dir}` is not a folder.")
         self.clock = Clock(settings.clock_offset_file)
         self.control = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
 
@@ -118,9 +114,8 @@ def evict(
     namespace: str | None,
     yes: bool,
     dry_run: bool,
-    disk_dir: str | None,
-    config_path: str | None,
     as_json: bool,
+    **where: str | None,
 ) -> int:
     """Drop blocks from every tier: chains by ID, or those that a filter means.
 
@@ -129,12 +124,11 @@ def evict(
       tieredkv evict --disk-dir ./kv 1f9c0a77d2e4
       tieredkv evict --disk-dir ./kv --older-than 2h -y
     """
-    context = click.get_current_context()
     filters = [bool(ids), everything, older_than is not None, namespace is not None]
     if not any(filters):
-        raise click.UsageError("Say what to evict: an ID, --ns, --older-than or --all.", context)
+        raise usage_error("Say what to evict: an ID, --ns, --older-than or --all.")
     if everything and sum(filters) > 1:
-        raise click.UsageError("--all does not go together with another choice.", context)
+        raise usage_error("--all does not go together with another choice.")
     wanted = EvictFilter(
         all=everything,
         older_than_s=None if older_than is None else parse_duration(older_than),
@@ -142,10 +136,10 @@ def evict(
         ids=ids,
         dry_run=dry_run,
     )
-    control = _Store(disk_dir, config_path).control
+    control = _Store(**where).control
     if not (yes or dry_run):
         if not sys.stdin.isatty():
-            raise click.UsageError("Nobody is there to confirm; give -y.", context)
+            raise usage_error("Nobody is there to confirm; give -y.")
         click.confirm("Evict these blocks from every tier?", abort=True, err=True)
     answer = control.evict(wanted)
     if as_json:
@@ -191,10 +185,8 @@ def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_js
     if as_json:
         print_json(answer)
     else:
-        click.echo(
-            f"checked {answer['checked']} blocks: {answer['bad']} bad, "
-            f"{answer['repaired']} repaired"
-        )
+        found = f"{answer['bad']} bad, {answer['repaired']} repaired"
+        click.echo(f"checked {answer['checked']} blocks: {found}")
         for reason, count in answer["by_reason"].items():
             click.echo(f"  {reason}: {count}")
     return 1 if answer["bad"] else 0

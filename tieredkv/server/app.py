@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -46,12 +46,7 @@ class Api:
     """What the routes need; one for each server."""
 
     def __init__(
-        self,
-        settings: Settings,
-        engine: EngineClient,
-        tokenization: Tokenization,
-        *,
-        is_strict: bool = False,
+        self, settings: Settings, engine: EngineClient, tokenization: Tokenization, is_strict: bool
     ) -> None:
         self._engine = engine
         self._tokenization = tokenization
@@ -65,18 +60,11 @@ class Api:
 
     async def health(self, _request: Request) -> Response:
         """Say whether the engine lives, and which processes these are."""
-        engine = self._engine
-        info = engine.info
-        body = {
-            "status": "ok" if engine.is_alive else "dead",
-            "model": info.model,
-            "pids": {
-                "server": os.getpid(),
-                "engine": engine.pid if engine.is_alive else None,
-                "worker": info.worker_pid if engine.is_alive else None,
-            },
-        }
-        return JSONResponse(body, 200 if engine.is_alive else 503)
+        engine, info, is_alive = self._engine, self._engine.info, self._engine.is_alive
+        pids = {"engine": engine.pid, "worker": info.worker_pid}
+        pids = {"server": os.getpid(), **(pids if is_alive else dict.fromkeys(pids))}
+        body = {"status": "ok" if is_alive else "dead", "model": info.model, "pids": pids}
+        return JSONResponse(body, 200 if is_alive else 503)
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
@@ -96,10 +84,10 @@ class Api:
         tenant, body = await self._open(request)
         asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
         prompts = await self._tokenization.encode_prompts(asked.prompts)
-        echoes = await self._echoes(asked) if asked.is_echo else None
+        echoes = await self._echoes(asked) if asked.is_echo else []
         generation = self._generate(asked, prompts, tenant, DEFAULT_COMPLETION_TOKENS)
         shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
-        return await self._answer(request, asked, generation, shape, echoes)
+        return await _answer(request, asked, _Answering(generation, shape, asked, echoes))
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -110,7 +98,7 @@ class Api:
         )
         generation = self._generate(asked, [prompt], tenant, None)
         shape = ChatShape(self._engine.info.model, self._tokenization.token_text)
-        return await self._answer(request, asked, generation, shape, None)
+        return await _answer(request, asked, _Answering(generation, shape, asked))
 
     # Steps of a request
 
@@ -134,12 +122,11 @@ class Api:
         if scheme.lower() != "bearer" or not given:
             given = request.headers.get("x-api-key", "")
         if not given:
-            raise RequestError(
+            text = (
                 "You didn't provide an API key. You need to provide your API key in an "
-                "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
-                code="invalid_api_key",
-                status=401,
+                "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
             )
+            raise RequestError(text, code="invalid_api_key", status=401)
         encoded = given.strip().encode("latin-1", "replace")
         # Every key is compared, so that the time tells nothing of which one is close.
         if not any([hmac.compare_digest(encoded, key) for key in self._keys]):
@@ -147,34 +134,26 @@ class Api:
         return hashlib.sha256(encoded).hexdigest()
 
     def _generate(
-        self,
-        asked: requests.ApiRequest,
-        prompts: list[list[int]],
-        tenant: str,
-        default_max_tokens: int | None,
+        self, asked: requests.ApiRequest, prompts: list[list[int]], tenant: str, default: int | None
     ) -> Generation:
-        """Hand the prompts to the engine."""
+        """Hand the prompts to the engine; `default` is the longest answer where none is named."""
         info = self._engine.info
         asked.params.check_vocabulary(info.vocab_size)
         num_answers = len(prompts) * asked.num_choices
         if num_answers > self._max_answers:
-            raise RequestError(
+            text = (
                 f"{len(prompts)} prompts with n = {asked.num_choices} are {num_answers} answers; "
-                f"this server takes at most {self._max_answers} at once.",
-                param="n",
-                code="invalid_value",
+                f"this server takes at most {self._max_answers} at once."
             )
+            raise RequestError(text, param="n", code="invalid_value")
         engine_requests = []
         seed = secrets.randbits(62)
+        limits = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
+        is_chat = isinstance(asked, requests.ChatRequest)
         for i, prompt in enumerate(prompts):
-            requests.check_prompt(
-                prompt,
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                is_chat=isinstance(asked, requests.ChatRequest),
-            )
+            requests.check_prompt(prompt, **limits, is_chat=is_chat)
             room = info.max_model_len - len(prompt)
-            max_tokens = min(asked.max_tokens or default_max_tokens or room, room)
+            max_tokens = min(asked.max_tokens or default or room, room)
             engine_requests += [
                 EngineRequest(
                     request_id=uuid.uuid4().hex,
@@ -197,28 +176,6 @@ class Api:
             for prompt in asked.prompts
         ]
 
-    async def _answer(
-        self,
-        request: Request,
-        asked: requests.ApiRequest,
-        generation: Generation,
-        shape: Shape,
-        echoes: list[str] | None,
-    ) -> Response:
-        """Wait for the first token, so that a refusal still has its status; then answer."""
-        watching = asyncio.create_task(_watch(request, generation))
-        answer = _Answering(generation, shape, asked, echoes)
-        is_handed_on = False
-        try:
-            await answer.wait_for_first()
-            if asked.is_stream:
-                is_handed_on = True
-                return EventStream(answer.events(), on_end=lambda: _end(watching, generation))
-            return JSONResponse(await answer.whole())
-        finally:
-            if not is_handed_on:
-                _end(watching, generation)
-
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
         return responses.model_body(info.model, self._created, info.max_model_len)
@@ -232,16 +189,15 @@ class _Answering:
         generation: Generation,
         shape: Shape,
         asked: requests.ApiRequest,
-        echoes: list[str] | None,
+        echoes: Sequence[str] = (),
     ) -> None:
-        self._generation = generation
+        self.generation = generation
         self._shape = shape
         self._asked = asked
         self._pieces = generation.pieces()
         self._num_choices = asked.num_choices * len(generation.prompt_usages)
-        self._texts = [
-            echoes[i // asked.num_choices] if echoes else "" for i in range(self._num_choices)
-        ]
+        prompts = echoes or [""] * len(generation.prompt_usages)
+        self._texts = [text for text in prompts for _ in range(asked.num_choices)]
 
     async def wait_for_first(self) -> None:
         self._pieces = _after(await anext(self._pieces), self._pieces)
@@ -256,16 +212,11 @@ class _Answering:
             texts[piece.index] += piece.text
             tokens[piece.index].extend(piece.logprobs or ())
             finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
-        has_logprobs = self._asked.params.logprobs is not None
-        choices = [
-            self._shape.choice(
-                i,
-                texts[i],
-                self._shape.logprobs(tokens[i], offsets[i]) if has_logprobs else None,
-                finish_reasons[i],
-            )
-            for i in range(self._num_choices)
-        ]
+        choices = []
+        for i, text in enumerate(texts):
+            is_wanted = self._asked.params.logprobs is not None
+            logprobs = self._shape.logprobs(tokens[i], offsets[i]) if is_wanted else None
+            choices.append(self._shape.choice(i, text, logprobs, finish_reasons[i]))
         return self._shape.response(choices, self._usage())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
@@ -293,7 +244,7 @@ class _Answering:
         return self._shape.chunk(choice, has_usage_field=self._asked.with_stream_usage)
 
     def _usage(self) -> dict[str, Any]:
-        generation = self._generation
+        generation = self.generation
         return responses.usage_body(generation.prompt_usages, generation.num_completion_tokens)
 
 
@@ -349,34 +300,48 @@ def build_app(api: Api) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    return RequestIds(app)
+    return with_request_ids(app)
 
 
-class RequestIds:
-    """Gives every answer an `x-request-id`."""
+def with_request_ids(app: ASGIApp) -> ASGIApp:
+    """Give every answer an `x-request-id`."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
-
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 request_id = f"req_{uuid.uuid4().hex}".encode()
                 message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
             await send(message)
 
-        await self._app(scope, receive, send_with_id if scope["type"] == "http" else send)
+        await app(scope, receive, send_with_id if scope["type"] == "http" else send)
+
+    return answer
+
+
+async def _answer(request: Request, asked: requests.ApiRequest, answer: _Answering) -> Response:
+    """Wait for the first token, so that a refusal still has its status; then answer."""
+    watching = asyncio.create_task(_watch(request, answer.generation))
+    is_handed_on = False
+
+    def end() -> None:
+        watching.cancel()
+        answer.generation.close()
+
+    try:
+        await answer.wait_for_first()
+        if asked.is_stream:
+            is_handed_on = True
+            return EventStream(answer.events(), on_end=end)
+        return JSONResponse(await answer.whole())
+    finally:
+        if not is_handed_on:
+            end()
 
 
 async def _read_body(request: Request) -> bytes:
     """Return a body that is not too long and arrives in time."""
-    too_long = RequestError(
-        f"The request body is longer than {MAX_BODY_BYTES} bytes.",
-        code="request_too_large",
-        status=413,
-    )
+    text = f"The request body is longer than {MAX_BODY_BYTES} bytes."
+    too_long = RequestError(text, code="request_too_large", status=413)
     declared = request.headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
         raise too_long
@@ -388,9 +353,8 @@ async def _read_body(request: Request) -> bytes:
                 if len(body) > MAX_BODY_BYTES:
                     raise too_long
     except TimeoutError:
-        raise RequestError(
-            "The request body did not arrive in time.", code="timeout", status=408
-        ) from None
+        text = "The request body did not arrive in time."
+        raise RequestError(text, code="timeout", status=408) from None
     return bytes(body)
 
 
@@ -405,11 +369,6 @@ async def _watch(request: Request, generation: Generation) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     generation.cancel()
-
-
-def _end(watching: asyncio.Task[None], generation: Generation) -> None:
-    watching.cancel()
-    generation.close()
 
 
 def _to_json(value: object) -> str:

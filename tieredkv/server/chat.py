@@ -49,12 +49,9 @@ class Tokenization:
             RequestError: there is no chat template, or it refuses these messages.
         """
         if not self.tokenizer.chat_template:
-            raise RequestError(
-                "This model has no chat template, so it cannot answer chat requests. Use "
-                "/v1/completions instead.",
-                param="messages",
-                code="chat_template_missing",
-            )
+            why = "This model has no chat template, so it cannot answer chat requests."
+            text = f"{why} Use /v1/completions instead."
+            raise RequestError(text, param="messages", code="chat_template_missing")
         arguments = {"tools": tools, **template_arguments}
         return await self._in_thread(lambda: self._render(messages, arguments))
 
@@ -80,19 +77,12 @@ class Tokenization:
             text = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **arguments
             )
-        except jinja2.TemplateError as error:
-            reason = error.message or type(error).__name__
-            raise RequestError(
-                f"The model's chat template refuses these messages: {reason}",
-                param="messages",
-                code="invalid_value",
-            ) from None
-        except (TypeError, ValueError, KeyError):
-            raise RequestError(
-                "The model's chat template cannot render these messages.",
-                param="messages",
-                code="invalid_value",
-            ) from None
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            why = "cannot render these messages."
+            if isinstance(error, jinja2.TemplateError):
+                why = f"refuses these messages: {error.message or type(error).__name__}"
+            what = f"The model's chat template {why}"
+            raise RequestError(what, param="messages", code="invalid_value") from None
         # The template has written the special tokens, the first one included.
         return list(self.tokenizer.encode(str(text), add_special_tokens=False, verbose=False))
 

@@ -6,7 +6,6 @@ It knows frames and process ids, no HTTP and no text. Everything runs on the ser
 import asyncio
 import contextlib
 import logging
-import socket
 import struct
 import subprocess
 import sys
@@ -15,25 +14,15 @@ import msgspec
 
 from tieredkv import errors
 from tieredkv.config import Settings
-from tieredkv.engine.messages import (
-    Abort,
-    EngineInfo,
-    EngineRequest,
-    ProgressReport,
-    Shutdown,
-    Start,
-    StartFailed,
-    StepOutputs,
-    TokenOutput,
-    ToServer,
-)
+from tieredkv.engine import messages
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, encode_frame
+from tieredkv.storage.process import start_process
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
 
-ENGINE_COMMAND = (sys.executable, "-P", "-m", "tieredkv.engine.process")
 EXIT_GRACE_S = 10.0
 _decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 
@@ -54,22 +43,9 @@ class EngineClient:
         self._on_progress = on_progress
         self._queues: dict[str, OutputQueue] = {}
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
-        ours, theirs = socket.socketpair()
-        try:
-            # Own session: Ctrl-C in the terminal reaches the server alone, which tells the engine.
-            self._process = subprocess.Popen(
-                [*ENGINE_COMMAND, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=sys.stderr,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-        self._socket = ours
+        # Ctrl-C in the terminal reaches the server alone, which tells the engine.
+        engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
+        self._process, self._socket = start_process(engine, str, stdout=stdout)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._is_stopping = False
@@ -82,7 +58,7 @@ class EngineClient:
             TieredKVError: of the type that the engine refused with.
         """
         reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._send(Start(settings=settings, log_level=log_level))
+        self._send(messages.Start(settings=settings, log_level=log_level))
         self._reading = asyncio.create_task(self._read(reader))
         return await asyncio.shield(self._info)
 
@@ -110,13 +86,13 @@ class EngineClient:
     def abort(self, request_id: str) -> None:
         """Stop a request; nothing more of it is put into its queue."""
         if self._queues.pop(request_id, None) is not None and self.is_alive:
-            self._send(Abort(request_id))
+            self._send(messages.Abort(request_id))
 
     def stop(self, drain_timeout_s: float) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
         if self.is_alive and not self._is_stopping and self._writer is not None:
             self._is_stopping = True
-            self._send(Shutdown(drain_timeout_s))
+            self._send(messages.Shutdown(drain_timeout_s))
 
     def kill(self) -> None:
         """End an engine that is still starting and has promised nothing."""
@@ -161,17 +137,17 @@ class EngineClient:
 
     def _take(self, message: ToServer) -> None:
         match message:
-            case StepOutputs(outputs):
+            case messages.StepOutputs(outputs):
                 for output in outputs:
                     self._deliver(output)
-            case ProgressReport(stage, done, total):
+            case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case EngineInfo():
                 if self._info.done():  # a later word replaces the first
                     self._info = asyncio.get_running_loop().create_future()
                 self._info.set_result(message)
-            case StartFailed(error_type, text):
-                self._info.set_exception(_error_named(error_type, text))
+            case messages.StartFailed(error_type, text):
+                self._info.set_exception(errors.named(error_type, text))
 
     def _deliver(self, output: TokenOutput) -> None:
         finish = output.finish_reason
@@ -190,21 +166,7 @@ class EngineClient:
 
 
 def _death_of(request_id: str) -> TokenOutput:
-    return TokenOutput(
-        request_id=request_id,
-        finish_reason="error",
-        error="The engine has stopped; restart the server",
-        error_code="engine_dead",
-    )
-
-
-def _error_named(error_type: str, message: str) -> TieredKVError:
-    """Return the error that the engine refused with, so that it reads as if raised here."""
-    kind = getattr(errors, error_type, TieredKVError)
-    if not issubclass(kind, TieredKVError) or issubclass(kind, errors.CorruptBlockError):
-        kind = TieredKVError
-    error: TieredKVError = kind(message)
-    return error
+    return messages.failed(request_id, "The engine has stopped; restart the server", "engine_dead")
 
 
 STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}
@@ -214,8 +176,5 @@ def error_of(output: TokenOutput) -> RequestError:
     """Return what an output that ended with "error" or "abort" means to the caller."""
     if output.finish_reason == "abort":
         return RequestError("The server is shutting down", code="shutting_down", status=503)
-    return RequestError(
-        output.error or "The request failed",
-        code=output.error_code,
-        status=STATUS_OF_CODE.get(output.error_code or "", 400),
-    )
+    status = STATUS_OF_CODE.get(output.error_code or "", 400)
+    return RequestError(output.error or "The request failed", code=output.error_code, status=status)

@@ -32,20 +32,15 @@ def parse_body(body: bytes) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("We could not parse the JSON body of your request.") from None
     if not isinstance(parsed, dict):
-        raise invalid_type("body", "an object", parsed, param=None)
+        raise invalid_type("body", "an object", parsed)
     return parsed
 
 
-def invalid_type(
-    path: str, expected: str, value: object, *, param: str | None = ""
-) -> RequestError:
-    """Return the error for a value of the wrong JSON type."""
+def invalid_type(path: str, expected: str, value: object) -> RequestError:
+    """Return the error for a value of the wrong JSON type; the body itself is no parameter."""
     got = _TYPE_NAMES.get(type(value), "something else")
-    return RequestError(
-        f"Invalid type for '{path}': expected {expected}, but got {got} instead.",
-        param=path if param == "" else param,
-        code="invalid_type",
-    )
+    text = f"Invalid type for '{path}': expected {expected}, but got {got} instead."
+    return RequestError(text, param=None if path == "body" else path, code="invalid_type")
 
 
 def invalid(path: str, rest: str, code: str) -> RequestError:
@@ -70,8 +65,9 @@ def check_items(values: list[Any], kind: type, path: str) -> None:
     """Check that all items of an array are of one JSON type; the field itself is at fault."""
     for i, value in enumerate(values):
         if type(value) is not kind:
-            param = path.partition("[")[0]
-            raise invalid_type(f"{path}[{i}]", _TYPE_NAMES[kind], value, param=param)
+            error = invalid_type(f"{path}[{i}]", _TYPE_NAMES[kind], value)
+            error.param = path.partition("[")[0]
+            raise error
 
 
 class Fields:
@@ -197,8 +193,6 @@ class Fields:
     def _check_length(self, name: str, value: Sized | None, most: int | None, a_kind: str) -> None:
         if value is not None and most is not None and len(value) > most:
             kind = a_kind.split()[1]
-            text = (
-                f"{kind} too long. Expected {a_kind} with maximum length {most}, but got {a_kind} "
-                f"with length {len(value)}"
-            )
+            got = f"but got {a_kind} with length {len(value)}"
+            text = f"{kind} too long. Expected {a_kind} with maximum length {most}, {got}"
             raise invalid(self.path(name), text, f"{kind}_above_max_length")

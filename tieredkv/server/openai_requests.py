@@ -13,13 +13,8 @@ from typing import Any
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.server.fields import (
-    Fields,
-    check_items,
-    invalid_type,
-    invalid_value,
-    unknown_parameter,
-)
+from tieredkv.server import fields as json_fields
+from tieredkv.server.fields import Fields, check_items, invalid_type, invalid_value
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 2048
@@ -123,7 +118,8 @@ def read_completion(
         raise _unsupported("'echo' together with 'logprobs' is not supported.", "echo")
     if fields.raw("suffix") not in (None, ""):
         raise _unsupported("'suffix' is not supported.", "suffix")
-    common = _common(fields, logprobs, fields.integer("max_tokens", least=1), policies, is_strict)
+    max_tokens = fields.integer("max_tokens", least=1)
+    common = _common(fields, logprobs, max_tokens, _retention(fields, policies, is_strict))
     best_of = fields.integer("best_of", least=1)
     if best_of not in (None, common["num_choices"]):
         raise _unsupported("'best_of' must be equal to 'n'.", "best_of")
@@ -152,19 +148,12 @@ def read_chat(
     for modality in fields.array("modalities") or ():
         if modality != "text":
             raise invalid_value("modalities", str(modality), ("text",))
-    common = _common(
-        fields,
-        (top_logprobs or 0) if has_logprobs else None,
-        max_tokens if max_tokens is not None else old_max_tokens,
-        policies,
-        is_strict,
-    )
-    return ChatRequest(
-        messages=checked,
-        tools=_tools(fields),
-        template_arguments=_template_arguments(fields),
-        **common,
-    )
+    logprobs = (top_logprobs or 0) if has_logprobs else None
+    max_tokens = max_tokens if max_tokens is not None else old_max_tokens
+    common = _common(fields, logprobs, max_tokens, _retention(fields, policies, is_strict))
+    arguments = _template_arguments(fields)
+    tools = _tools(fields)
+    return ChatRequest(messages=checked, tools=tools, template_arguments=arguments, **common)
 
 
 def read_model(body: Mapping[str, Any], served: str) -> None:
@@ -180,47 +169,32 @@ def read_model(body: Mapping[str, Any], served: str) -> None:
 
 def unknown_model(name: str) -> RequestError:
     """Return the error for a model that is not served."""
-    return RequestError(
-        f"The model `{name[:200]}` does not exist or you do not have access to it.",
-        param="model",
-        code="model_not_found",
-        status=404,
-    )
+    text = f"The model `{name[:200]}` does not exist or you do not have access to it."
+    return RequestError(text, param="model", code="model_not_found", status=404)
 
 
 def check_prompt(prompt: list[int], *, max_model_len: int, vocab_size: int, is_chat: bool) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown token ids."""
     what = "messages" if is_chat else "prompt"
+    text, code = "", "invalid_value"
     if not prompt:
-        raise RequestError(
-            f"Invalid '{what}': the prompt is empty. At least one token is needed.",
-            param=what,
-            code="invalid_value",
-        )
-    if len(prompt) >= max_model_len:
-        raise RequestError(
+        text = f"Invalid '{what}': the prompt is empty. At least one token is needed."
+    elif len(prompt) >= max_model_len:
+        code = "context_length_exceeded"
+        text = (
             f"This model's maximum context length is {max_model_len} tokens. However, your {what} "
             f"resulted in {len(prompt)} tokens and at least one must be generated. Please "
-            f"reduce the length of the {what}.",
-            param=what,
-            code="context_length_exceeded",
+            f"reduce the length of the {what}."
         )
-    for token_id in (min(prompt), max(prompt)):
-        if not 0 <= token_id < vocab_size:
-            raise RequestError(
-                f"Invalid '{what}': token id {token_id} is not in the model's vocabulary of "
-                f"{vocab_size} tokens.",
-                param=what,
-                code="invalid_value",
-            )
+    elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
+        vocabulary = f"the model's vocabulary of {vocab_size} tokens"
+        text = f"Invalid '{what}': token id {bad[0]} is not in {vocabulary}."
+    if text:
+        raise RequestError(text, param=what, code=code)
 
 
 def _common(
-    fields: Fields,
-    logprobs: int | None,
-    max_tokens: int | None,
-    policies: RetentionPolicies,
-    is_strict: bool,
+    fields: Fields, logprobs: int | None, max_tokens: int | None, retention: str | None
 ) -> dict[str, Any]:
     is_stream = fields.boolean("stream")
     stream_options = fields.object("stream_options")
@@ -233,7 +207,7 @@ def _common(
         "num_choices": fields.integer("n", least=1, most=MAX_CHOICES) or 1,
         "is_stream": is_stream,
         "with_stream_usage": bool(stream_options and stream_options.boolean("include_usage")),
-        "retention": _retention(fields, policies, is_strict),
+        "retention": retention,
         "cache_salt": fields.string("cache_salt", most=MAX_SALT_CHARS),
         "prompt_cache_key": fields.string("prompt_cache_key", most=MAX_CACHE_KEY_CHARS),
     }
@@ -249,16 +223,14 @@ def _retention(fields: Fields, policies: RetentionPolicies, is_strict: bool) -> 
     return policies.get(name).name
 
 
-def _sampling_params(
-    fields: Fields, logprobs: int | None, max_tokens: int | None
-) -> SamplingParams:
+def _sampling_params(fields: Fields, logprobs: int | None, limit: int | None) -> SamplingParams:
     given: dict[str, Any] = {
         "temperature": fields.number("temperature", least=0, most=2),
         "top_p": fields.number("top_p", least=0, most=1),
         "top_k": fields.integer("top_k", least=-1, most=MAX_TOP_K),
         "min_p": fields.number("min_p", least=0, most=1),
         "seed": fields.integer("seed", least=-MAX_SEED, most=MAX_SEED - 1),
-        "min_tokens": fields.integer("min_tokens", least=0, most=max_tokens),
+        "min_tokens": fields.integer("min_tokens", least=0, most=limit),
         "presence_penalty": fields.number("presence_penalty", least=-2, most=2),
         "frequency_penalty": fields.number("frequency_penalty", least=-2, most=2),
         "repetition_penalty": fields.number("repetition_penalty"),
@@ -273,12 +245,9 @@ def _sampling_params(
     if given["top_p"] == 0:
         given["top_p"], given["temperature"] = None, 0.0  # the smallest set is the likeliest token
     # NOTE: `min_tokens` is checked against the client's limit above, and fitted to the room later.
-    longest = max_tokens or max(16, given["min_tokens"] or 0)
+    given["max_tokens"] = limit or max(16, given["min_tokens"] or 0)
     try:
-        return SamplingParams(
-            max_tokens=longest,
-            **{name: value for name, value in given.items() if value is not None},
-        )
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
     except RequestError as error:
         code = error.code or "invalid_value"
         raise RequestError(str(error), param=error.param, code=code) from None
@@ -327,10 +296,9 @@ def _message(value: object, path: str) -> dict[str, Any]:
         fields.required("content")
     message: dict[str, Any] = {"role": "system" if role == "developer" else role}
     message["content"] = _content(content, fields.path("content"))
+    calls = enumerate(tool_calls or ())
     if tool_calls:
-        message["tool_calls"] = [
-            _tool_call(call, f"{path}.tool_calls[{i}]") for i, call in enumerate(tool_calls)
-        ]
+        message["tool_calls"] = [_tool_call(call, f"{path}.tool_calls[{i}]") for i, call in calls]
     for name in ("name", "tool_call_id"):
         text = fields.string(name)
         if text is not None:
@@ -394,7 +362,7 @@ def _template_arguments(fields: Fields) -> dict[str, Any]:
         return {}
     for name, value in Fields.of(arguments, "chat_template_kwargs").items():
         if name in _RESERVED_TEMPLATE_ARGUMENTS or not isinstance(value, str | int | float | bool):
-            raise unknown_parameter(f"chat_template_kwargs.{name}")
+            raise json_fields.unknown_parameter(f"chat_template_kwargs.{name}")
     return dict(arguments)
 
 

@@ -6,6 +6,7 @@ It knows shapes, no sockets and no engine.
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
@@ -38,15 +39,13 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
     """
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
     by_tier = {tier: sum(getattr(usage, tier) for usage in prompt_usages) for tier in Tier}
+    written = sum(usage.written_tokens for usage in prompt_usages)
+    details = {"cached_tokens": sum(by_tier.values()), "cache_write_tokens": written}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(by_tier.values()),
-            "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
-            "cached_tokens_by_tier": by_tier,
-        },
+        "prompt_tokens_details": {**details, "cached_tokens_by_tier": by_tier},
     }
 
 
@@ -107,17 +106,14 @@ class CompletionShape(_Shape):
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return parallel lists, as the older endpoint has them."""
         texts = [self._token_text(token.token_id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(text_offset)
-            text_offset += len(text)
+        ends = accumulate(map(len, texts), initial=text_offset)
+        logprobs = [_finite(token.logprob) for token in tokens]
+        tops = [{self._token_text(id): _finite(each) for id, each in t.top} for t in tokens]
+        offsets = list(ends)[:-1]
         return {
             "tokens": texts,
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [
-                {self._token_text(token_id): _finite(logprob) for token_id, logprob in token.top}
-                for token in tokens
-            ],
+            "token_logprobs": logprobs,
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
@@ -144,25 +140,17 @@ class ChatShape(_Shape):
 
     def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
         """Return one answer in whole."""
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": text, "refusal": None},
-            "logprobs": logprobs,
-            "finish_reason": reason,
-        }
+        message = {"role": "assistant", "content": text, "refusal": None}
+        how = {"logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "message": message, **how}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return one object a token."""
-        return {
-            "content": [
-                {
-                    **self._token(token.token_id, token.logprob),
-                    "top_logprobs": [self._token(*alternative) for alternative in token.top],
-                }
-                for token in tokens
-            ],
-            "refusal": None,
-        }
+        content = []
+        for token in tokens:
+            top = [self._token(*alternative) for alternative in token.top]
+            content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
 
     def _chunk_choice(
         self, index: int, delta: Json, *, logprobs: Json | None = None, reason: str | None = None

@@ -41,7 +41,6 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
         ConfigError: it cannot be had, or is open to others without a key.
     """
     host, port = settings.host, settings.port
-    where = f"{host}:{port}"
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -60,10 +59,8 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
         sock.bind(address)
     except OSError as error:
         sock.close()
-        reason = os.strerror(error.errno or 0)
-        raise ConfigError(
-            f"Cannot listen on {where}: {reason}\nhint: choose another --port"
-        ) from None
+        what = f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
+        raise ConfigError(f"{what}\nhint: choose another --port") from None
     return sock
 
 
@@ -117,9 +114,8 @@ class Server:
         self.settings.check_server()
         self._stop = asyncio.Event()
         self._is_forced = False
-        with contextlib.closing(
-            bind(self.settings, allows_open_access=self.allows_open_access)
-        ) as self._socket:
+        self._socket = bind(self.settings, allows_open_access=self.allows_open_access)
+        with self._socket:
             try:
                 return asyncio.run(self._run())
             except asyncio.CancelledError:
@@ -172,7 +168,7 @@ class Server:
         return True
 
     async def _serve(self, engine: EngineClient) -> None:
-        api = Api(self.settings, engine, self._tokenization, is_strict=self.is_strict)
+        api = Api(self.settings, engine, self._tokenization, self.is_strict)
         config = uvicorn.Config(
             build_app(api),
             loop="asyncio",
