@@ -1,0 +1,198 @@
+"""`bench attention`: the attention kernels over scattered blocks, beside what the device can do.
+
+A case's blocks lie at random places of a pool with the model's layers, and each call takes the
+next layer, as the engine does; the pool is several times the device's cache, so that keys and
+values come from memory. Decode, and chunks of few tokens, are replayed in a CUDA graph; longer
+ones are called one after the other. Each result is compared with the torch reference.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# (how much of torch.cuda is typed differs between torch versions)
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tieredkv.bench import raw
+from tieredkv.engine.loader import find_model
+from tieredkv.engine.suitability import AttentionShape
+from tieredkv.errors import ConfigError
+from tieredkv.kernels import launch, reference
+from tieredkv.types import Progress
+
+GPU_CASES = "2048+0,8192+0,32768+0,8192+24576,8192+57344,64+2048,64+32768,64+131072,"
+GPU_CASES += "1x1024,1x32768,64x4096,64x128..16384"
+CPU_CASES = "512+0,64+512,1x1024,4x64..1024"
+GRAPH_MAX_TOKENS = 256
+CHECKED_QUERIES = 16
+MAX_ERROR = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+SAMPLE_S = 0.1
+
+
+def run(
+    shape: str, cases: str | None, *, block_size: int, repeats: int, progress: Progress
+) -> dict[str, Any]:
+    """Measure cases, by default those of the device; times are medians of the repeats.
+
+    Raises:
+        ConfigError, ModelError: there is no such case or shape.
+    """
+    names = (cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)).split(",")
+    model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
+    spans = [_spans(name) for name in names]
+    limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
+    for done, name in enumerate(names):
+        progress("measuring", done, len(names))
+        paged = _Paged(spans[done], model.shape, getattr(torch, model.dtype), block_size)
+        rows.append({"kind": "decode" if "x" in name else "prefill", "case": name})
+        rows[-1] |= _measure(paged, limits, repeats)
+    progress("measuring", 1, 1)
+    worst = MAX_ERROR[model.dtype]
+    bad = [row for row in rows if not row["relative_error"] <= worst]  # NaN is bad too
+    return {
+        "shape": shape,
+        "dtype": model.dtype,
+        "block_size": block_size,
+        "raw": limits,
+        "rows": rows,
+        "problems": [f"{r['case']}: relative error {r['relative_error']:.1e}" for r in bad],
+    }
+
+
+def _spans(case: str) -> list[launch.Span]:
+    """Read `8192+24576`, new + cached tokens, or `64x4096`, `64x128..16384`, batch x context."""
+    if match := re.fullmatch(r"([1-9]\d{0,6})\+(\d{1,7})", case):
+        return [launch.Span(int(match[1]), int(match[1]) + int(match[2]))]
+    if match := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?", case):
+        lengths = np.geomspace(int(match[2]), int(match[3] or match[2]), int(match[1]))
+        return [launch.Span(1, round(length)) for length in (*lengths[1::2], *lengths[::2])]
+    raise ConfigError(f"`{case}` is no case; write one such as 8192+24576, 64x4096, 64x128..16384")
+
+
+class _Paged:
+    """A case's tensors: the pool, several sets of block tables over all of it, the queries."""
+
+    def __init__(
+        self, spans: list[launch.Span], shape: AttentionShape, dtype: torch.dtype, block_size: int
+    ) -> None:
+        self.spans, (layers, heads, kv_heads, head_dim) = spans, shape
+        self.query_lens, self.context_lens = zip(*spans, strict=True)
+        self.is_decode = max(self.query_lens) == 1
+        device, room, cache = raw.device(), 256 << 20, 8 << 20
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            room = torch.cuda.mem_get_info()[0] * 2 // 5
+            cache = torch.cuda.get_device_properties(0).L2_cache_size
+        token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
+        counts = [-(-context // block_size) for context in self.context_lens]
+        layer_bytes = sum(counts) * block_size * token_bytes
+        layers = max(1, min(layers, room // layer_bytes))
+        sets = -(-4 * cache // (layers * layer_bytes))
+        self.kv_bytes = sum(self.context_lens) * token_bytes
+        self.flops = 4 * heads * head_dim * sum(n * (c - n) + n * (n + 1) // 2 for n, c in spans)
+        blocks = sets * sum(counts)
+        torch.manual_seed(0)
+        self.pool = torch.empty(
+            (blocks, layers, 2, block_size, kv_heads, head_dim), dtype=dtype, device=device
+        ).normal_()
+        ids = torch.randperm(blocks, dtype=torch.int32, device=device).split(counts * sets)
+        tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
+        self.places = list(itertools.product(range(layers), tables.split(len(counts))))
+        self.starts, self.lens = (
+            torch.tensor(lens, dtype=torch.int32, device=device)
+            for lens in ([0, *itertools.accumulate(self.query_lens)], self.context_lens)
+        )
+        self.q = torch.randn(sum(self.query_lens), heads, head_dim, dtype=dtype, device=device)
+
+    def attend(self, place: int) -> Tensor:
+        """Attend as the engine does."""
+        layer, tables = self.places[place]
+        k, v, longest = self.pool[:, layer, 0], self.pool[:, layer, 1], max(self.context_lens)
+        scale = self.q.shape[2] ** -0.5
+        if self.is_decode:
+            return launch.paged_decode_attention(self.q, k, v, tables, self.lens, scale, longest)
+        return launch.paged_prefill_attention(
+            *(self.q, k, v, tables, self.starts, self.lens, scale, max(self.query_lens), longest),
+            spans=self.spans,
+        )
+
+    def attend_dense(self, place: int) -> Tensor:
+        """Attend by torch over as many contiguous keys and values of the same memory."""
+        batch, context = len(self.spans), self.context_lens[0]
+        kv_heads, head_dim = self.pool.shape[4:]
+        kv = self.pool.view(len(self.places), 2, batch, kv_heads, -1, head_dim)
+        k, v = kv[place, ..., :context, :]
+        q = self.q.view(batch, -1, *self.q.shape[1:]).transpose(1, 2)
+        causal = not self.is_decode
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    def relative_error(self) -> float:
+        """Compare the first and the last queries, or requests, with the reference."""
+        out, (layer, tables) = self.attend(0), self.places[0]
+        count = min(CHECKED_QUERIES, len(self.q))
+        errors, sizes = [], []
+        for first in (0, len(self.q) - count):
+            rows = slice(first, first + count)
+            requests, starts = (
+                (rows, range(count + 1)) if self.is_decode else (slice(1), [0, count])
+            )
+            hidden = 0 if self.is_decode else len(self.q) - count - first
+            expected = reference.paged_prefill_attention(
+                *(self.q[rows], self.pool[:, layer, 0], self.pool[:, layer, 1], tables[requests]),
+                *(torch.tensor(starts), self.lens[requests] - hidden, self.q.shape[2] ** -0.5),
+                *(count, max(self.context_lens)),
+            ).float()
+            errors.append((out[rows].float() - expected).norm())
+            sizes.append(expected.norm())
+        return float(torch.stack(errors).norm() / torch.stack(sizes).norm())
+
+
+def _measure(paged: _Paged, limits: dict[str, float], repeats: int) -> dict[str, Any]:
+    error, ms = paged.relative_error(), _median_ms(paged, paged.attend, repeats)
+    least = {
+        "gemm": paged.flops / limits["gemm_TFLOPs"] / 1e9,
+        "copy": paged.kv_bytes / limits["copy_GBps"] / 1e6,
+    }
+    limited_by = max(least, key=lambda name: least[name])
+    dense_ms, context = None, set(paged.context_lens)
+    is_plain = len(context) == 1 and (paged.is_decode or context == set(paged.query_lens))
+    if torch.cuda.is_available() and is_plain:
+        with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            dense_ms = _median_ms(paged, paged.attend_dense, repeats)
+    return {
+        "ms": ms,
+        "TFLOPs": paged.flops / ms / 1e9,
+        "GBps": paged.kv_bytes / ms / 1e6,
+        "limited_by": limited_by,
+        "limit_ms": least[limited_by],
+        "ratio": least[limited_by] / ms,
+        "relative_error": error,
+        "cudnn_contiguous_ms": dense_ms,
+    }
+
+
+def _median_ms(paged: _Paged, attend: Callable[[int], Tensor], repeats: int) -> float:
+    """Return the median time of a call, each at another place of the pool than the one before."""
+    once_s = raw.median_s(partial(attend, 0), repeats=3)
+    count = max(2, min(1000, int(SAMPLE_S / once_s)))
+
+    def attend_all() -> None:
+        for index in range(count):
+            attend(index % len(paged.places))
+
+    replay = attend_all
+    if torch.cuda.is_available() and len(paged.q) <= GRAPH_MAX_TOKENS:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend_all()
+        replay = graph.replay
+    return raw.median_s(replay, repeats=repeats) / count * 1e3

@@ -1,0 +1,60 @@
+"""Pictures of reports. It knows matplotlib, which is optional, and no bench."""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from tieredkv.errors import ConfigError
+
+
+def check(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before anything is measured.
+
+    Raises:
+        ConfigError: matplotlib is missing, or the file cannot be made.
+    """
+    try:
+        canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
+    except ImportError as error:
+        hint = "pip install 'tieredkv[plot]'"
+        raise ConfigError(f"`--plot` needs matplotlib: {error}\nhint: {hint}") from error
+    if path.suffix[1:] not in canvas.get_supported_filetypes() or not path.parent.is_dir():
+        raise ConfigError(f"`--plot` = `{path}` must be a .png, .svg or .pdf in a folder that is")
+
+
+def draw(
+    path: Path,
+    rows: Sequence[Mapping[str, Any]],
+    axes_of: tuple[str, str, str],
+    *,
+    limits: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Draw one line for each value of a column over a second one: numbers on log axes, or names.
+
+    Args:
+        path: of the picture.
+        rows: of a report.
+        axes_of: the column that names a line, that of x and that of y.
+        limits: drawn as dashed lines.
+    """
+    by, x, y = axes_of
+    figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
+    axes = figure.subplots()
+    rows = [row for row in rows if row.get(y) is not None]
+    ticks = list(dict.fromkeys(row[x] for row in rows))
+    is_log = all(isinstance(tick, int) for tick in ticks)
+    for name in dict.fromkeys(row[by] for row in rows):
+        points = [(row[x], row[y]) for row in rows if row[by] == name]
+        axes.plot(*zip(*points, strict=True), "o-" if is_log else "o", label=name)
+    for index, (name, limit) in enumerate(limits.items()):
+        axes.axhline(limit, linestyle="--", color=f"C{index}", label=f"raw limit {name}")
+    if is_log:
+        axes.set(xscale="log", yscale="log")
+        axes.minorticks_off()
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=0 if is_log else 30)
+    axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=150)
