@@ -3,18 +3,19 @@
 import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from tieredkv.errors import ConfigError
 
 
-def check(path: Path) -> None:
+def check(path: Path | None) -> None:
     """Refuse a picture that cannot be drawn, before anything is measured.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be made.
     """
+    if path is None:
+        return
     try:
         canvas = importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg
     except ImportError as error:
@@ -25,24 +26,11 @@ def check(path: Path) -> None:
 
 
 def draw(
-    path: Path,
-    rows: Sequence[Mapping[str, Any]],
-    axes_of: tuple[str, str, str],
-    *,
-    limits: Mapping[str, float] = MappingProxyType({}),
+    path: Path, rows: Sequence[Mapping[str, Any]], by: str, x: str, y: str, limits: dict[str, float]
 ) -> None:
-    """Draw one line for each value of a column over a second one: numbers on log axes, or names.
-
-    Args:
-        path: of the picture.
-        rows: of a report.
-        axes_of: the column that names a line, that of x and that of y.
-        limits: drawn as dashed lines.
-    """
-    by, x, y = axes_of
+    """Draw a line over `x` for each value of `by`, numbers on log axes; limits are dashed."""
     figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
-    axes = figure.subplots()
-    rows = [row for row in rows if row.get(y) is not None]
+    axes, rows = figure.subplots(), [row for row in rows if row.get(y) is not None]
     ticks = list(dict.fromkeys(row[x] for row in rows))
     is_log = all(isinstance(tick, int) for tick in ticks)
     for name in dict.fromkeys(row[by] for row in rows):

@@ -1,8 +1,8 @@
 """`tieredkv bench`."""
 
+import importlib
 import shlex
 import sys
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,65 +10,50 @@ import click
 
 from tieredkv.cli.output import Command, json_option, print_json, print_table
 from tieredkv.cli.settings_options import settings_of, settings_options
-from tieredkv.types import Progress
-from tieredkv.units import parse_bytes
+from tieredkv.config import Settings
 
 ARMS = "cold,device,host,disk,restart"
+POSITIVE = click.IntRange(min=1)
 
 
 def report_options(command: Command) -> Command:
     """Give a bench its `--plot`, `--commit` and `--json`."""
-    command = click.option("--commit", help="Commit to report, for a tree without its history.")(
-        json_option(command)
-    )
-    return click.option(
-        "--plot",
-        type=click.Path(dir_okay=False, path_type=Path),
-        callback=_check_plot,
-        metavar="FILE.png",
-        help="Draw the figures too; needs `pip install 'tieredkv[plot]'`.",
-    )(command)
+    plot_help = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
+    picture = click.Path(dir_okay=False, path_type=Path)
+    command = click.option("--plot", type=picture, metavar="FILE.png", help=plot_help)(command)
+    commit_help = "Commit to report, for a tree without its history."
+    return click.option("--commit", help=commit_help)(json_option(command))
 
 
-def _check_plot(
-    _context: click.Context, _option: click.Parameter, path: Path | None
-) -> Path | None:
-    from tieredkv.bench import plots
-
-    if path is not None:
-        plots.check(path)
-    return path
-
-
-def _report(
-    measure: Callable[[Progress], dict[str, Any]],
-    *,
-    plot: Path | None,
-    commit: str | None,
-    as_json: bool,
-    axes: tuple[str, str, str],
+def _measure(
+    name: str, *arguments: Any, plot: Path | None, commit: str | None, as_json: bool, **options: Any
 ) -> int:
     """Measure; print a table, the raw limits, what is wrong, JSON; return the exit code."""
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
 
-    report = raw.head(_command(), commit) | measure(terminal_progress())
-    rows = report["rows"]
-    names = list(dict.fromkeys(name for row in rows for name in row if not name.endswith("_all")))
-    print_table(
-        [{name.replace("_", " "): _cell(row.get(name)) for name in names} for row in rows],
-        numbers=len(names) - 2,
-    )
-    hardware = report["hardware"]
+    plots.check(plot)
+    run = importlib.import_module(f"tieredkv.bench.{name}").run
+    report = raw.head(_command(), commit) | run(*arguments, terminal_progress(), **options)
+    rows, hardware = report["rows"], report["hardware"]
+    names = list(dict.fromkeys(key for row in rows for key in row if not key.endswith("_all")))
+    cells = [{key.replace("_", " "): _cell(row.get(key)) for key in names} for row in rows]
+    print_table(cells, numbers=len(names) - 2)
     click.echo(f"measured on {hardware['gpu'] or 'cpu: ' + hardware['cpu']}")
-    for title, values in report.items():
-        if isinstance(values, dict) and title != "hardware":
-            told = ", ".join(f"{name.replace('_', ' ')} {_cell(values[name])}" for name in values)
-            click.echo(f"{'raw limits of this run' if title == 'raw' else title}: {told}")
+    for title in ("raw", "promotion", "demotion"):
+        told = [
+            f"{key.replace('_', ' ')} {_cell(value)}"
+            for key, value in report.get(title, {}).items()
+        ]
+        if told:
+            click.echo(
+                f"{'raw limits of this run' if title == 'raw' else title}: {', '.join(told)}"
+            )
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
-        plots.draw(plot, rows, axes, limits=report["raw"] if axes[2] == "GBps" else {"": 1.0})
+        y, limits = ("GBps", report["raw"]) if name == "transfer" else ("ratio", {"": 1.0})
+        plots.draw(plot, rows, *names[:2], y, limits)
     if as_json:
         print_json(report)
     return 1 if report["problems"] else 0
@@ -79,11 +64,20 @@ def _command() -> str:
 
 
 def _cell(value: object) -> str:
-    if isinstance(value, Mapping):
-        return f"{value['median']:.4g} ({value['low']:.4g} to {value['high']:.4g}, 95 %)"
-    if isinstance(value, bool):
-        return "yes" if value else "NO"
+    if isinstance(value, list):
+        return " to ".join(map(_cell, value))
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _texts(_context: object, _option: object, text: str | None) -> list[str]:
+    return text.split(",") if text else []
+
+
+def _lengths(_context: object, _option: object, text: str | None) -> list[int]:
+    try:
+        return [int(part) for part in _texts(_context, _option, text)]
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not a list of lengths such as 512,2048.") from None
 
 
 @click.group()
@@ -93,7 +87,9 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option("--prefix-tokens", default="512,2048", show_default=True, help="Lengths to measure.")
+@click.option(
+    "--prefix-tokens", default="512,2048", show_default=True, callback=_lengths, help="Lengths."
+)
 @click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Prefixes of each length.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
@@ -101,7 +97,7 @@ def bench() -> None:
 @report_options
 def ttft(
     model: str,
-    prefix_tokens: str,
+    prefix_tokens: list[int],
     arms: str,
     repeats: int,
     bench_seed: int,
@@ -121,13 +117,13 @@ def ttft(
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
     settings_of(settings, config_path=config_path, model=model)
-    lengths = _lengths(prefix_tokens, "--prefix-tokens")
     disk_dir = settings.pop("disk_dir")
     from tieredkv.bench import plots
     from tieredkv.bench import ttft as run_ttft
 
+    plots.check(plot)
     spec = run_ttft.TTFTSpec(
-        prefix_tokens=lengths,
+        prefix_tokens=prefix_tokens,
         arms=arms.split(","),
         repeats=repeats,
         seed=bench_seed,
@@ -140,18 +136,16 @@ def ttft(
     )
     if plot is not None:
         rows = [{**row, "TTFT_p50_ms": row["ttft_ms"]["p50"]} for row in report["rows"]]
-        plots.draw(plot, rows, ("arm", "prefix_tokens", "TTFT_p50_ms"))
+        plots.draw(plot, rows, "arm", "prefix_tokens", "TTFT_p50_ms", {})
     return show_ttft(report, as_json=as_json)
 
 
 @bench.command()
-@click.option(
-    "--block-size-bytes", default="512KiB,2MiB,8MiB", show_default=True, help="Sizes to measure."
-)
+@click.option("--block-size-bytes", default="512KiB,2MiB,8MiB", show_default=True, help="Blocks.")
 @click.option("--total", default="1GiB", show_default=True, help="Bytes copied in one go.")
-@click.option("--repeats", type=int, default=9, show_default=True, help="Copies behind a median.")
+@click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
 @report_options
-def transfer(block_size_bytes: str, total: str, repeats: int, **options: Any) -> int:
+def transfer(**options: Any) -> int:
     """Measure how fast blocks move between VRAM and pinned host memory.
 
     Blocks lie scattered on both sides and move as the engine moves them. Beside each rate stands
@@ -163,26 +157,16 @@ def transfer(block_size_bytes: str, total: str, repeats: int, **options: Any) ->
     Example, half a minute:
       tieredkv bench transfer --block-size-bytes 512KiB,2MiB,8MiB --total 1GiB
     """
-    sizes, total_bytes = (
-        [parse_bytes(size) for size in block_size_bytes.split(",")],
-        parse_bytes(total),
-    )
-    from tieredkv.bench import transfer as bench
-
-    return _report(
-        lambda p: bench.run(sizes, total_bytes=total_bytes, repeats=repeats, progress=p),
-        axes=("direction", "block_bytes", "GBps"),
-        **options,
-    )
+    return _measure("transfer", **options)
 
 
 @bench.command()
 @click.option("--shape", default="llama-3.1-8b", show_default=True, help="As after `random:`.")
-@click.option("--block-size", type=int, default=16, show_default=True, help="Tokens a block.")
-@click.option("--cases", help="What to attend, see above; a choice for this device if not told.")
-@click.option("--repeats", type=int, default=9, show_default=True, help="Runs behind a median.")
+@click.option("--block-size", type=POSITIVE, default=16, show_default=True, help="Tokens a block.")
+@click.option("--cases", help="What to attend; a choice for this device if not told.")
+@click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
 @report_options
-def attention(shape: str, block_size: int, cases: str | None, repeats: int, **options: Any) -> int:
+def attention(**options: Any) -> int:
     """Measure the attention kernels over scattered blocks of the paged cache.
 
     A case is a chunk of new over cached tokens (8192+24576), or a decode batch of requests x
@@ -195,87 +179,46 @@ def attention(shape: str, block_size: int, cases: str | None, repeats: int, **op
     Example, a minute:
       tieredkv bench attention --shape llama-3.1-8b --cases 8192+0,64+32768,64x4096
     """
-    from tieredkv.bench import attention as bench
-
-    return _report(
-        lambda p: bench.run(shape, cases, block_size=block_size, repeats=repeats, progress=p),
-        axes=("kind", "case", "ratio"),
-        **options,
-    )
+    return _measure("attention", **options)
 
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
+@click.option("--contexts", callback=_lengths, help="ITL of one request, e.g. 1024,32768.")
+@click.option("--tokens", type=POSITIVE, default=200, show_default=True, help="Gaps behind an ITL.")
+@click.option("--workloads", callback=_texts, help="Throughput, e.g. 128x1024+256,32x8192+128.")
+@click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Runs of a workload.")
 @click.option(
-    "--parts", default="itl,throughput", show_default=True, help="Also: demotion, promotion."
+    "--demotion", callback=_texts, help="Workload that evicts all the time, e.g. 64x2048+64."
 )
-@click.option("--contexts", default="1024,4096", show_default=True, help="For itl, in tokens.")
-@click.option("--tokens", type=int, default=200, show_default=True, help="Gaps behind an ITL.")
-@click.option("--workloads", default="16x512+64", show_default=True, help="For throughput.")
-@click.option("--repeats", type=int, default=3, show_default=True, help="Runs of a workload.")
-@click.option("--demotion", default="32x1024+16", show_default=True, help="Workload that evicts.")
-@click.option("--pairs", type=int, default=7, show_default=True, help="Demotion on and off.")
-@click.option("--prefix", type=int, default=4096, show_default=True, help="Tokens promoted.")
+@click.option("--pairs", type=POSITIVE, default=7, show_default=True, help="Demotion on and off.")
+@click.option("--promotion", type=int, default=0, help="Tokens that come up, e.g. 32768.")
 @settings_options("model", "cache", "scheduler", without=("seed", "default_retention"))
 @report_options
-def decode(
-    model: str,
-    parts: str,
-    contexts: str,
-    tokens: int,
-    workloads: str,
-    repeats: int,
-    demotion: str,
-    pairs: int,
-    prefix: int,
-    config_path: str | None,
-    plot: Path | None,
-    commit: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> int:
+def decode(**options: Any) -> int:
     """Measure the time between tokens (ITL), throughput, and what moving blocks costs both.
 
     \b
-    itl         one request alone at each of --contexts
-    throughput  each of --workloads, requests x input + output tokens: 128x1024+256
-    demotion    --demotion in VRAM for a quarter of it, with the host tier and without, in pairs
-    promotion   --prefix comes up from host memory while 8 requests decode
+    --contexts   one request alone, at each context: its ITL
+    --workloads  requests x input + output tokens, all given at once: their throughput
+    --demotion   a workload in VRAM for a quarter of it, with the host tier and without, in pairs
+    --promotion  a prefix comes up from host memory while 8 requests decode: their ITL
 
-    The raw limit of a step is its weights and KV over the copy bandwidth of the same run, that of a
-    prompt its FLOPs over a matrix product's rate. Exit 1 if two requests load one prefix twice, or
-    a cancelled one keeps its share. Tiers are sized for what is measured unless told.
+    Without any of them, a small choice of the first two. The raw limit of a step is its weights and
+    KV over the copy bandwidth of the same run, that of a prompt its FLOPs over a matrix product's
+    rate. Exit 1 if two requests load one prefix twice, or a cancelled one keeps its share. Tiers
+    are sized for what is measured unless told.
 
     \b
     Example, a minute without a GPU:
-      tieredkv bench decode --model tiny-random --parts itl,throughput,demotion,promotion
+      tieredkv bench decode --model tiny-random --contexts 1024 --demotion 32x1024+16
     """
-    loaded = settings_of(settings, config_path=config_path, model=model)
-    given = {
-        name: getattr(loaded.settings, name)
-        for name in loaded.sources
-        if loaded.sources[name] != "default"
-    }
-    lengths = _lengths(contexts, "--contexts")
-    from tieredkv.bench import decode as bench
-
-    spec = bench.DecodeSpec(
-        parts=parts.split(","),
-        contexts=lengths,
-        tokens=tokens,
-        repeats=repeats,
-        pairs=pairs,
-        workloads=[bench.Workload.parse(text) for text in workloads.split(",")],
-        demotion=bench.Workload.parse(demotion),
-        prefix=prefix,
-    )
-    return _report(
-        lambda p: bench.run(spec, given, progress=p),
-        axes=("part", "requests", "ratio"),
-        plot=plot,
-        commit=commit,
-        as_json=as_json,
-    )
+    told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
+    loaded = settings_of(told, config_path=options.pop("config_path"))
+    given = {name for name, source in loaded.sources.items() if source != "default"}
+    if not any(options[name] for name in ("contexts", "workloads", "demotion", "promotion")):
+        options |= {"contexts": [1024, 4096], "workloads": ["16x512+64"]}
+    return _measure("decode", {name: getattr(loaded.settings, name) for name in given}, **options)
 
 
 def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
@@ -314,12 +257,3 @@ def _ttft_row(row: dict[str, Any], cold_ms: float | None) -> dict[str, str]:
         "tokens equal": ("yes" if row["tokens_equal_cold"] else "NO") if is_hit else "-",
         "KV bytes equal": ("yes" if row["kv_bytes_equal"] else "NO") if is_hit else "-",
     }
-
-
-def _lengths(text: str, hint: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"'{text}' is not a list of lengths such as 512,2048.", param_hint=f"'{hint}'"
-        ) from None
