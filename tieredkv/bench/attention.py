@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tieredkv.bench import raw
-from tieredkv.engine.loader import find_model
-from tieredkv.engine.suitability import AttentionShape
+from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import launch, reference
 from tieredkv.types import Progress
@@ -52,20 +51,14 @@ def run(
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
     for done, name in enumerate(names):
         progress("measuring", done, len(names))
-        paged = _Paged(spans[done], model.shape, getattr(torch, model.dtype), block_size)
-        rows.append({"kind": "decode" if "x" in name else "prefill", "case": name})
-        rows[-1] |= _measure(paged, limits, repeats)
+        paged = _Paged(spans[done], model, block_size)
+        rows.append(_measure(name, paged, limits, repeats))
+        del paged  # its pool, before the next one
     progress("measuring", 1, 1)
-    worst = MAX_ERROR[model.dtype]
-    bad = [row for row in rows if not row["relative_error"] <= worst]  # NaN is bad too
-    return {
-        "shape": shape,
-        "dtype": model.dtype,
-        "block_size": block_size,
-        "raw": limits,
-        "rows": rows,
-        "problems": [f"{r['case']}: relative error {r['relative_error']:.1e}" for r in bad],
-    }
+    bad = [r for r in rows if not r["relative_error"] <= MAX_ERROR[model.dtype]]  # NaN is bad too
+    problems = [f"{row['case']}: relative error {row['relative_error']:.1e}" for row in bad]
+    report = {"shape": shape, "dtype": model.dtype, "block_size": block_size}
+    return {**report, "raw": limits, "rows": rows, "problems": problems}
 
 
 def _spans(case: str) -> list[launch.Span]:
@@ -81,10 +74,9 @@ def _spans(case: str) -> list[launch.Span]:
 class _Paged:
     """A case's tensors: the pool, several sets of block tables over all of it, the queries."""
 
-    def __init__(
-        self, spans: list[launch.Span], shape: AttentionShape, dtype: torch.dtype, block_size: int
-    ) -> None:
-        self.spans, (layers, heads, kv_heads, head_dim) = spans, shape
+    def __init__(self, spans: list[launch.Span], model: FoundModel, block_size: int) -> None:
+        self.spans, (layers, heads, kv_heads, head_dim) = spans, model.shape
+        dtype = getattr(torch, model.dtype)
         self.query_lens, self.context_lens = zip(*spans, strict=True)
         self.is_decode = max(self.query_lens) == 1
         device, room, cache = raw.device(), 256 << 20, 8 << 20
@@ -99,18 +91,14 @@ class _Paged:
         sets = -(-4 * cache // (layers * layer_bytes))
         self.kv_bytes = sum(self.context_lens) * token_bytes
         self.flops = 4 * heads * head_dim * sum(n * (c - n) + n * (n + 1) // 2 for n, c in spans)
-        blocks = sets * sum(counts)
-        torch.manual_seed(0)
-        self.pool = torch.empty(
-            (blocks, layers, 2, block_size, kv_heads, head_dim), dtype=dtype, device=device
-        ).normal_()
-        ids = torch.randperm(blocks, dtype=torch.int32, device=device).split(counts * sets)
+        pool_shape = (sets * sum(counts), layers, 2, block_size, kv_heads, head_dim)
+        self.pool = torch.empty(pool_shape, dtype=dtype, device=device).normal_()
+        ids = torch.randperm(len(self.pool), dtype=torch.int32, device=device).split(counts * sets)
         tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
         self.places = list(itertools.product(range(layers), tables.split(len(counts))))
-        self.starts, self.lens = (
-            torch.tensor(lens, dtype=torch.int32, device=device)
-            for lens in ([0, *itertools.accumulate(self.query_lens)], self.context_lens)
-        )
+        ends = itertools.accumulate(self.query_lens, initial=0)
+        self.starts = torch.tensor([*ends], dtype=torch.int32, device=device)
+        self.lens = torch.tensor(self.context_lens, dtype=torch.int32, device=device)
         self.q = torch.randn(sum(self.query_lens), heads, head_dim, dtype=dtype, device=device)
 
     def attend(self, place: int) -> Tensor:
@@ -147,25 +135,24 @@ class _Paged:
         return float((self.attend(0)[-count:].float() - expected).norm() / expected.norm())
 
 
-def _measure(paged: _Paged, limits: dict[str, float], repeats: int) -> dict[str, Any]:
+def _measure(case: str, paged: _Paged, limits: dict[str, float], repeats: int) -> dict[str, Any]:
     error, ms = paged.relative_error(), _median_ms(paged, paged.attend, repeats)
-    least = {
-        "gemm": paged.flops / limits["gemm_TFLOPs"] / 1e9,
-        "copy": paged.kv_bytes / limits["copy_GBps"] / 1e6,
-    }
-    limited_by = max(least, key=lambda name: least[name])
+    gemm_ms = paged.flops / limits["gemm_TFLOPs"] / 1e9
+    copy_ms = paged.kv_bytes / limits["copy_GBps"] / 1e6
     dense_ms, context = None, set(paged.context_lens)
     is_plain = len(context) == 1 and (paged.is_decode or context == set(paged.query_lens))
     if torch.cuda.is_available() and is_plain:
         with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             dense_ms = _median_ms(paged, paged.attend_dense, repeats)
     return {
+        "kind": "decode" if paged.is_decode else "prefill",
+        "case": case,
         "ms": ms,
         "TFLOPs": paged.flops / ms / 1e9,
         "GBps": paged.kv_bytes / ms / 1e6,
-        "limited_by": limited_by,
-        "limit_ms": least[limited_by],
-        "ratio": least[limited_by] / ms,
+        "limited_by": "gemm" if gemm_ms > copy_ms else "copy",
+        "limit_ms": max(gemm_ms, copy_ms),
+        "ratio": max(gemm_ms, copy_ms) / ms,
         "relative_error": error,
         "cudnn_contiguous_ms": dense_ms,
     }

@@ -20,7 +20,7 @@ import numpy as np
 from tieredkv.bench import raw
 from tieredkv.config import DEFAULT_POLICIES, Settings
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.engine.loader import find_model
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
@@ -44,63 +44,60 @@ class Workload(NamedTuple):
     given: int
     made: int
 
-    @classmethod
-    def parse(cls, text: str) -> "Workload":
-        """Read `128x1024+256`: requests x input + output tokens."""
-        if match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text):
-            return cls(*map(int, match.groups()))
-        raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256")
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in and out, all requests."""
-        return self.requests * (self.given + self.made)
+def _parse(text: str) -> Workload:
+    """Read `128x1024+256`: requests x input + output tokens."""
+    if match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text):
+        return Workload(*map(int, match.groups()))
+    raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256")
+
+
+def _num_tokens(workload: Workload) -> int:
+    return workload.requests * (workload.given + workload.made)
 
 
 def run(settings: dict[str, Any], progress: Progress, **options: Any) -> Row:
     """Measure what the options of the command tell, demotion in an engine with little VRAM."""
     several = [Workload(1, context, options["tokens"] + 1) for context in options["contexts"]]
-    several += map(Workload.parse, options["workloads"])
-    evicting = [Workload.parse(text) for text in options["demotion"]]
+    several += map(_parse, filter(None, (options["workloads"] or "").split(",")))
+    evicting = _parse(options["demotion"]) if options["demotion"] else None
     found = find_model(settings["model"], dtype=settings.get("dtype"))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(found.dtype)}
     limits["h2d_GBps"] = raw.h2d_GBps()
     report = {"model": found.name, "dtype": found.dtype, "raw": limits, "rows": [], "problems": []}
-    bench, prefix = partial(_Bench, settings, found, report, progress), options["promotion"]
+    prefix, token_bytes = options["promotion"], found.kv_spec(16).token_bytes
+
+    def engine(device_tokens: int, host_tokens: int) -> "contextlib.closing[_Bench]":
+        gc.collect()  # the pool of the engine before
+        tokens = {"device_size": device_tokens, "host_size": host_tokens}
+        sizes = {name: max(MIN_TIER_BYTES, tokens[name] * token_bytes) for name in tokens}
+        told = {
+            "restore": "load",
+            **sizes,
+            **settings,
+            "policies": (*DEFAULT_POLICIES, DEVICE_ONLY),
+        }
+        core = EngineCore(Settings(**told), progress=progress)
+        return contextlib.closing(_Bench(core, report, progress))
+
     if several or prefix:
         decoding = prefix + NUM_DECODING * (DECODING_TOKENS + SPARE_TOKENS)
-        most = max([decoding, *(workload.num_tokens for workload in several)])
-        with contextlib.closing(bench(most * 5 // 4, 2 * prefix)) as engine:
-            engine.serving(several, options["repeats"])
+        with engine(max([decoding, *map(_num_tokens, several)]) * 5 // 4, 2 * prefix) as bench:
+            bench.serving(several, options["repeats"])
             if prefix:
-                engine.promotion(prefix, options["tokens"], options["repeats"])
-        del engine
-    for workload in evicting:
-        size = workload.num_tokens
-        with contextlib.closing(bench(size // 4, size)) as engine:
-            engine.demotion(workload, options["pairs"])
-        del engine
+                bench.promotion(prefix, options["tokens"], options["repeats"])
+        del bench
+    if evicting:
+        with engine(_num_tokens(evicting) // 4, _num_tokens(evicting)) as bench:
+            bench.demotion(evicting, options["pairs"])
     return report
 
 
 class _Bench:
     """One engine, its requests, when each of their tokens came, and what is measured with it."""
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        found: FoundModel,
-        report: Row,
-        progress: Progress,
-        device_tokens: int,
-        host_tokens: int,
-    ) -> None:
-        gc.collect()  # the pool of the engine before
-        tokens = {"device_size": device_tokens, "host_size": host_tokens}
-        size = found.kv_spec(16).token_bytes
-        sizes = {name: max(MIN_TIER_BYTES, count * size) for name, count in tokens.items()}
-        told = {**sizes, **settings, "policies": (*DEFAULT_POLICIES, DEVICE_ONLY)}
-        self.core = core = EngineCore(Settings(**told), progress=progress)
+    def __init__(self, core: EngineCore, report: Row, progress: Progress) -> None:
+        self.core = core
         self.close, self.report, self.progress = core.close, report, progress
         self.times: dict[str, list[float]] = {}
         self.unfinished: set[str] = set()
@@ -116,8 +113,8 @@ class _Bench:
         for done, workload in enumerate(workloads):
             self.progress("serving", done, len(workloads))
             self.serve("", Workload(min(4, workload.requests), workload.given, 4))  # warms up
-            part, repeats_here = ("throughput", repeats) if workload.requests > 1 else ("itl", 1)
-            self.add_median([self.serve(part, workload) for _ in range(repeats_here)])
+            part, times = ("throughput", repeats) if workload.requests > 1 else ("itl", 1)
+            self.add_median([self.serve(part, workload) for _ in range(times)])
         self.progress("serving", 1, 1)
 
     def demotion(self, workload: Workload, pairs: int) -> None:
@@ -130,13 +127,14 @@ class _Bench:
         self.progress("pairs", 1, 1)
         on, off = (self.add_median(several[1:]) for several in runs.values())
         self.report["demotion"] = {"pairs": pairs, "demoted_GBps": on["demoted_GBps"]}
-        for name, shown in (("wall_s", "throughput_ratio"), ("itl_p99_ms", "itl_p99_ratio")):
-            ratios = np.divide(off[f"{name}_all"], on[f"{name}_all"])
-            ratios = ratios if name == "wall_s" else 1 / ratios
-            draws = np.random.default_rng(0).choice(ratios, (10_000, pairs))
-            low, high = np.percentile(np.median(draws, axis=1), (2.5, 97.5)).tolist()
-            interval = {shown: statistics.median(ratios.tolist()), f"{shown}_95": [low, high]}
-            self.report["demotion"] |= interval
+        for shown, over, under in (
+            ("throughput_ratio", off["wall_s_all"], on["wall_s_all"]),
+            ("itl_p99_ratio", on["itl_p99_ms_all"], off["itl_p99_ms_all"]),
+        ):
+            ratios = np.divide(over, under)
+            draws = np.median(np.random.default_rng(0).choice(ratios, (10_000, pairs)), axis=1)
+            self.report["demotion"][shown] = float(np.median(ratios))
+            self.report["demotion"][f"{shown}_95"] = np.percentile(draws, (2.5, 97.5)).tolist()
 
     def promotion(self, num_tokens: int, num_gaps: int, repeats: int) -> None:
         """Cancel a request while its prefix loads; then let two load it while others decode."""
@@ -144,31 +142,31 @@ class _Bench:
         self.submit(prefix, 1)
         self.run()
         self.to_host()
-        held, before = self.blocks_used(), self.counter("promoted_host_blocks")
+        before = self.counts()
         self.submit([*prefix, *self.prompt(SUFFIX_TOKENS)], SPARE_TOKENS)
-        self.run(lambda: self.counter("promoted_host_blocks") > before)
+        self.run(lambda: self.since(before, "promoted_host_blocks") > 0)
         self.settle()
-        is_released = self.blocks_used() == held
+        is_released = self.counts()["held"] == before["held"]
         for done in range(repeats):
             self.progress("promotion", done, repeats)
             self.to_host()
-            before = self.counter("promoted_host_blocks")
+            before = self.counts()
+            two = [[*prefix, *self.prompt(SUFFIX_TOKENS)] for _ in range(2)]
             some = [self.prompt(DECODING_TOKENS) for _ in range(NUM_DECODING)]
             decoding = [self.submit(prompt, SPARE_TOKENS, DEVICE_ONLY.name) for prompt in some]
             began = self.run(partial(self.have, decoding, 0))
             came = self.run(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
-            two = [[*prefix, *self.prompt(SUFFIX_TOKENS)] for _ in range(2)]
             loading = [self.submit(prompt, 1) for prompt in two]
             ended = self.run(partial(self.have, loading, 0))
             quiet += self.gaps_ms(decoding, began, came)
             busy += self.gaps_ms(decoding, came, ended)
-            loaded.add(self.counter("promoted_host_blocks") - before)
+            loaded.add(self.since(before, "promoted_host_blocks"))
             waits_ms.append((min(self.times[name][0] for name in loading) - came) * 1e3)
         self.progress("promotion", 1, 1)
         spec, rows = self.core.kv_spec, [_itl(quiet), _itl(busy)]
         blocks, wait_ms = num_tokens // spec.block_size, statistics.median(waits_ms)
         limit_ms = blocks * spec.block_bytes / self.report["raw"]["h2d_GBps"] / 1e6
-        for name, row in zip(("quiet", f"beside {num_tokens} tokens"), rows, strict=True):
+        for row, name in zip(rows, ("quiet", f"beside {num_tokens} tokens"), strict=True):
             self.report["rows"].append({"part": "promotion", "requests": name, **row})
         self.report["promotion"] = {
             "itl_p99_ratio": rows[1]["itl_p99_ms"] / rows[0]["itl_p99_ms"],
@@ -190,12 +188,10 @@ class _Bench:
         self.core.evict()
         requests, given, made = workload
         prompts = [self.prompt(given) for _ in range(requests)]
-        names = ("demoted_host_blocks", "allocation_waits")
-        before = [self.counter(name) for name in names]
-        start = time.perf_counter()
+        before, start = self.counts(), time.perf_counter()
         ids = [self.submit(prompt, made, retention) for prompt in prompts]
         wall_s = self.run() - start
-        demoted, waits = (self.counter(n) - was for n, was in zip(names, before, strict=True))
+        moved = self.since(before, "demoted_host_blocks") * self.core.kv_spec.block_bytes
         shape, spec, limits = self.core.model.shape, self.core.kv_spec, self.report["raw"]
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * given * (given + 1) // 2
         flops += 2 * self.num_body * given
@@ -214,8 +210,8 @@ class _Bench:
             "wall_s": wall_s,
             "limit_ms": limit_ms,
             "ratio": limit_ms / timed_ms,
-            "demoted_GBps": demoted * spec.block_bytes / wall_s / 1e9,
-            "allocation_waits": waits,
+            "demoted_GBps": moved / wall_s / 1e9,
+            "allocation_waits": self.since(before, "allocation_waits"),
         }
 
     def add_median(self, several: list[Row]) -> Row:
@@ -233,13 +229,11 @@ class _Bench:
 
     def submit(self, prompt: list[int], max_tokens: int, retention: str | None = None) -> str:
         """Queue a request whose answer has exactly so many tokens."""
-        name, told = (
-            f"bench-{len(self.times)}",
-            {"prompt_token_ids": prompt, "retention": retention},
-        )
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        name = f"bench-{len(self.times)}"
         self.times[name] = []
-        self.core.add_request(EngineRequest(request_id=name, params=params, **told))
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        asked: Row = {"request_id": name, "prompt_token_ids": prompt, "retention": retention}
+        self.core.add_request(EngineRequest(**asked, params=params))
         self.unfinished.add(name)
         return name
 
@@ -282,15 +276,14 @@ class _Bench:
         pairs = (pair for name in ids for pair in itertools.pairwise(self.times[name]))
         return [(late - early) * 1e3 for early, late in pairs if start < late <= end]
 
-    def counter(self, name: str) -> int:
-        """Return one of the cache's counters."""
-        counters: Any = self.core.tier_stats()["counters"]
-        return int(counters[name])
+    def counts(self) -> Row:
+        """Return the cache's counters, and what requests and copies hold in each RAM tier."""
+        stats: Row = self.core.tier_stats()
+        return {**stats["counters"], "held": [stats[t]["blocks_used"] for t in ("device", "host")]}
 
-    def blocks_used(self) -> list[int]:
-        """Return how many blocks requests and copies hold in each RAM tier."""
-        stats: Any = self.core.tier_stats()
-        return [stats[tier]["blocks_used"] for tier in (Tier.DEVICE, Tier.HOST)]
+    def since(self, before: Row, counter: str) -> int:
+        """Return how much a counter has grown."""
+        return int(self.counts()[counter] - before[counter])
 
 
 def _itl(gaps_ms: list[float]) -> Row:

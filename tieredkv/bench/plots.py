@@ -1,7 +1,6 @@
 """Pictures of reports. It knows matplotlib, which is optional, and no bench."""
 
 import importlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,10 @@ def check(path: Path | None) -> None:
 
 
 def draw(
-    path: Path, rows: Sequence[Mapping[str, Any]], by: str, x: str, y: str, limits: dict[str, float]
+    path: Path, rows: list[dict[str, Any]], names: tuple[str, str, str], limits: dict[str, float]
 ) -> None:
-    """Draw a line over `x` for each value of `by`, numbers on log axes; limits are dashed."""
+    """Draw a line for each value of a column; two others are x and y, on log axes if numbers."""
+    by, x, y = names
     figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
     axes, rows = figure.subplots(), [row for row in rows if row.get(y) is not None]
     ticks = list(dict.fromkeys(row[x] for row in rows))

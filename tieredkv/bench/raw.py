@@ -5,8 +5,10 @@ import mmap
 import os
 import platform
 import random
+import shlex
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -58,8 +60,9 @@ def commit() -> str:
     return f"v{tieredkv.__version__}"
 
 
-def head(command: str, commit_told: str | None) -> dict[str, Any]:
+def head(commit_told: str | None) -> dict[str, Any]:
     """Return what a report begins with."""
+    command = shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
 
 

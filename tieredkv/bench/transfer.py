@@ -31,10 +31,7 @@ SINGLE_COPIES = 50
 
 def run(progress: Progress, *, block_size_bytes: str, total: str, repeats: int) -> dict[str, Any]:
     """Measure each block size in each direction; a row holds medians of the repeats."""
-    sizes, total_bytes = (
-        [parse_bytes(text) for text in block_size_bytes.split(",")],
-        parse_bytes(total),
-    )
+    sizes, total_bytes = list(map(parse_bytes, block_size_bytes.split(","))), parse_bytes(total)
     if min(sizes) < 1 or total_bytes < 2 * max(sizes):
         raise ConfigError(f"`total` = `{total}` must hold two blocks of each size")
     rows: list[dict[str, Any]] = []
@@ -44,11 +41,9 @@ def run(progress: Progress, *, block_size_bytes: str, total: str, repeats: int) 
             memories = _Memories(total_bytes // size, size, stack)
             rows += [_measure(memories, direction, repeats) for direction in DIRECTIONS]
     progress("measuring", 1, 1)
-    limits = {
-        name: max(r["raw_GBps"] for r in rows if r["direction"] == name) for name in DIRECTIONS
-    }
-    bad = [f"{r['direction']}, {r['block_bytes']} bytes" for r in rows if not r["bytes_equal"]]
-    return {"raw": limits, "rows": rows, "problems": [f"the bytes differ: {row}" for row in bad]}
+    limits = {row["direction"]: row["raw_GBps"] for row in rows}
+    problems = [f"the bytes differ: {row}" for row in rows if not row["bytes_equal"]]
+    return {"raw": limits, "rows": rows, "problems": problems}
 
 
 class _Memories:

@@ -34,48 +34,38 @@ def _measure(
 
     plots.check(plot)
     run = importlib.import_module(f"tieredkv.bench.{name}").run
-    report = raw.head(_command(), commit) | run(*arguments, terminal_progress(), **options)
+    report = raw.head(commit) | run(*arguments, terminal_progress(), **options)
     rows, hardware = report["rows"], report["hardware"]
     names = list(dict.fromkeys(key for row in rows for key in row if not key.endswith("_all")))
     cells = [{key.replace("_", " "): _cell(row.get(key)) for key in names} for row in rows]
     print_table(cells, numbers=len(names) - 2)
-    click.echo(f"measured on {hardware['gpu'] or 'cpu: ' + hardware['cpu']}")
+    click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
     for title in ("raw", "promotion", "demotion"):
-        told = [
-            f"{key.replace('_', ' ')} {_cell(value)}"
-            for key, value in report.get(title, {}).items()
-        ]
-        if told:
+        if title in report:
             click.echo(
-                f"{'raw limits of this run' if title == 'raw' else title}: {', '.join(told)}"
+                f"{'raw limits of this run' if title == 'raw' else title}: {_cell(report[title])}"
             )
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
         y, limits = ("GBps", report["raw"]) if name == "transfer" else ("ratio", {"": 1.0})
-        plots.draw(plot, rows, *names[:2], y, limits)
+        plots.draw(plot, rows, (names[0], names[1], y), limits)
     if as_json:
         print_json(report)
     return 1 if report["problems"] else 0
 
 
-def _command() -> str:
-    return shlex.join(["tieredkv", *sys.argv[1:]])
-
-
-def _cell(value: object) -> str:
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_cell(value[key])}" for key in value)
     if isinstance(value, list):
         return " to ".join(map(_cell, value))
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _texts(_context: object, _option: object, text: str | None) -> list[str]:
-    return text.split(",") if text else []
-
-
 def _lengths(_context: object, _option: object, text: str | None) -> list[int]:
     try:
-        return [int(part) for part in _texts(_context, _option, text)]
+        return [int(part) for part in (text or "").split(",") if part]
     except ValueError:
         raise click.BadParameter(f"'{text}' is not a list of lengths such as 512,2048.") from None
 
@@ -132,11 +122,14 @@ def ttft(
         | ({"config": config_path} if config_path else {}),
     )
     report = run_ttft.run(
-        spec, command=_command(), disk_dir=Path(disk_dir) if disk_dir else None, commit=commit
+        spec,
+        command=shlex.join(["tieredkv", *sys.argv[1:]]),
+        disk_dir=Path(disk_dir) if disk_dir else None,
+        commit=commit,
     )
     if plot is not None:
         rows = [{**row, "TTFT_p50_ms": row["ttft_ms"]["p50"]} for row in report["rows"]]
-        plots.draw(plot, rows, "arm", "prefix_tokens", "TTFT_p50_ms", {})
+        plots.draw(plot, rows, ("arm", "prefix_tokens", "TTFT_p50_ms"), {})
     return show_ttft(report, as_json=as_json)
 
 
@@ -186,14 +179,12 @@ def attention(**options: Any) -> int:
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
 @click.option("--contexts", callback=_lengths, help="ITL of one request, e.g. 1024,32768.")
 @click.option("--tokens", type=POSITIVE, default=200, show_default=True, help="Gaps behind an ITL.")
-@click.option("--workloads", callback=_texts, help="Throughput, e.g. 128x1024+256,32x8192+128.")
+@click.option("--workloads", help="Throughput, e.g. 128x1024+256,32x8192+128.")
 @click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Runs of a workload.")
-@click.option(
-    "--demotion", callback=_texts, help="Workload that evicts all the time, e.g. 64x2048+64."
-)
+@click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
 @click.option("--pairs", type=POSITIVE, default=7, show_default=True, help="Demotion on and off.")
 @click.option("--promotion", type=int, default=0, help="Tokens that come up, e.g. 32768.")
-@settings_options("model", "cache", "scheduler", without=("seed", "default_retention"))
+@settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 @report_options
 def decode(**options: Any) -> int:
     """Measure the time between tokens (ITL), throughput, and what moving blocks costs both.
@@ -214,11 +205,11 @@ def decode(**options: Any) -> int:
       tieredkv bench decode --model tiny-random --contexts 1024 --demotion 32x1024+16
     """
     told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
-    loaded = settings_of(told, config_path=options.pop("config_path"))
-    given = {name for name, source in loaded.sources.items() if source != "default"}
+    settings, sources = settings_of(told, config_path=options.pop("config_path"))
+    given = {name for name in Settings.__slots__ if sources.get(name, "default") != "default"}
     if not any(options[name] for name in ("contexts", "workloads", "demotion", "promotion")):
-        options |= {"contexts": [1024, 4096], "workloads": ["16x512+64"]}
-    return _measure("decode", {name: getattr(loaded.settings, name) for name in given}, **options)
+        options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
+    return _measure("decode", {name: getattr(settings, name) for name in given}, **options)
 
 
 def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
