@@ -2,13 +2,11 @@
 
 The op finds its metadata in an `AttentionContext` by an integer handle, so that CUDA graphs and
 `torch.compile` see tensors and ints only. A forward pass holds all tokens of a step in one
-sequence: the decode rows (one token each) first, then the chunks of the prefill rows. The module
-knows neither requests nor where blocks come from.
+sequence. The module knows neither requests nor where blocks come from.
 """
 
 import itertools
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,37 +15,25 @@ from transformers import AttentionInterface
 
 from tieredkv.errors import ModelError
 from tieredkv.kernels import launch
+from tieredkv.kernels.partition import Batch
 
 ATTENTION_NAME = "tieredkv"
 CONTEXT_ARGUMENT = "paged_context"
 """The keyword under which a forward pass carries its context's handle to the attention layers."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """Where the tokens of one step stand; the tensors live on the device.
+    """Where the tokens of one step stand.
 
     Attributes:
-        slot_mapping: [num_tokens] int64; -1 for a token whose keys and values are not written.
-        num_decodes: the first so many tokens are decode rows.
-        decode_block_tables: [num_decodes, max_blocks] int32.
-        decode_context_lens: [num_decodes] int32, the token itself included.
-        max_decode_context_len: no decode row's context is longer.
-        prefill_block_tables: [num_prefills, max_blocks] int32.
-        prefill_context_lens: [num_prefills] int32, the chunk included.
-        query_start_lens: [num_prefills + 1] int32, from 0 at the first prefill token.
-        spans: chunk and context lengths of the prefill rows, as the host knows them.
+        slot_mapping: [num_tokens] on the device; -1 for a token whose keys and values are not
+            written.
+        batch: their requests, contexts, and how attention's work is shared out.
     """
 
     slot_mapping: Tensor
-    num_decodes: int
-    decode_block_tables: Tensor
-    decode_context_lens: Tensor
-    max_decode_context_len: int
-    prefill_block_tables: Tensor
-    prefill_context_lens: Tensor
-    query_start_lens: Tensor
-    spans: Sequence[launch.Span]
+    batch: Batch
 
 
 class AttentionContext:
@@ -70,39 +56,11 @@ class AttentionContext:
         launch.store_kv(key, value, self.k_caches[layer], self.v_caches[layer], step.slot_mapping)
 
     def attend(self, query: Tensor, scale: float, layer: int) -> Tensor:
-        """Attend the step's decode and prefill rows to the pool, which has their own keys too."""
+        """Attend the step's queries to the pool, which has their own keys too."""
         step = self.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
         k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
-        outputs = []
-        if step.num_decodes:
-            outputs.append(
-                launch.paged_decode_attention(
-                    query[: step.num_decodes],
-                    k_cache,
-                    v_cache,
-                    step.decode_block_tables,
-                    step.decode_context_lens,
-                    scale,
-                    step.max_decode_context_len,
-                )
-            )
-        if step.spans:
-            outputs.append(
-                launch.paged_prefill_attention(
-                    query[step.num_decodes :],
-                    k_cache,
-                    v_cache,
-                    step.prefill_block_tables,
-                    step.query_start_lens,
-                    step.prefill_context_lens,
-                    scale,
-                    max(span.query_len for span in step.spans),
-                    max(span.context_len for span in step.spans),
-                    spans=step.spans,
-                )
-            )
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)
 
 
 _handles = itertools.count(1)

@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -26,8 +27,8 @@ from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
-from tieredkv.engine.request import Request, check_prompt_length
-from tieredkv.engine.sampler import Sampler, SamplerState
+from tieredkv.engine.request import Phase, Request, check_prompt_length
+from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
@@ -47,6 +48,16 @@ TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
 TOUCH_AGAIN_S = 10.0
 CPU_DEVICE_BYTES = 256 << 20
+
+
+@dataclass(slots=True)
+class _Launched:
+    """A step on the device whose tokens the host has not seen yet; `rows` are those with one."""
+
+    rows: list[ScheduledRow]
+    sampling: Sampling
+    logits: torch.Tensor
+    may_run_ahead: bool
 
 
 class EngineCore:
@@ -70,6 +81,7 @@ class EngineCore:
         self._wake = threading.Event()
         self._requests: dict[str, Request] = {}
         self._outputs: list[TokenOutput] = []
+        self._launched: _Launched | None = None
         self._described: set[BlockHash] = set()
         self._seeds = random.Random(settings.seed)
         self._is_closed = False
@@ -99,7 +111,19 @@ class EngineCore:
         )
         num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
         self._pool = make_kv_pool(spec, num_blocks, device)
-        self._runner = ModelRunner(self.model, self._pool, spec)
+        max_model_len = min(
+            settings.max_model_len or self.model.max_model_len,
+            self.model.max_model_len,
+            num_blocks * spec.block_size,
+        )
+        self._runner = ModelRunner(
+            self.model,
+            self._pool,
+            spec,
+            max_num_seqs=settings.max_num_seqs,
+            max_num_batched_tokens=num_batched_tokens,
+            max_context_len=max_model_len,
+        )
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
         if device.type == "cuda":
@@ -136,11 +160,6 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._sampler = Sampler()
-        max_model_len = min(
-            settings.max_model_len or self.model.max_model_len,
-            self.model.max_model_len,
-            num_blocks * spec.block_size,
-        )
         self._runner.warm_up(
             max_num_batched_tokens=num_batched_tokens,
             max_context_len=max_model_len,
@@ -198,6 +217,7 @@ class EngineCore:
                 eos_token_ids=self.model.eos_token_ids,
                 prompt_token_ids=token_ids,
             ),
+            max_output_tokens=min(request.params.max_tokens, info.max_model_len - len(token_ids)),
         )
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
@@ -217,7 +237,8 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a `step` could do something: requests, or blocks on the move."""
-        return bool(self._requests) or bool(self._outputs) or not self.cache.is_idle
+        is_busy = bool(self._requests or self._outputs) or self._launched is not None
+        return is_busy or not self.cache.is_idle
 
     @property
     def num_unfinished_requests(self) -> int:
@@ -225,23 +246,29 @@ class EngineCore:
         return len(self._requests)
 
     def step(self) -> list[TokenOutput]:
-        """Run one step and return what it made; may be empty while requests wait for bytes."""
+        """Issue one step, then return what the step before it made.
+
+        The device computes the one while the host takes in the other. May return nothing, after
+        the first step or while requests wait for bytes.
+        """
         self.cache.poll()
         self._answer_control()
-        scheduled = self.scheduler.schedule()
-        if scheduled:
-            logits = self._runner.execute([row.row for row in scheduled])
-            for row in scheduled:
-                self.scheduler.complete(row)
-            self._sample([row for row in scheduled if row.row.needs_logits], logits)
+        if self._launched is not None and (
+            not self._launched.may_run_ahead or self.scheduler.is_short or self.on_logits
+        ):
+            self._collect()
+        scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
+        launched = self._launch(scheduled) if scheduled else None
+        self._collect()
+        self._launched = launched
         self.cache.pump()
-        self._is_stalled = not scheduled
+        self._is_stalled = not scheduled and not self.scheduler.is_short
         outputs, self._outputs = self._outputs, []
         return outputs
 
     def wait(self, timeout_s: float) -> None:
         """Return when something may have changed: a wake, a copy that arrived, or the timeout."""
-        if not self._is_stalled and self._requests:
+        if self._launched is not None or (not self._is_stalled and self._requests):
             return
         transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
@@ -397,21 +424,43 @@ class EngineCore:
             },
         )
 
-    def _sample(self, rows: list[ScheduledRow], logits: torch.Tensor) -> None:
-        """Give every row whose logits are here its next token."""
-        if not rows:
-            return
-        sampled = self._sampler.sample(logits, [row.request.sampler for row in rows])
-        for index, (row, token) in enumerate(zip(rows, sampled, strict=True)):
+    def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
+        """Issue a step, and do what does not need its tokens while the device computes it."""
+        output = self._runner.execute([row.row for row in scheduled])
+        rows = [row for row in scheduled if row.row.needs_logits]
+        launched = None
+        if rows:
+            states = [row.request.sampler for row in rows]
+            sampling = self._sampler.sample(output.logits, states, output.tokens)
+            if sampling.token_ids is not output.tokens:
+                self._runner.keep_tokens(output, sampling.token_ids)
+            may_run_ahead = not any(state.needs_history for state in states)
+            launched = _Launched(rows, sampling, output.logits, may_run_ahead)
+        for row in scheduled:
+            self.scheduler.complete(row)
+        for row in rows:
             request = row.request
-            if self.on_logits is not None:
-                self.on_logits(request.request_id, logits[index])
-            is_first = request.usage is None
-            if is_first:
+            if request.usage is None:
                 num_recomputed = 1 if row.row.write_from > row.start else 0
                 request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
             if not request.touched_at:
                 self._touch(request)
+        return launched
+
+    def _collect(self) -> None:
+        """Take in the tokens of the step that was issued before, if there is one."""
+        launched, self._launched = self._launched, None
+        if launched is None:
+            return
+        for index, (row, token) in enumerate(
+            zip(launched.rows, launched.sampling.tokens(), strict=True)
+        ):
+            request = row.request
+            if request.phase is Phase.FINISHED:  # before its next token, which ran ahead, was seen
+                continue
+            if self.on_logits is not None:
+                self.on_logits(request.request_id, launched.logits[index])
+            is_first = not request.output_ids
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
@@ -444,10 +493,7 @@ class EngineCore:
             and token_id in request.sampler.end_token_ids
         ):
             return "stop"
-        is_long = len(request.output_ids) >= params.max_tokens
-        if is_long or request.num_tokens >= self.info.max_model_len:
-            return "length"
-        return None
+        return "length" if len(request.output_ids) >= request.max_output_tokens else None
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]

@@ -36,6 +36,7 @@ from tieredkv.engine.fingerprint import (
     files_fingerprint,
     parameters_fingerprint,
 )
+from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.shapes import KNOWN_SHAPES
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.errors import ModelError
@@ -125,12 +126,14 @@ class LoadedModel(FoundModel):
         tokenizer: its tokenizer.
         fingerprint: digest of config and weights, 32 bytes.
         eos_token_ids: tokens that end an answer, all of them in the vocabulary.
+        fused: the same weights in fewer and larger steps, None for a family without.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprint: bytes
     eos_token_ids: frozenset[int]
+    fused: FusedModel | None
 
 
 def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> FoundModel:
@@ -433,6 +436,7 @@ def _finish(
         tokenizer=tokenizer,
         fingerprint=fingerprint,
         eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < found.vocab_size),
+        fused=FusedModel.from_model(model, found.config),
     )
 
 

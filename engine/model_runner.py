@@ -8,54 +8,34 @@ import logging
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tieredkv.engine.attention import CONTEXT_ARGUMENT, AttentionContext, StepMetadata
 from tieredkv.engine.loader import LoadedModel
+from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
 from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 from tieredkv.errors import ConfigError, ModelError
-from tieredkv.kernels.launch import Span
+from tieredkv.kernels import prefill_dense
+from tieredkv.kernels.partition import Batch, Heads
 from tieredkv.types import KVSpec
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT_BYTES = 16
+DECODE_SIZES = (1, 2, 4, 8, *range(16, 64, 8), *range(64, 257, 16))
+"""Rows of the captured steps in which every row has one token."""
+
+MIXED_SIZES = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of the captured steps in which some row has more."""
+
 _MAX_PAGING_ERROR = 0.1
 """Of the logits' spread: far above what rounding does in bfloat16, far below a wrong context."""
 
-_SLACK_BYTES = 256 << 20
-"""Kept free beside the measured peak, for fragments and what libraries allocate later."""
-
-
-@dataclass(frozen=True, slots=True)
-class BatchRow:
-    """One request's share of a step.
-
-    Attributes:
-        token_ids: the tokens of positions [start, start + len); `array("i")` is read fastest.
-        start: position of the first of them; everything before it is in the cache.
-        block_table: ids of the blocks that hold positions from 0 on, as far as the last token or
-            further; `array("i")` is read fastest.
-        write_from: keys and values of positions below it are there already and are not written.
-        needs_logits: give logits of the last token.
-        all_logits: give logits of every token.
-    """
-
-    token_ids: Sequence[int]
-    start: int
-    block_table: Sequence[int]
-    write_from: int = 0
-    needs_logits: bool = True
-    all_logits: bool = False
-
-    @property
-    def context_len(self) -> int:
-        """Tokens that the last of the row's tokens sees, itself included."""
-        return self.start + len(self.token_ids)
+_SLACK_BYTES = 1 << 30
+"""Kept free beside the measured peak: for CUDA graphs, and what libraries allocate later."""
 
 
 def make_kv_pool(kv_spec: KVSpec, num_blocks: int, device: torch.device) -> Tensor:
@@ -76,132 +56,168 @@ def make_kv_pool(kv_spec: KVSpec, num_blocks: int, device: torch.device) -> Tens
     )
 
 
+class StepOutput(NamedTuple):
+    """What a step gives, in the order of its rows; valid until the next step is issued.
+
+    Attributes:
+        logits: [num_logits, vocab_size] float32 on the device: one for a row with `needs_logits`,
+            one per token for a row with `all_logits`, none for others.
+        tokens: [num_logits] int64 on the device, the most likely token of each.
+        targets: [num_logits] int64 on the device, the slots that the tokens go to.
+    """
+
+    logits: Tensor
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A captured step."""
+
+    graph: torch.cuda.CUDAGraph
+    output: StepOutput
+
+
 class ModelRunner:
     """Forward passes of one model over one pool; one thread calls it.
 
     The pool belongs to the caller. Steps are issued in order on the current stream, and nothing
-    waits for the device, except for the upload of the step before.
+    waits for the device, except for the upload of the step before. After `warm_up`, small steps
+    are replayed from CUDA graphs.
+
+    Args:
+        loaded: the model.
+        kv_pool: see `make_kv_pool`.
+        kv_spec: of the pool.
+        max_num_seqs: rows of the largest step, and slots.
+        max_num_batched_tokens: tokens of the largest step.
+        max_context_len: the longest context; the model's own if None.
     """
 
-    def __init__(self, loaded: LoadedModel, kv_pool: Tensor, kv_spec: KVSpec) -> None:
-        self._loaded = loaded
-        self._kv_spec = kv_spec
-        self._device = loaded.device
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        kv_pool: Tensor,
+        kv_spec: KVSpec,
+        *,
+        max_num_seqs: int = 64,
+        max_num_batched_tokens: int = 2048,
+        max_context_len: int | None = None,
+    ) -> None:
+        self._loaded, self._kv_spec = loaded, kv_spec
         self._block_size = kv_spec.block_size
+        self._max_context_len = max_context_len or loaded.max_model_len
+        self._max_num_seqs = max_num_seqs
         self._context = AttentionContext(kv_pool)
-        self._upload = _Upload(self._device)
+        self._heads = Heads(
+            loaded.shape.num_heads,
+            loaded.shape.num_kv_heads,
+            loaded.shape.head_dim,
+            getattr(torch, loaded.dtype),
+            loaded.device,
+        )
+        max_blocks = -(-self._max_context_len // self._block_size)
+        self._tables = BlockTables(max_num_seqs, max_blocks, loaded.device)
+        limits = {
+            "max_rows": max_num_seqs,
+            "vocab_size": loaded.vocab_size,
+            "spare_slot": max_num_seqs,
+            "spare_cell": self._tables.spare_cell,
+        }
+        max_tokens = max(max_num_batched_tokens, max_num_seqs)
+        self._buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
+        max_tokens = min(max_tokens, max(MIXED_SIZES[-1], max_num_seqs))
+        self._graph_buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
+        self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
 
     @torch.inference_mode()
-    def execute(self, rows: Sequence[BatchRow]) -> Tensor:
+    def execute(self, rows: Sequence[BatchRow]) -> StepOutput:
         """Compute the rows' tokens, write their keys and values, and give the logits asked for.
 
-        Rows of one token go through decode attention, others through prefill attention; rows may
-        come in any order and mix.
+        The most likely tokens are also kept on the device, where the next step may take them from
+        before the host has seen them (`pending`).
 
         Args:
-            rows: at least one, each with at least one token.
-
-        Returns:
-            [num_logits, vocab_size] float32 on the device, in the order of the rows: one for a row
-            with `needs_logits`, one per token for a row with `all_logits`, none for others.
+            rows: at least one, each with at least one token; they may come in any order and mix.
         """
-        tokens, positions, kept, step = self._prepare(rows)
-        self._context.step = step
+        layout = Layout(rows, self._heads, self._max_num_seqs)
+        num_tokens, num_kept = layout.num_tokens, len(layout.kept)
+        changes = self._tables.update(rows, self._block_size)
+        graph, buffers = None, self._buffers
+        key = self._graph_key(layout)
+        if key is not None and num_kept <= min(key[0], self._max_num_seqs):
+            graph, buffers = self._graphs[key], self._graph_buffers
+            num_tokens, num_kept = key[0], graph.output.logits.shape[0]
+        buffers.fill(
+            rows,
+            layout,
+            changes,
+            num_tokens=num_tokens,
+            num_kept=num_kept,
+            block_size=self._block_size,
+        )
+        if graph is not None:
+            graph.graph.replay()
+            return StepOutput(*(part[: len(layout.kept)] for part in graph.output))
+        shares = layout.shares
+        batch = Batch(
+            self._tables.tensor,
+            layout.spans,
+            shares.dense,
+            buffers.narrow if shares.narrow else None,
+            buffers.wide if shares.wide else None,
+        )
+        return self._forward(buffers, num_tokens, num_kept, batch)
+
+    def keep_tokens(self, output: StepOutput, tokens: Tensor) -> None:
+        """Let the next step see these tokens instead of the most likely ones; before it is issued.
+
+        Args:
+            output: of the last step.
+            tokens: [num_logits] int64 on the device.
+        """
+        self._sampled[output.targets] = tokens
+
+    def _forward(
+        self, buffers: StepBuffers, num_tokens: int, num_kept: int, batch: Batch
+    ) -> StepOutput:
+        """Run the model on what lies in the buffers."""
+        self._tables.tensor.view(-1)[buffers.cells] = buffers.block_ids
+        ids, kept = buffers.token_ids[:num_tokens], buffers.kept[:num_kept]
+        tokens = torch.where(ids < 0, self._sampled[buffers.sources[:num_tokens]], ids)
+        positions = buffers.positions[:num_tokens]
+        self._context.step = StepMetadata(buffers.slots[:num_tokens], batch)
         try:
-            output = self._loaded.model(
-                input_ids=tokens[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=kept,
-                **{CONTEXT_ARGUMENT: self._context.handle},
-            )
+            if self._loaded.fused is not None:
+                logits = self._loaded.fused.forward(tokens, positions, kept, self._context)
+            else:
+                logits = self._loaded.model(
+                    input_ids=tokens[None],
+                    position_ids=positions[None],
+                    use_cache=False,
+                    logits_to_keep=kept,
+                    **{CONTEXT_ARGUMENT: self._context.handle},
+                ).logits[0]
         finally:
             self._context.step = None
-        logits: Tensor = output.logits[0]
-        return logits.float()
+        logits = logits.float()
+        most_likely = logits.argmax(-1)
+        targets = buffers.targets[:num_kept]
+        self._sampled[targets] = most_likely
+        return StepOutput(logits, most_likely, targets)
 
-    def _prepare(self, rows: Sequence[BatchRow]) -> tuple[Tensor, Tensor, Tensor, StepMetadata]:
-        """Lay a step out, decode rows first, and upload it in one copy.
-
-        Returns:
-            Token ids and positions [num_tokens], the indices of the tokens whose logits are wanted,
-            and where everything stands in the cache.
-        """
-        for row in rows:
-            assert len(row.token_ids) > 0, "a row without tokens"
-            assert len(row.block_table) * self._block_size >= row.context_len, (
-                f"{len(row.block_table)} blocks for {row.context_len} tokens"
-            )
-        decodes = [row for row in rows if len(row.token_ids) == 1]
-        prefills = [row for row in rows if len(row.token_ids) > 1]
-        decode_tables, decode_lens = self._tables(decodes)
-        prefill_tables, prefill_lens = self._tables(prefills)
-        lengths = np.array([len(row.token_ids) for row in prefills], dtype=np.int32)
-        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-        tokens, positions, slots = self._flatten(decodes, prefills, decode_tables, prefill_tables)
-        assert 0 <= tokens.min() <= tokens.max() < self._loaded.vocab_size, "unknown token ids"
-        uploaded = self._upload(
-            tokens,
-            positions,
-            slots,
-            _kept_indices(rows, len(decodes), starts),
-            decode_tables,
-            decode_lens,
-            prefill_tables,
-            prefill_lens,
-            starts,
-        )
-        step = StepMetadata(
-            slot_mapping=uploaded[2],
-            num_decodes=len(decodes),
-            decode_block_tables=uploaded[4],
-            decode_context_lens=uploaded[5],
-            max_decode_context_len=int(decode_lens.max(initial=0)),
-            prefill_block_tables=uploaded[6],
-            prefill_context_lens=uploaded[7],
-            query_start_lens=uploaded[8],
-            spans=[Span(len(row.token_ids), row.context_len) for row in prefills],
-        )
-        return uploaded[0], uploaded[1], uploaded[3], step
-
-    def _tables(self, rows: Sequence[BatchRow]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Pad the rows' block tables to one width; the padding is never read."""
-        lens = np.array([row.context_len for row in rows], dtype=np.int32)
-        widths = -(-lens // self._block_size)
-        tables = np.zeros((len(rows), int(widths.max(initial=1))), dtype=np.int32)
-        for table, row, width in zip(tables, rows, widths.tolist(), strict=True):
-            table[:width] = row.block_table[:width]
-        return tables, lens
-
-    def _flatten(
-        self,
-        decodes: Sequence[BatchRow],
-        prefills: Sequence[BatchRow],
-        decode_tables: NDArray[np.int32],
-        prefill_tables: NDArray[np.int32],
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Give token ids, positions and slots of all tokens; decode rows without a loop each."""
-        starts = np.array([row.start for row in decodes], dtype=np.int64)
-        write_from = np.array([row.write_from for row in decodes], dtype=np.int64)
-        blocks = decode_tables[np.arange(len(decodes)), starts // self._block_size]
-        tokens = [np.array([row.token_ids[0] for row in decodes], dtype=np.int64)]
-        positions = [starts]
-        slots = [self._slots(blocks, starts, write_from)]
-        for row, table in zip(prefills, prefill_tables, strict=True):
-            at = np.arange(row.start, row.context_len, dtype=np.int64)
-            tokens.append(np.asarray(row.token_ids, dtype=np.int64))
-            positions.append(at)
-            slots.append(self._slots(table[at // self._block_size], at, row.write_from))
-        return np.concatenate(tokens), np.concatenate(positions), np.concatenate(slots)
-
-    def _slots(
-        self,
-        blocks: NDArray[np.int32],
-        positions: NDArray[np.int64],
-        write_from: NDArray[np.int64] | int,
-    ) -> NDArray[np.int64]:
-        slots = blocks.astype(np.int64) * self._block_size + positions % self._block_size
-        return np.where(positions < write_from, -1, slots)
+    def _graph_key(self, layout: Layout) -> tuple[int, bool] | None:
+        """Find the smallest graph that holds a step: its tokens, and whether it has chunks."""
+        if not self._graphs or layout.shares.dense or layout.num_tokens > MIXED_SIZES[-1]:
+            return None
+        is_mixed = bool(layout.shares.wide)
+        sizes = MIXED_SIZES if is_mixed else DECODE_SIZES
+        for size in sizes:
+            if size >= layout.num_tokens:
+                return (size, is_mixed) if (size, is_mixed) in self._graphs else None
+        return None
 
     def warm_up(
         self,
@@ -210,7 +226,7 @@ class ModelRunner:
         max_context_len: int,
         progress: Callable[[str, float], None] | None = None,
     ) -> None:
-        """Compile and load what a first request would wait for; writes nothing to the pool.
+        """Compile, plan and capture what a request would wait for; writes nothing to the pool.
 
         Args:
             max_num_batched_tokens: tokens of the largest step.
@@ -222,23 +238,41 @@ class ModelRunner:
         """
         if self._loaded.config.model_type not in TESTED_MODEL_TYPES:
             check_paging(self._loaded, self._kv_spec)
+        report = progress or (lambda _what, _share: None)
         chunk = min(max_num_batched_tokens, max_context_len)
-        far = max_context_len - 1
-        steps = [[self.idle_row(2, 0), self.idle_row(1, 0)]]
-        if self._device.type == "cuda":
-            steps += [[self.idle_row(1, start)] for start in {min(n, far) for n in (15, 1023, far)}]
-            steps += [[self.idle_row(1, min(100, far))] * n for n in (2, 16, 64)]
-            sizes = {min(1 << n, chunk) for n in range(4, 17)} - {1}
-            steps += [[self.idle_row(size, 0)] for size in sizes]
-            steps += [[self.idle_row(size, max_context_len - size)] for size in sizes]
-        for i, step in enumerate(steps):
-            if progress is not None:
-                progress("warming up", i / len(steps))
-            self.execute(step)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        if progress is not None:
-            progress("warming up", 1.0)
+        self.execute([self.idle_row(min(2, chunk), 0), self.idle_row(1, 0)])
+        if self._loaded.device.type == "cuda":
+            if prefill_dense.is_available(self._heads):
+                limits = {"max_query_len": chunk, "max_context_len": max_context_len}
+                for share in prefill_dense.warm_up(self._heads, **limits):
+                    report("planning attention", share)
+            sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
+            for index, size in enumerate(sizes):
+                report("warming up", index / len(sizes))
+                self.execute([self.idle_row(size, max_context_len - size)])
+            self._capture(report)
+            torch.cuda.synchronize(self._loaded.device)
+        report("warming up", 1.0)
+
+    def _capture(self, report: Callable[[str, float], None]) -> None:
+        """Capture small steps, the largest first, so that the others fit into its memory."""
+        buffers, pool = self._graph_buffers, torch.cuda.graph_pool_handle()
+        keys = [(n, False) for n in DECODE_SIZES if n <= self._max_num_seqs]
+        keys += [(n, True) for n in MIXED_SIZES if n <= buffers.max_tokens]
+        idle = Layout([], self._heads, self._max_num_seqs)
+        sizes = {"num_tokens": buffers.max_tokens, "num_kept": buffers.max_tokens}
+        buffers.fill([], idle, ([], []), block_size=self._block_size, **sizes)
+        for index, (size, is_mixed) in enumerate(sorted(keys, reverse=True)):
+            report("capturing CUDA graphs", index / len(keys))
+            wide = buffers.wide if is_mixed else None
+            batch = Batch(self._tables.tensor, (), (), buffers.narrow, wide)
+            num_kept = min(size, self._max_num_seqs)
+            with torch.inference_mode():
+                self._forward(buffers, size, num_kept, batch)
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                    output = self._forward(buffers, size, num_kept, batch)
+            self._graphs[size, is_mixed] = _Graph(graph, output)
 
     def idle_row(self, num_tokens: int, start: int) -> BatchRow:
         """Make a row that computes something of this size over block 0 and writes nothing."""
@@ -262,7 +296,7 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
     draw = np.random.default_rng(0)
     ids, other = draw.integers(0, loaded.vocab_size, (2, num_tokens)).tolist()
     table, beside = list(range(num_blocks)), list(range(num_blocks, 2 * num_blocks))
-    whole = runner.execute([BatchRow(ids, 0, table, all_logits=True)])
+    whole = runner.execute([BatchRow(ids, 0, table, all_logits=True)]).logits
     pool.zero_()
     parts = [
         runner.execute(
@@ -270,7 +304,7 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
                 BatchRow(other[start:end], start, beside, needs_logits=False),
                 BatchRow(ids[start:end], start, table, all_logits=True),
             ]
-        )
+        ).logits
         for start, end in ((0, 11), (11, 12), (12, num_tokens))
     ]
     error = (torch.cat(parts) - whole).abs().mean() / whole.std()
@@ -281,66 +315,6 @@ def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
         )
 
 
-def _kept_indices(
-    rows: Sequence[BatchRow], num_decodes: int, prefill_starts: NDArray[np.int32]
-) -> NDArray[np.int64]:
-    """Find where in the flattened step the tokens stand whose logits are wanted, rows in order."""
-    next_decode, next_prefill = 0, 0
-    kept: list[int] = []
-    for row in rows:
-        length = len(row.token_ids)
-        if length == 1:
-            first = next_decode
-            next_decode += 1
-        else:
-            first = num_decodes + int(prefill_starts[next_prefill])
-            next_prefill += 1
-        if row.all_logits:
-            kept.extend(range(first, first + length))
-        elif row.needs_logits:
-            kept.append(first + length - 1)
-    return np.array(kept, dtype=np.int64)
-
-
-class _Upload:
-    """Copies a step's arrays to the device in one piece, through pinned memory.
-
-    The device buffer keeps its address until a larger step comes, as CUDA graphs need it. The
-    stream's order protects it; an event protects the pinned side from the next step.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._pinned = torch.empty(0, dtype=torch.uint8)
-        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
-        self._copied = torch.cuda.Event() if device.type == "cuda" else None
-
-    def __call__(self, *parts: NDArray[np.int32] | NDArray[np.int64]) -> list[Tensor]:
-        """Give each array as a tensor on the device; valid until the next call."""
-        if self._copied is None:
-            return [torch.from_numpy(part) for part in parts]
-        starts, end = [], 0
-        for part in parts:
-            starts.append(end)
-            end += -(-part.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self._copied.synchronize()
-        if end > self._pinned.numel():
-            capacity = 1 << (end - 1).bit_length()
-            self._pinned = torch.empty(capacity, dtype=torch.uint8, pin_memory=True)
-            self._buffer = torch.empty(capacity, dtype=torch.uint8, device=self._device)
-        host = self._pinned.numpy()
-        for part, start in zip(parts, starts, strict=True):
-            host[start : start + part.nbytes] = np.ascontiguousarray(part).view(np.uint8).ravel()
-        self._buffer[:end].copy_(self._pinned[:end], non_blocking=True)
-        self._copied.record()
-        return [
-            self._buffer[start : start + part.nbytes]
-            .view(torch.int32 if part.dtype == np.int32 else torch.int64)
-            .view(part.shape)
-            for part, start in zip(parts, starts, strict=True)
-        ]
-
-
 def profile_peak_bytes(
     loaded: LoadedModel, kv_spec: KVSpec, *, max_num_batched_tokens: int, max_num_seqs: int
 ) -> int:
@@ -349,7 +323,13 @@ def profile_peak_bytes(
     Two steps are run over a pool of one block: many requests with logits each, and one chunk at
     the end of the longest context.
     """
-    runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), kv_spec)
+    runner = ModelRunner(
+        loaded,
+        make_kv_pool(kv_spec, 1, loaded.device),
+        kv_spec,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+    )
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     share = min(max_num_batched_tokens // num_rows, loaded.max_model_len)
     chunk = min(max_num_batched_tokens, loaded.max_model_len)

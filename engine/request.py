@@ -7,15 +7,17 @@ from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.step_buffers import pending
 from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash, Tier
 
 
 class Phase(enum.Enum):
-    """Where a request stands: queued, or holding a block table."""
+    """Where a request stands: queued, holding a block table, or out of the engine."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
@@ -28,8 +30,13 @@ class Request:
         [c, n)      to be computed, but for full blocks of the chain that become ready meanwhile
         n - 1       the newest token; its logits give the next one
 
+    The last `num_pending_tokens` were sampled on the device and have not been seen here yet.
+
     Attributes:
-        token_ids: prompt, then what was generated.
+        token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
+        max_output_tokens: tokens that it may generate at most.
+        slot: its place among the running requests, -1 while it waits.
+        table_key: unique to its present block table.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
@@ -41,6 +48,10 @@ class Request:
     num_prompt_tokens: int
     prefix: Prefix
     sampler: SamplerState
+    max_output_tokens: int
+    slot: int = -1
+    table_key: int = 0
+    num_pending_tokens: int = 0
     phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
     num_preemptions: int = 0
@@ -57,12 +68,26 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is still to be computed."""
-        return self.num_computed_tokens < self.num_tokens - 1 or not self.output_ids
+        return (
+            self.num_computed_tokens < self.num_tokens - 1
+            or self.num_tokens == self.num_prompt_tokens
+        )
+
+    @property
+    def is_long_enough(self) -> bool:
+        """Whether its last token has been sampled, seen or not."""
+        return len(self.output_ids) + self.num_pending_tokens >= self.max_output_tokens
+
+    def expect_token(self) -> None:
+        """Add a token that is being sampled on the device."""
+        self.token_ids.append(pending(self.slot))
+        self.num_pending_tokens += 1
 
     def append(self, token_id: int) -> None:
-        """Add a generated token."""
-        self.token_ids.append(token_id)
+        """Take in the first pending token."""
+        self.token_ids[self.num_prompt_tokens + len(self.output_ids)] = token_id
         self.output_ids.append(token_id)
+        self.num_pending_tokens -= 1
 
     def measure_usage(self, block_size: int, num_recomputed_tokens: int) -> RequestUsage:
         """Count the prompt's tokens by the tier that they were found in.

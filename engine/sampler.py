@@ -45,7 +45,7 @@ class SamplerState:
         end_token_ids: tokens that end the output, not to be chosen before `min_tokens`.
         seen_token_ids: tokens of prompt and output, kept if `repetition_penalty` is set.
         output_counts: how often each token is in the output.
-        num_output_tokens: tokens chosen so far.
+        num_output_tokens: tokens chosen so far, those that the host has not seen yet included.
     """
 
     params: SamplingParams
@@ -72,11 +72,31 @@ class SamplerState:
         seed = request_seed if params.seed is None else params.seed
         return cls(params=params, seed=seed, end_token_ids=ends, seen_token_ids=seen)
 
+    @property
+    def needs_history(self) -> bool:
+        """Whether the next token cannot be chosen before the host has seen the last one."""
+        params = self.params
+        return (
+            params.repetition_penalty != 1.0
+            or params.presence_penalty != 0.0
+            or params.frequency_penalty != 0.0
+        )
+
+    @property
+    def takes_most_likely(self) -> bool:
+        """Whether the next token is the most likely one by the model's own logits."""
+        params = self.params
+        return (
+            params.is_greedy
+            and not params.logit_bias
+            and not self.needs_history
+            and self.num_output_tokens >= params.min_tokens
+        )
+
     def append(self, token_id: int) -> None:
-        """Note that a token was chosen; `Sampler.sample` does it."""
-        self.num_output_tokens += 1
-        self.output_counts[token_id] += 1
-        if self.params.repetition_penalty != 1.0:
+        """Note what was chosen; `Sampling.tokens` does it."""
+        if self.needs_history:
+            self.output_counts[token_id] += 1
             self.seen_token_ids.add(token_id)
 
     def uniform(self) -> float:
@@ -87,31 +107,70 @@ class SamplerState:
         return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
 
 
+class Sampling:
+    """Tokens that were chosen on the device and are on their way to the host.
+
+    Attributes:
+        token_ids: [num_rows] int64 on the device.
+    """
+
+    def __init__(self, token_ids: Tensor, states: Sequence[SamplerState]) -> None:
+        self.token_ids = token_ids
+        self._states = states
+        self._event = torch.cuda.Event() if token_ids.is_cuda else None
+        self._host_ids = _to_host(token_ids)
+        self._scores: tuple[list[int], Scores] | None = None
+        self._record()
+
+    def score(self, logits: Tensor) -> None:
+        """Add the log probabilities of the rows that want them."""
+        wanted = [i for i, state in enumerate(self._states) if state.params.logprobs is not None]
+        if wanted:
+            counts = [self._states[i].params.logprobs or 0 for i in wanted]
+            scores = score(_rows(logits, wanted), _rows(self.token_ids, wanted), counts)
+            self._scores = wanted, scores
+            self._record()
+
+    def tokens(self) -> list[SampledToken]:
+        """Wait for the tokens and note each in its state."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = [SampledToken(token_id) for token_id in self._host_ids.tolist()]
+        if self._scores is not None:
+            wanted, scores = self._scores
+            for i, token in zip(wanted, scores.tokens(), strict=True):
+                tokens[i] = token
+        for state, token in zip(self._states, tokens, strict=True):
+            state.append(token.token_id)
+        return tokens
+
+    def _record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+
 class Sampler:
     """Chooses one token a row; keeps nothing between calls."""
 
     @torch.inference_mode()
-    def sample(self, logits: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
-        """Choose the next token of each request and note it in its state.
+    def sample(
+        self, logits: Tensor, states: Sequence[SamplerState], most_likely: Tensor | None = None
+    ) -> Sampling:
+        """Choose the next token of each request, without waiting for the device.
 
         Args:
             logits: [num_rows, vocab_size] float32 on any device; left as they are.
             states: one per row.
+            most_likely: [num_rows] int64, where somebody has it already.
         """
         assert logits.shape[0] == len(states), f"{logits.shape[0]} rows, {len(states)} states"
-        if not states:
-            return []
-        chosen = self._choose(_adjust(logits, states), states).tolist()
-        tokens = [SampledToken(token_id) for token_id in chosen]
-        wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
-        if wanted:
-            counts = [states[i].params.logprobs or 0 for i in wanted]
-            scored = score(_rows(logits, wanted), [chosen[i] for i in wanted], counts)
-            for i, token in zip(wanted, scored, strict=True):
-                tokens[i] = token
-        for state, token in zip(states, tokens, strict=True):
-            state.append(token.token_id)
-        return tokens
+        if most_likely is None or not all(state.takes_most_likely for state in states):
+            most_likely = self._choose(_adjust(logits, states), states)
+        sampling = Sampling(most_likely, states)
+        sampling.score(logits)
+        for state in states:
+            state.num_output_tokens += 1
+        return sampling
 
     def _choose(self, logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
         """Take the most likely token where the request is greedy and draw one where it is not.
@@ -135,25 +194,46 @@ class Sampler:
         return chosen
 
 
+class Scores(NamedTuple):
+    """Log probabilities on the host: of the token, and of the `num_top` most likely ones."""
+
+    token_ids: Tensor
+    own: Tensor
+    num_top: Sequence[int]
+    top_ids: Tensor
+    top_values: Tensor
+
+    def tokens(self) -> list[SampledToken]:
+        """Return them as they are handed out; the copies must have arrived."""
+        columns = (self.token_ids, self.own, self.top_ids, self.top_values)
+        rows = zip(*(column.tolist() for column in columns), self.num_top, strict=True)
+        return [
+            SampledToken(token_id, logprob, tuple(zip(ids[:n], values[:n], strict=True)))
+            for token_id, logprob, ids, values, n in rows
+        ]
+
+
 @torch.inference_mode()
-def score(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[SampledToken]:
-    """Give the log probabilities of given tokens, one a row, and the most likely ones.
+def score(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> Scores:
+    """Give the log probabilities of given tokens, one a row, and of the most likely ones.
 
     Args:
         logits: [num_rows, vocab_size] float32.
-        token_ids: the token of each row.
+        token_ids: [num_rows], the token of each row.
         num_top: how many alternatives of each row.
     """
     logprobs = logits.log_softmax(dim=-1)
-    index = torch.tensor(token_ids, device=logits.device)[:, None]
-    own = logprobs.gather(1, index)[:, 0].tolist()
-    most = min(max(num_top), logits.shape[-1])
-    values, ids = logprobs.topk(most, dim=-1) if most else (logprobs[:, :0], index[:, :0])
-    rows = zip(token_ids, own, num_top, ids.tolist(), values.tolist(), strict=True)
-    return [
-        SampledToken(token_id, logprob, tuple(zip(top_ids[:n], top_values[:n], strict=True)))
-        for token_id, logprob, n, top_ids, top_values in rows
-    ]
+    own = logprobs.gather(1, token_ids[:, None])[:, 0]
+    values, ids = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
+    return Scores(_to_host(token_ids), _to_host(own), num_top, _to_host(ids), _to_host(values))
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """Copy to the host in the stream's order; whoever reads the copy waits for it first."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:

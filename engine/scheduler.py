@@ -7,15 +7,15 @@ blocks and never learns which tier they come from.
 Called by the engine's thread only.
 """
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.model_runner import BatchRow
 from tieredkv.engine.request import Phase, Request
+from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import chain_hashes
 from tieredkv.types import HashAlgo
@@ -38,7 +38,7 @@ class Scheduler:
     """Holds the queue and the running requests.
 
     Invariants (`check`): a running request has a block table that covers what it has computed; a
-    waiting one has none; nobody is in both.
+    waiting one has none; nobody is in both; no two share a slot.
     """
 
     def __init__(
@@ -58,6 +58,9 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.is_short = False
+        self._free_slots = list(range(max_num_seqs))[::-1]
+        self._table_keys = itertools.count(1)
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up, protected and prefetched from now on."""
@@ -67,13 +70,20 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Take a request out, finished or cancelled, and release exactly what it holds."""
         if request.phase is Phase.RUNNING:
-            self.running.remove(request)
+            self._stop_running(request)
         else:
             self.waiting.remove(request)
+        request.phase = Phase.FINISHED
         self.cache.release(request.prefix)
 
-    def schedule(self) -> list[ScheduledRow]:
-        """Choose the next step's tokens; empty when every request waits for blocks or bytes."""
+    def schedule(self, *, may_preempt: bool = True) -> list[ScheduledRow]:
+        """Choose the next step's tokens; empty when every request waits for blocks or bytes.
+
+        Args:
+            may_preempt: no token is pending, so that a request may be sent back to the queue. If
+                not and one would have to be, `is_short` says so until the next call.
+        """
+        self.is_short = False
         budget = self._max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
@@ -84,7 +94,9 @@ class Scheduler:
                 break
             if request.phase is not Phase.RUNNING:  # preempted by an earlier one of this loop
                 continue
-            if not self._has_room(request, scheduled):
+            if request.is_long_enough:
+                continue
+            if not self._has_room(request, scheduled, may_preempt):
                 has_room = False
                 continue
             row = self._next_row(request, budget, claimed)
@@ -103,6 +115,8 @@ class Scheduler:
         last = min(end // self._block_size, len(prefix.hashes))
         self.cache.complete(prefix, first, last)
         request.num_computed_tokens = max(request.num_computed_tokens, end)
+        if scheduled.row.needs_logits:
+            request.expect_token()
 
     def seal_full_blocks(self, request: Request) -> None:
         """Hash and publish the blocks that generated tokens have filled."""
@@ -128,14 +142,20 @@ class Scheduler:
             capacity = len(request.prefix.blocks) * self._block_size
             if request.phase is not Phase.RUNNING or capacity < request.num_computed_tokens:
                 raise IntegrityError(f"running request {request.request_id} outgrew its table")
+        slots = self._free_slots + [request.slot for request in self.running]
+        if sorted(slots) != list(range(self._max_num_seqs)):
+            raise IntegrityError("slots are lost or shared")
 
-    def _has_room(self, request: Request, scheduled: list[ScheduledRow]) -> bool:
+    def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
         """Grow a request's table to its tokens, preempting newer requests if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix):
                 continue
             if self.cache.is_room_coming(request.prefix):
+                return False
+            if not may_preempt:
+                self.is_short = True
                 return False
             in_step = {id(row.request) for row in scheduled}
             victim = self.running[-1]
@@ -175,6 +195,8 @@ class Scheduler:
             block_table=[block.block_id for block in prefix.blocks],
             write_from=write_from,
             needs_logits=end == request.num_tokens,
+            slot=request.slot,
+            table_key=request.table_key,
         )
         return ScheduledRow(request, start, end, row)
 
@@ -187,19 +209,21 @@ class Scheduler:
             num_blocks = -(-request.num_tokens // self._block_size)
             if not self.cache.admit(request.prefix, num_blocks):
                 is_stuck = not self.running and not self.cache.is_room_coming(request.prefix)
-                if is_stuck and self._unprotect(islice(self.waiting, 1, None)):
+                if is_stuck and self._unprotect(itertools.islice(self.waiting, 1, None)):
                     continue
                 break
             has_admitted = True
             self.waiting.popleft()
             request.phase = Phase.RUNNING
+            request.slot = self._free_slots.pop()
+            request.table_key = next(self._table_keys)
             self.running.append(request)
             row = self._next_row(request, budget, claimed)
             if row is not None:
                 scheduled.append(row)
                 budget -= row.end - row.start
         if has_admitted:
-            for request in islice(self.waiting, NUM_PROTECTED_REQUESTS):
+            for request in itertools.islice(self.waiting, NUM_PROTECTED_REQUESTS):
                 self.cache.protect(request.prefix)
 
     def _unprotect(self, requests: Iterable[Request]) -> bool:
@@ -213,12 +237,18 @@ class Scheduler:
             self.cache.unprotect(request.prefix)
         return bool(protected)
 
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self._free_slots.append(request.slot)
+        request.slot = -1
+
     def _preempt(self, request: Request) -> None:
         """Send a running request back to the head of the queue; its full blocks stay cached."""
         logger.debug("preempting %s", request.request_id)
         self.num_preemptions += 1
         request.num_preemptions += 1
-        self.running.remove(request)
+        assert not request.num_pending_tokens, request.request_id
+        self._stop_running(request)
         prefix = request.prefix
         if request.usage is None:
             found = zip(prefix.hashes, prefix.sources, prefix.blocks, strict=False)

@@ -7,33 +7,30 @@ unless its docstring says so, so that calls can be captured in CUDA graphs. It k
 tiers or models.
 """
 
-import functools
-import importlib
-import itertools
 import logging
 from collections.abc import Sequence
-from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tieredkv.errors import ModelError, ShapeError
-from tieredkv.kernels import prefill_dense, reference
+from tieredkv.errors import ShapeError
+from tieredkv.kernels import partition, prefill_dense, reference
+from tieredkv.kernels.checks import (
+    Backend,
+    check_cache,
+    check_data,
+    check_indices,
+    describe,
+    triton_module,
+    use_triton,
+)
+from tieredkv.kernels.partition import Batch, Heads, Span, Tiling
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "triton", "reference"]
-PrefillBackend = Literal["auto", "triton", "cudnn", "reference"]
 MAX_TRITON_HEAD_DIM = 256
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class Span(NamedTuple):
-    """One request's lengths, where the host knows them: of its chunk, and with all before it."""
-
-    query_len: int
-    context_len: int
 
 
 def store_kv(
@@ -61,285 +58,149 @@ def store_kv(
 
     Source: PagedAttention, Kwon et al. 2023, section 5.1.
     """
-    _check_cache(k_cache, v_cache)
+    check_cache(k_cache, v_cache)
     if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:]:
         raise ShapeError(
-            f"k {_describe(k)} and v {_describe(v)} do not fit the cache {_describe(k_cache)}"
+            f"k {describe(k)} and v {describe(v)} do not fit the cache {describe(k_cache)}"
         )
     if slot_mapping.shape != k.shape[:1]:
-        raise ShapeError(f"slot_mapping {_describe(slot_mapping)} for k {_describe(k)}")
-    _check_data("k", k, k_cache)
-    _check_data("v", v, k_cache)
-    _check_indices("slot_mapping", slot_mapping, k_cache)
+        raise ShapeError(f"slot_mapping {describe(slot_mapping)} for k {describe(k)}")
+    check_data("k", k, k_cache)
+    check_data("v", v, k_cache)
+    check_indices("slot_mapping", slot_mapping, k_cache)
     if not k.shape[0]:
         return
-    store = _triton("store_kv").store_kv if _use_triton(backend, k) else reference.store_kv
+    is_triton = use_triton(backend, k.device)
+    store = triton_module("store_kv").store_kv if is_triton else reference.store_kv
     store(k, v, k_cache, v_cache, slot_mapping)
 
 
-def paged_decode_attention(
+class Shares(NamedTuple):
+    """The spans of a step, by the kernel that attends them."""
+
+    dense: list[Span]
+    narrow: list[Span]
+    wide: list[Span]
+
+
+def share_out(spans: Sequence[Span], heads: Heads, backend: Backend = "auto") -> Shares:
+    """Give each span, or its parts, to the kernel that is fastest for it."""
+    dense, narrow, wide = [], [], []
+    is_dense = backend == "cudnn" or (backend == "auto" and prefill_dense.is_available(heads))
+    for span in spans:
+        if span.query_len == 1:
+            narrow.append(span)
+            continue
+        row, first_token, query_len, context_len = span
+        taken = prefill_dense.count_queries(query_len, context_len) if is_dense else 0
+        if taken:
+            dense.append(Span(row, first_token, taken, context_len - query_len + taken))
+        if query_len > taken:
+            wide.append(Span(row, first_token + taken, query_len - taken, context_len))
+    return Shares(dense, narrow, wide)
+
+
+def make_batch(
+    block_tables: Tensor, spans: Sequence[Span], heads: Heads, *, backend: Backend = "auto"
+) -> Batch:
+    """Plan a step and upload the plan; who runs many steps keeps buffers for it instead."""
+    if not use_triton(backend, heads.device):
+        return Batch(block_tables, spans)
+    shares = share_out(spans, heads, backend)
+
+    def upload(spans: Sequence[Span], tiling: Tiling) -> Tensor | None:
+        if not spans:
+            return None
+        num_ints = partition.size_ints(tiling, partition.count_tiles(tiling, spans))
+        plan = np.zeros(num_ints, dtype=np.int32)
+        partition.partition(spans, tiling, plan)
+        return torch.from_numpy(plan).to(heads.device)
+
+    return Batch(
+        block_tables,
+        spans,
+        shares.dense,
+        upload(shares.narrow, partition.narrow_tiling(heads)),
+        upload(shares.wide, partition.wide_tiling(heads)),
+    )
+
+
+def paged_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
+    batch: Batch,
     scale: float,
-    max_context_len: int,
     *,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attend one query per request to all of its context, which includes the query's own token.
+    """Attend each request's queries, the last of its context, causally to the context.
+
+    Query `i` of a span stands at position `context_len - query_len + i` and sees positions 0 to its
+    own. The keys and values of the queries themselves must already be in the cache.
 
     Args:
-        q: [num_requests, num_heads, head_dim], the cache's dtype, contiguous in head_dim.
+        q: [num_tokens, num_heads, head_dim], the cache's dtype, contiguous in head_dim.
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: as k_cache, with equal strides.
-        block_tables: [num_requests, max_blocks] int32; entries past the context are not read.
-        context_lens: [num_requests] int32; 0 marks a padding row, whose output is 0.
+        batch: see `Batch`; made for the same backend.
         scale: factor on the scores, 1/sqrt(head_dim) in most models.
-        max_context_len: no context is longer; it sizes the grid, a larger bound is only slower.
-        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
+        backend: `auto` is the kernels for CUDA tensors and the reference elsewhere; `triton`
+            leaves the dense path out, `cudnn` demands it for what it takes.
 
     Returns:
-        [num_requests, num_heads, head_dim] in q's dtype.
+        [num_tokens, num_heads, head_dim] in q's dtype; tokens of no span get no defined output.
 
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
-
-    Source: Flash-Decoding, Dao et al. 2023.
     """
-    _check_attention(q, k_cache, v_cache, block_tables, context_lens, max_context_len)
-    if block_tables.shape[0] != q.shape[0]:
-        raise ShapeError(f"block_tables {_describe(block_tables)} for {q.shape[0]} queries")
-    if not q.shape[0]:
-        return q.new_empty(q.shape)
-    arguments = (q, k_cache, v_cache, block_tables, context_lens, scale, max_context_len)
-    if not _use_triton(backend, q):
-        return reference.paged_decode_attention(*arguments)
-    out = q.new_empty(q.shape)
-    _triton("decode_attention").paged_decode_attention(*arguments, out)
-    return out
-
-
-def paged_prefill_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    query_start_lens: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_context_len: int,
-    *,
-    spans: Sequence[Span] | None = None,
-    backend: PrefillBackend = "auto",
-) -> Tensor:
-    """Attend each request's chunk of queries causally to its context, the chunk included.
-
-    Query `i` of request `r` stands at position `context_lens[r] - query_len + i` and sees
-    positions 0 to its own. Chunk and context must already be in the cache.
-
-    Args:
-        q: [num_tokens, num_heads, head_dim], the requests' chunks one after the other, the
-            cache's dtype, contiguous in head_dim.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        v_cache: as k_cache, with equal strides.
-        block_tables: [num_requests, max_blocks] int32; entries past the context are not read.
-        query_start_lens: [num_requests + 1] int32, from 0; a request without queries is skipped
-            and tokens past the last entry get no defined output (padding of a CUDA graph).
-        context_lens: [num_requests] int32.
-        scale: factor on the scores, 1/sqrt(head_dim) in most models.
-        max_query_len: no chunk is longer; it sizes the grid, a larger bound is only slower.
-        max_context_len: no context is longer; likewise.
-        spans: the requests' exact lengths, where the host knows them; without them there is no
-            dense path. They must agree with the tensors, which are not read to check it.
-        backend: `triton`; `cudnn`, the dense path of `tieredkv.kernels.prefill_dense`; or
-            `reference`. `auto` is the reference off CUDA; on CUDA the dense path for chunks for
-            which it is faster, outside of graph capture, and Triton for the others.
-
-    Returns:
-        [num_tokens, num_heads, head_dim] in q's dtype.
-
-    Raises:
-        ShapeError: the tensors disagree; checked on the host before launch.
-
-    Source: FlashAttention-2, Dao 2023.
-    """
-    _check_attention(q, k_cache, v_cache, block_tables, context_lens, max_context_len)
-    num_requests = block_tables.shape[0]
-    if query_start_lens.shape != (num_requests + 1,):
-        raise ShapeError(
-            f"query_start_lens {_describe(query_start_lens)} for {num_requests} requests"
-        )
-    _check_indices("query_start_lens", query_start_lens, k_cache)
-    if max_query_len < 1 and q.shape[0]:
-        raise ShapeError(f"max_query_len {max_query_len} is below 1")
-    if spans is not None and not (
-        len(spans) == num_requests
-        and sum(span.query_len for span in spans) <= q.shape[0]
-        and all(0 <= span.query_len <= max_query_len for span in spans)
-        and all(span.query_len <= span.context_len <= max_context_len for span in spans)
-    ):
-        raise ShapeError(
-            f"spans {spans} for {num_requests} requests and {q.shape[0]} tokens of at most "
-            f"{max_query_len} in {max_context_len}"
-        )
-    if not q.shape[0] or not num_requests:
-        return q.new_empty(q.shape)
-    paged = _Paged(q, k_cache, v_cache, block_tables, query_start_lens, context_lens, scale)
-    wants_dense = backend == "cudnn" or (backend == "auto" and prefill_dense.is_available(q))
-    if wants_dense and spans is not None:
-        return _prefill_by_span(paged, spans, backend)
-    if backend == "cudnn":
-        raise ShapeError("backend `cudnn` needs `spans`: the host must know the lengths")
-    if not _use_triton(backend, q):
-        return reference.paged_prefill_attention(*paged, max_query_len, max_context_len)
-    out = q.new_empty(q.shape)
-    _triton("prefill_attention").paged_prefill_attention(
-        *paged, max_query_len, max_context_len, out
-    )
-    return out
-
-
-class _Paged(NamedTuple):
-    """What every prefill backend is given, in the order of its signature."""
-
-    q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    block_tables: Tensor
-    query_start_lens: Tensor
-    context_lens: Tensor
-    scale: float
-
-
-def _prefill_by_span(paged: _Paged, spans: Sequence[Span], backend: PrefillBackend) -> Tensor:
-    """Send each chunk to the dense path or to Triton, neighbours of one kind in one launch."""
-    out = paged.q.new_empty(paged.q.shape)
-    is_dense = [backend == "cudnn" or s.query_len >= prefill_dense.MIN_QUERY_TOKENS for s in spans]
-    starts = list(itertools.accumulate((s.query_len for s in spans), initial=0))
-    for row, span in enumerate(spans):
-        if is_dense[row] and span.query_len:
-            chunk = slice(starts[row], starts[row + 1])
-            try:
-                out[chunk] = prefill_dense.attend_request(
-                    paged.q[chunk],
-                    paged.k_cache,
-                    paged.v_cache,
-                    paged.block_tables[row],
-                    span.context_len,
-                    paged.scale,
-                )
-            except prefill_dense.RefusedError as error:
-                if backend == "cudnn":
-                    raise ShapeError(str(error)) from error
-                is_dense[row] = False
-                logger.debug("prefill attention in Triton, not cuDNN: %s", error)
-    for dense, group in itertools.groupby(range(len(spans)), key=is_dense.__getitem__):
-        rows = list(group)
-        first, last = rows[0], rows[-1]
-        tokens = slice(starts[first], starts[last + 1])
-        if dense or tokens.start == tokens.stop:
-            continue
-        query_start_lens = paged.query_start_lens[first : last + 2]
-        _triton("prefill_attention").paged_prefill_attention(
-            paged.q[tokens],
-            paged.k_cache,
-            paged.v_cache,
-            paged.block_tables[first : last + 1],
-            query_start_lens - tokens.start if tokens.start else query_start_lens,
-            paged.context_lens[first : last + 1],
-            paged.scale,
-            max(spans[row].query_len for row in rows),
-            max(spans[row].context_len for row in rows),
-            out[tokens],
-        )
-    return out
-
-
-def _use_triton(backend: str, q: Tensor) -> bool:
-    if backend not in ("auto", "triton", "reference"):
-        raise ShapeError(f"unknown backend `{backend}`")
-    if backend == "reference" or (backend == "auto" and not q.is_cuda):
-        return False
-    if q.shape[2] > MAX_TRITON_HEAD_DIM:
-        raise ShapeError(
-            f"head_dim {q.shape[2]} is above {MAX_TRITON_HEAD_DIM}, the most that the kernels take"
-        )
-    return True
-
-
-@functools.cache
-def _triton(module: str) -> ModuleType:
-    """Import a module of Triton kernels: the one place, as a machine without a GPU may lack it."""
-    try:
-        return importlib.import_module(f"tieredkv.kernels.{module}")
-    except ImportError as error:
-        raise ModelError(
-            f"the `{module}` kernel cannot be loaded: {error}\n"
-            "hint: Triton is needed to run on a GPU; reinstall tieredkv, or pass `--device cpu`"
-        ) from error
-
-
-def _check_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    max_context_len: int,
-) -> None:
-    _check_cache(k_cache, v_cache)
+    check_cache(k_cache, v_cache)
     num_kv_heads, head_dim = k_cache.shape[2:]
     if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or not q.shape[1]:
-        raise ShapeError(f"q {_describe(q)} does not fit the cache {_describe(k_cache)}")
-    if block_tables.ndim != 2 or context_lens.shape != block_tables.shape[:1]:
-        raise ShapeError(
-            f"block_tables {_describe(block_tables)} and context_lens {_describe(context_lens)}"
-        )
-    capacity = block_tables.shape[1] * k_cache.shape[1]
-    if not 0 <= max_context_len <= capacity:
-        raise ShapeError(
-            f"max_context_len {max_context_len} is outside of 0 to {capacity}, what block_tables "
-            "hold"
-        )
-    _check_data("q", q, k_cache)
-    _check_indices("block_tables", block_tables, k_cache)
-    _check_indices("context_lens", context_lens, k_cache)
+        raise ShapeError(f"q {describe(q)} does not fit the cache {describe(k_cache)}")
+    check_data("q", q, k_cache)
+    if batch.block_tables.ndim != 2:
+        raise ShapeError(f"block_tables {describe(batch.block_tables)} is not 2-dimensional")
+    check_indices("block_tables", batch.block_tables, k_cache)
+    if not use_triton(backend, q.device):
+        _check_spans(q, k_cache, batch)
+        return reference.paged_attention(q, k_cache, v_cache, batch, scale)
+    if head_dim > MAX_TRITON_HEAD_DIM:
+        raise ShapeError(f"head_dim {head_dim} is above {MAX_TRITON_HEAD_DIM}, the kernels' most")
+    out = q.new_empty(q.shape)
+    heads = Heads(q.shape[1], num_kv_heads, head_dim, q.dtype, q.device)
+    for span in batch.dense:
+        chunk = slice(span.first_token, span.first_token + span.query_len)
+        table = batch.block_tables[span.row]
+        try:
+            prefill_dense.attend_chunk(
+                q[chunk], k_cache, v_cache, table, span.context_len, scale, out[chunk]
+            )
+        except prefill_dense.RefusedError as error:
+            if backend == "cudnn":
+                raise ShapeError(str(error)) from error
+            logger.warning("a chunk is attended by the paged kernel: %s", error)
+            alone = make_batch(batch.block_tables, [span], heads, backend="triton")
+            out[chunk] = paged_attention(q, k_cache, v_cache, alone, scale, backend="triton")[chunk]
+    for plan, tiling in (
+        (batch.narrow, partition.narrow_tiling(heads)),
+        (batch.wide, partition.wide_tiling(heads)),
+    ):
+        if plan is not None:
+            triton_module("paged_attention").paged_attention(
+                q, k_cache, v_cache, batch.block_tables, plan, tiling, scale, out
+            )
+    return out
 
 
-# NOTE: these run for every layer of every step, so a message is made only when a check fails.
-
-
-def _check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
-    if k_cache.ndim != 4 or k_cache.dtype not in KERNEL_DTYPES:
-        raise ShapeError(
-            f"k_cache {_describe(k_cache)} is not a 4-dimensional cache of a supported dtype"
-        )
-    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
-        raise ShapeError(f"v_cache {_describe(v_cache)} and k_cache {_describe(k_cache)} differ")
-    _check_data("k_cache", k_cache, k_cache)
-    _check_data("v_cache", v_cache, k_cache)
-
-
-def _check_data(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if tensor.dtype != cache.dtype or tensor.device != cache.device:
-        raise ShapeError(
-            f"{name} {_describe(tensor)} is not of the cache's dtype and device {_describe(cache)}"
-        )
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise ShapeError(
-            f"{name} {_describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}"
-        )
-
-
-def _check_indices(name: str, tensor: Tensor, cache: Tensor) -> None:
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.device:
-        raise ShapeError(f"{name} {_describe(tensor)} is not int32 or int64 on {cache.device}")
-    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ShapeError(f"{name} {_describe(tensor)} is not contiguous in its last dimension")
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
+def _check_spans(q: Tensor, k_cache: Tensor, batch: Batch) -> None:
+    num_rows, max_blocks = batch.block_tables.shape
+    for span in batch.spans:
+        if not (
+            0 <= span.row < num_rows
+            and 0 <= span.first_token <= span.first_token + span.query_len <= q.shape[0]
+            and span.query_len <= span.context_len <= max_blocks * k_cache.shape[1]
+        ):
+            raise ShapeError(
+                f"{span} for {q.shape[0]} queries and block_tables {list(batch.block_tables.shape)}"
+            )

@@ -1,31 +1,43 @@
 """Prefill attention of one request over gathered keys and values, for long chunks on a GPU.
 
 The fused attention of cuDNN is faster than any kernel over paged memory, gathering included. But
-it knows only "causal from the first token" and "no mask", and builds a plan, for tens of
-milliseconds, for each new pair of lengths. So a context is cut at multiples of SHAPE_STEP:
+it knows only "causal from the first token" and "no mask", and builds a plan, for about 30 ms, for
+each new pair of lengths. So a chunk is cut into squares of 2^k steps, and the context before each
+square into pieces of 2^j steps:
 ```
-positions  0 ................ tail_start ...... context_len - n ............ context_len ...
-keys       | 2^k steps | 2^j steps |  tail: causal square, a multiple of SHAPE_STEP long       |
-queries                            | zeros |  the chunk's n queries              | zeros       |
+positions  0 ............................. chunk ............................................. end
+queries                          | square 0, causal       | square 1, causal | fewer than STEP
+keys of 1  | piece    | piece    | piece                  | square 1         | are not taken
 ```
-The pieces before the tail are attended without a mask, and all results merged by log-sum-exp: a
-bounded set of plans serves every length. The host must know the lengths. It knows no batches.
+Pieces are attended without a mask, and the results merged by log-sum-exp: a bounded set of plans,
+all of them made before the first request, serves every length. Where a chunk does not begin at a
+multiple of STEP, the first square does, and its rows before the chunk are idle. The host must know
+the lengths. It knows no batches.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+import importlib
+import logging
+from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-SHAPE_STEP = 512
-"""Lengths given to cuDNN are multiples of it: larger wastes work on padding, smaller plans."""
+from tieredkv.kernels.partition import Heads
 
-MIN_QUERY_TOKENS = 512
-"""Shorter chunks would be mostly padding, and the paged kernel splits their context."""
+logger = logging.getLogger(__name__)
+
+STEP = 512
+"""Lengths given to cuDNN are powers of two times it."""
+
+MAX_SQUARE_STEPS = 16
+MIN_QUERY_TOKENS = 1024
+"""Shorter chunks would be mostly small squares, and the paged kernel shares their context out."""
 
 DTYPES = (torch.bfloat16, torch.float16)
-HEAD_DIMS = (64, 128)
+MAX_HEAD_DIM = 256
 
 
 class RefusedError(RuntimeError):
@@ -37,7 +49,7 @@ class Partial(NamedTuple):
 
     Attributes:
         out: [num_queries, num_heads, head_dim], normalised within the part.
-        lse: [num_queries, num_heads] float32, natural log-sum-exp of the part's scores.
+        lse: [num_heads, num_queries] float32, natural log-sum-exp of the part's scores.
     """
 
     out: Tensor
@@ -45,109 +57,152 @@ class Partial(NamedTuple):
 
     def rows(self, first: int, end: int) -> "Partial":
         """Narrow to the queries [first, end)."""
-        return Partial(self.out[first:end], self.lse[first:end])
+        return Partial(self.out[first:end], self.lse[:, first:end])
 
 
-Attend = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
-"""(q [n, Hq, D], k and v [m, Hkv, D], scale, is_causal) -> Partial; causal only where n = m."""
+@functools.cache
+def is_available(heads: Heads) -> bool:
+    """Tell whether long chunks gain from this path on this machine; tries it the first time."""
+    if heads.device.type != "cuda" or heads.dtype not in DTYPES or heads.head_dim > MAX_HEAD_DIM:
+        return False
+    try:
+        _try_shape(heads, STEP, STEP, is_causal=True)
+    except RefusedError as error:
+        logger.info("long chunks are attended by the paged kernel: %s", error)
+        return False
+    return True
 
 
-def is_available(q: Tensor) -> bool:
-    """Tell whether long chunks of such queries gain from this path here and now."""
-    return (
-        q.is_cuda
-        and q.dtype in DTYPES
-        and q.shape[2] in HEAD_DIMS
-        and not torch.cuda.is_current_stream_capturing()  # lengths would be frozen
-    )
+def count_queries(query_len: int, context_len: int) -> int:
+    """Count the first queries of a chunk that the dense path takes; the others are too few."""
+    if query_len < MIN_QUERY_TOKENS:
+        return 0
+    return max(0, context_len // STEP * STEP - (context_len - query_len))
 
 
-def attend_request(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, context_len: int, scale: float
-) -> Tensor:
-    """Attend one request's chunk, the last tokens of its context, to the whole context.
+def cut_squares(first: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut [first, end), multiples of STEP, into squares of 2^k steps, longest first."""
+    yield from _cut(first, end, MAX_SQUARE_STEPS)
+
+
+def cut_prefix(end: int) -> Iterator[tuple[int, int]]:
+    """Cut [0, end), a multiple of STEP, into pieces of 2^k steps, longest first."""
+    yield from _cut(0, end, end // STEP)
+
+
+def _cut(first: int, end: int, max_steps: int) -> Iterator[tuple[int, int]]:
+    while first < end:
+        steps = min(max_steps, (end - first) // STEP)
+        stop = first + STEP * (1 << (steps.bit_length() - 1))
+        yield first, stop
+        first = stop
+
+
+def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterator[float]:
+    """Make the plan of every shape that contexts up to a length can ask for; yields its progress.
+
+    Args:
+        heads: of the model.
+        max_query_len: of the longest chunk.
+        max_context_len: of the longest context.
+    """
+    longest = min(max_query_len + STEP, MAX_SQUARE_STEPS * STEP, max_context_len)
+    squares = [STEP << k for k in range(20) if STEP << k <= longest]
+    pieces = [STEP << k for k in range(20) if STEP << k < max_context_len]
+    shapes = [(n, n, True) for n in squares] + [(n, m, False) for n in squares for m in pieces]
+    for done, (num_queries, num_keys, is_causal) in enumerate(shapes):
+        yield done / len(shapes)
+        _try_shape(heads, num_queries, num_keys, is_causal=is_causal)
+
+
+def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:
+    like = torch.empty(0, dtype=heads.dtype, device=heads.device)
+    q = like.new_zeros(num_queries, heads.num_heads, heads.head_dim)
+    k = like.new_zeros(num_keys, heads.num_kv_heads, heads.head_dim)
+    attend_cudnn(q, k, k, 1.0, is_causal)
+
+
+def attend_chunk(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    context_len: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attend the queries that `count_queries` gave, the last of their context, to the whole of it.
 
     Bytes moved beside the attention itself: the context's keys and values once in and once out,
-    and two float32 results in and one out for each piece of the prefix.
+    and the partial results of every square once out and once in.
 
     Args:
         q: [num_queries, num_heads, head_dim].
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: as k_cache.
         block_table: [max_blocks].
-        context_len: tokens of the context, the chunk included.
+        context_len: tokens of the context, a multiple of STEP, these queries included.
         scale: factor on the scores.
-
-    Returns:
-        [num_queries, num_heads, head_dim] in q's dtype.
+        out: as q, contiguous, written.
 
     Raises:
         RefusedError: the operator does not support these shapes on this machine.
     """
-    attend: Attend = attend_cudnn if q.is_cuda else attend_torch
-    num_queries = q.shape[0]
-    prefix_len = context_len - num_queries
-    tail_start = prefix_len // SHAPE_STEP * SHAPE_STEP
-    first = prefix_len - tail_start
-    tail_len = _round_up(first + num_queries)
-    num_rows = _round_up(num_queries)
+    attend = attend_cudnn if q.is_cuda else attend_torch
+    prefix_len = context_len - q.shape[0]
+    begin = prefix_len // STEP * STEP
     rows = q
-    if tail_len != num_queries:
-        rows = q.new_zeros(max(tail_len, first + num_rows), *q.shape[1:])
-        rows[first : first + num_queries] = q
-    k = _gather(k_cache, block_table, context_len, tail_start + tail_len)
-    v = _gather(v_cache, block_table, context_len, tail_start + tail_len)
-
-    tail = attend(rows[:tail_len], k[tail_start:], v[tail_start:], scale, True)
-    merged = tail.rows(first, first + num_queries)
-    for start, end in cut_prefix(tail_start):
-        piece = attend(rows[first : first + num_rows], k[start:end], v[start:end], scale, False)
-        merged = merge(merged, piece.rows(0, num_queries))
-    return merged.out.to(q.dtype)
-
-
-def cut_prefix(num_tokens: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, num_tokens), a multiple of SHAPE_STEP, into pieces of 2^k steps, longest first."""
-    start = 0
-    while start < num_tokens:
-        steps = (num_tokens - start) // SHAPE_STEP
-        end = start + SHAPE_STEP * (1 << (steps.bit_length() - 1))
-        yield start, end
-        start = end
+    if begin != prefix_len:
+        rows = q.new_zeros(context_len - begin, *q.shape[1:])
+        rows[prefix_len - begin :] = q
+    k, v = _gather(k_cache, v_cache, block_table, context_len)
+    for first, end in cut_squares(begin, context_len):
+        queries = rows[first - begin : end - begin]
+        parts = [attend(queries, k[first:end], v[first:end], scale, True)]
+        for start, stop in cut_prefix(first):
+            parts.append(attend(queries, k[start:stop], v[start:stop], scale, False))
+        idle = max(0, prefix_len - first)
+        parts = [part.rows(idle, end - first) for part in parts]
+        target = out[first + idle - prefix_len : end - prefix_len]
+        merge(parts, target)
 
 
-def _round_up(num_tokens: int) -> int:
-    return -(-num_tokens // SHAPE_STEP) * SHAPE_STEP
-
-
-def _gather(cache: Tensor, block_table: Tensor, context_len: int, padded_len: int) -> Tensor:
-    """Copy a context out of the cache, zeros after it: [padded_len, num_kv_heads, head_dim].
-
-    Zeros, since what no query sees still meets a weight of 0, and 0 x NaN is NaN.
-    """
-    block_size = cache.shape[1]
-    num_blocks = -(-context_len // block_size)
-    blocks = cache.new_empty(-(-padded_len // block_size), *cache.shape[1:])
-    # As eight-byte elements: fewer and wider accesses than by the cache's dtype.
+def _gather(
+    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, num_tokens: int
+) -> tuple[Tensor, Tensor]:
+    """Copy the first tokens of a context out of the cache: [num_tokens, num_kv_heads, head_dim]."""
+    num_blocks = -(-num_tokens // k_cache.shape[1])
     table = block_table[:num_blocks]
-    torch.index_select(cache.view(torch.int64), 0, table, out=blocks[:num_blocks].view(torch.int64))
-    tokens = blocks.flatten(0, 1)
-    tokens[context_len:].zero_()
-    return tokens[:padded_len]
+    if k_cache.is_cuda:
+        gathered = k_cache.new_empty(2, num_blocks, *k_cache.shape[1:])
+        _dense_kernels().gather_blocks(k_cache, v_cache, table, gathered)
+        k, v = gathered
+    else:
+        k, v = (cache.index_select(0, table) for cache in (k_cache, v_cache))
+    return k.flatten(0, 1)[:num_tokens], v.flatten(0, 1)[:num_tokens]
 
 
-def merge(first: Partial, second: Partial) -> Partial:
-    """Combine attention over two disjoint parts of a context, as if it had been one, in float32.
+def merge(parts: list[Partial], out: Tensor) -> None:
+    """Combine attention over disjoint parts of a context, as if it had been one, in float32.
 
     Source: the identity behind Flash-Decoding and cascade inference.
     """
-    weight = torch.sigmoid(first.lse - second.lse)[..., None]
-    out = torch.lerp(second.out.float(), first.out.float(), weight)
-    return Partial(out, torch.logaddexp(first.lse, second.lse))
+    if len(parts) == 1:
+        out.copy_(parts[0].out)
+    elif out.is_cuda:
+        _dense_kernels().merge_parts(parts, out)
+    else:
+        weights = torch.softmax(torch.stack([part.lse.t() for part in parts]), 0)[..., None]
+        out.copy_(sum(w * part.out.float() for w, part in zip(weights, parts, strict=True)))
+
+
+@functools.cache
+def _dense_kernels() -> ModuleType:
+    return importlib.import_module("tieredkv.kernels.dense_kernels")
 
 
 def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
-    """Attend by cuDNN's fused kernel, grouped heads not repeated."""
+    """Attend by cuDNN's fused kernel, grouped heads not repeated; causal only where n = m."""
     try:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q.transpose(0, 1)[None],
@@ -165,7 +220,7 @@ def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool)
         raise RefusedError(
             f"cuDNN refuses q {list(q.shape)}, k {list(k.shape)} {q.dtype}: {error}"
         ) from error
-    return Partial(out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0]).t())
+    return Partial(out[0].transpose(0, 1).contiguous(), lse.reshape(q.shape[1], q.shape[0]))
 
 
 def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
@@ -177,4 +232,4 @@ def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool)
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     out = torch.softmax(scores, -1) @ values
-    return Partial(out.transpose(0, 1).to(q.dtype), torch.logsumexp(scores, -1).t())
+    return Partial(out.transpose(0, 1).to(q.dtype), torch.logsumexp(scores, -1))

@@ -2,12 +2,14 @@
 
 Mathematics is float32 whatever the cache's dtype. Every request is computed alone, so that its
 result does not depend on what else is in the batch. It knows no requests, tiers or backends;
-callers go through `tieredkv.kernels.launch`, which checks shapes.
+callers go through `tieredkv.kernels.launch` and `layers`, which check shapes.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from tieredkv.kernels.partition import Batch
 
 
 def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -19,43 +21,68 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     v_cache[block_ids, offsets] = v[kept]
 
 
-def paged_decode_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_context_len: int,
-) -> Tensor:
-    """Attend one query per request to its context; see `launch.paged_decode_attention`."""
-    starts = torch.arange(q.shape[0] + 1)
-    return paged_prefill_attention(
-        q, k_cache, v_cache, block_tables, starts, context_lens, scale, 1, max_context_len
-    )
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Add to the residual stream and normalise the sum; see `layers.add_rms_norm`."""
+    total = x if residual is None else x + residual
+    return _rms_norm(total, weight, eps), total
 
 
-def paged_prefill_attention(
-    q: Tensor,
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Multiply one half by the SiLU of the other; see `layers.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    block_tables: Tensor,
-    query_start_lens: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_query_len: int,
-    max_context_len: int,
+    num_heads: int,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
 ) -> Tensor:
-    """Attend each request's chunk causally to its context; see `launch.paged_prefill_attention`."""
+    """Rotate queries and keys, write keys and values; see `layers.rotate_and_store`."""
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
+    q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    if q_norm_weight is not None and k_norm_weight is not None:
+        q, k = _rms_norm(q, q_norm_weight, eps), _rms_norm(k, k_norm_weight, eps)
+    cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
+    store_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    return _rotate(q, cos, sin)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., size] -> [..., size], normed along its last dimension."""
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * exact.to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[n, heads, D] by [n, 1, D / 2] angles -> [n, heads, D]."""
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+def paged_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float
+) -> Tensor:
+    """Attend each span's queries causally to its context; see `launch.paged_attention`."""
     out = q.new_zeros(q.shape)
-    starts, lens = query_start_lens.tolist(), context_lens.tolist()
-    for row, context_len in enumerate(lens):
-        start, end = starts[row], starts[row + 1]
-        if start == end or context_len == 0:
-            continue
-        k = gather_context(k_cache, block_tables[row], context_len)
-        v = gather_context(v_cache, block_tables[row], context_len)
-        out[start:end] = _attend(q[start:end].float(), k.float(), v.float(), scale).to(q.dtype)
+    for row, start, query_len, context_len in batch.spans:
+        if query_len:
+            k = gather_context(k_cache, batch.block_tables[row], context_len)
+            v = gather_context(v_cache, batch.block_tables[row], context_len)
+            queries = q[start : start + query_len]
+            attended = _attend(queries.float(), k.float(), v.float(), scale)
+            out[start : start + query_len] = attended.to(q.dtype)
     return out
 
 

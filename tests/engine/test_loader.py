@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import BatchRow, ModelRunner, make_kv_pool
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import ModelError
 
 
@@ -22,7 +23,7 @@ def load(name: object, *, dtype: str | None = None, **options: Any) -> LoadedMod
 def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
     spec = loaded.kv_spec(16)
     runner = ModelRunner(loaded, make_kv_pool(spec, 8, loaded.device), spec)
-    return runner.execute([BatchRow(ids, 0, list(range(8)))])
+    return runner.execute([BatchRow(ids, 0, list(range(8)))]).logits
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The paged engine against transformers' own generation, token for token and logit for logit."""
 
+import dataclasses
 import json
 import random
 from array import array
@@ -13,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import (
-    BatchRow,
     ModelRunner,
     check_paging,
     make_kv_pool,
     num_device_blocks,
     profile_peak_bytes,
 )
+from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import ModelError
 
 BLOCK_SIZE = 16
@@ -46,7 +47,7 @@ class Harness:
         start = 0
         for chunk in chunks:
             row = BatchRow(ids[start : start + chunk], start, table)
-            logits = self.runner.execute([row])
+            logits = self.runner.execute([row]).logits
             start += chunk
         assert start == len(ids)
         return logits
@@ -57,7 +58,7 @@ class Harness:
         out = [int(logits.argmax())]
         while len(out) < num_tokens:
             row = BatchRow(out[-1:], len(ids) + len(out) - 1, table)
-            out.append(int(self.runner.execute([row]).argmax()))
+            out.append(int(self.runner.execute([row]).logits.argmax()))
         return out
 
 
@@ -104,7 +105,7 @@ def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> No
     parts, start = [], 0
     for chunk in (50, 1, 79):
         row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
-        parts.append(harness.runner.execute([row]))
+        parts.append(harness.runner.execute([row]).logits)
         start += chunk
     logits = torch.cat(parts)
     assert logits.dtype == torch.float32
@@ -126,7 +127,7 @@ def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints
         BatchRow(prompts[2][16:], 16, tables[2], all_logits=True),
         BatchRow(prompts[3][16:30], 16, tables[3], needs_logits=False),
     ]
-    logits = harness.runner.execute(rows)
+    logits = harness.runner.execute(rows).logits
     assert logits.shape == (3, 300)
     for row, got in zip((0, 1, 2), logits, strict=True):
         alone = Harness(loaded)
@@ -138,7 +139,7 @@ def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints
 def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> None:
     harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
     row = BatchRow(prompt(20, seed=1), 0, harness.table(20), needs_logits=False)
-    assert harness.runner.execute([row]).shape == (0, 300)
+    assert harness.runner.execute([row]).logits.shape == (0, 300)
 
 
 def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
@@ -149,7 +150,7 @@ def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
     table = harness.table(48)
     cold = harness.prefill(ids, table, [48])
     before = harness.pool.clone()
-    warm = harness.runner.execute([BatchRow(ids[47:], 47, table, write_from=48)])
+    warm = harness.runner.execute([BatchRow(ids[47:], 47, table, write_from=48)]).logits
     torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
     assert torch.equal(harness.pool.nan_to_num(), before.nan_to_num())
 
@@ -162,7 +163,7 @@ def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
     harness.pool[table[1]] = harness.pool[table[1]] + 0.0  # same bytes, owned by the cache
     kept = harness.pool[table[1]].clone()
     harness.pool[table[2]] = float("nan")
-    warm = harness.runner.execute([BatchRow(ids[20:], 20, table, write_from=32)])
+    warm = harness.runner.execute([BatchRow(ids[20:], 20, table, write_from=32)]).logits
     torch.testing.assert_close(warm, cold, atol=1e-5, rtol=1e-5)
     assert torch.equal(harness.pool[table[1]], kept)
     assert not harness.pool[table[2]][:, :, :8].isnan().any()
@@ -178,7 +179,7 @@ def test_two_runners_in_one_process_keep_their_pools_apart(checkpoints: Any) -> 
     outs: list[list[int]] = [[int(logits.argmax())] for logits in last]
     for step in range(10):
         for harness, table, out in zip(harnesses, tables, outs, strict=True):
-            logits = harness.runner.execute([BatchRow(out[-1:], 30 + step, table)])
+            logits = harness.runner.execute([BatchRow(out[-1:], 30 + step, table)]).logits
             out.append(int(logits.argmax()))
     for folder, out in zip(folders, outs, strict=True):
         assert out == reference_tokens(folder, ids, 11)
@@ -190,7 +191,7 @@ def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
     spec = loaded.kv_spec(64)
     runner = ModelRunner(loaded, make_kv_pool(spec, 4, loaded.device), spec)
     ids = prompt(100, seed=9)
-    logits = runner.execute([BatchRow(ids, 0, [3, 1])])
+    logits = runner.execute([BatchRow(ids, 0, [3, 1])]).logits
     assert int(logits.argmax()) == reference_tokens(folder, ids, 1)[0]
 
 
@@ -207,6 +208,7 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
 
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:
     loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
+    loaded = dataclasses.replace(loaded, fused=None)
     spec = loaded.kv_spec(BLOCK_SIZE)
     check_paging(loaded, spec)
     layer: torch.nn.Module = loaded.model.get_submodule("model.layers.0")
@@ -253,9 +255,9 @@ def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers(
     harness = Harness(loaded)
     table = harness.table(len(ids))
     rows = [BatchRow(ids[:90], 0, table, all_logits=True), BatchRow(ids[90:], 90, table)]
-    first = harness.runner.execute(rows[:1])
-    last = harness.runner.execute(rows[1:])
-    decoded = harness.runner.execute([BatchRow(ids[-1:], len(ids) - 1, table)])
+    first = harness.runner.execute(rows[:1]).logits
+    last = harness.runner.execute(rows[1:]).logits
+    decoded = harness.runner.execute([BatchRow(ids[-1:], len(ids) - 1, table)]).logits
     ours = torch.cat([first, last])
     expected = torch.cat([exact[:90], exact[-1:]])
     bound = 2 * (theirs - exact).abs().mean()

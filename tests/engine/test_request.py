@@ -20,6 +20,7 @@ def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
         num_prompt_tokens=num_prompt_tokens,
         prefix=prefix,
         sampler=SamplerState.from_params(params, 0),
+        max_output_tokens=params.max_tokens,
     )
 
 

@@ -32,6 +32,7 @@ class Loop:
             hash_algo="sha256",
         )
         self.finished: list[str] = []
+        self.pending: list[Request] = []
         self.num_computed_tokens = 0
 
     def add(self, name: str, num_tokens: int, *, max_tokens: int = 1, seed: int = 0) -> Request:
@@ -49,6 +50,7 @@ class Loop:
             sampler=SamplerState.from_params(
                 params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids
             ),
+            max_output_tokens=max_tokens,
         )
         self.scheduler.add(request)
         return request
@@ -57,16 +59,17 @@ class Loop:
         """One step, with everything verified."""
         cache, scheduler = self.rig.cache, self.scheduler
         cache.poll()
-        rows = scheduler.schedule()
+        if scheduler.is_short:
+            self.collect()
+        rows = scheduler.schedule(may_preempt=not self.pending)
         scheduler.check()
         self.rig.check()
         for row in rows:
             self.compute(row)
         for row in rows:
             scheduler.complete(row)
-        for row in rows:
-            if row.row.needs_logits:
-                self.sample(row.request)
+        self.collect()
+        self.pending = [row.request for row in rows if row.row.needs_logits]
         cache.pump()
         scheduler.check()
         self.rig.check()
@@ -84,6 +87,13 @@ class Loop:
                 assert not block.is_ready, "a shared block is written"
                 assert not self.rig.cache.is_loading(block), "two writers of one block"
                 self.rig.write(block, prefix.hashes[index])
+
+    def collect(self) -> None:
+        """Take in the tokens of the step before; some requests may have been taken out since."""
+        pending, self.pending = self.pending, []
+        for request in pending:
+            if request.phase is not Phase.FINISHED:
+                self.sample(request)
 
     def sample(self, request: Request) -> None:
         """Give a request its next token."""

@@ -7,7 +7,8 @@ import torch
 
 from tieredkv.engine import tiny
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import BatchRow, ModelRunner, make_kv_pool
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.step_buffers import BatchRow
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +63,11 @@ def test_a_wrong_block_early_in_the_context_changes_the_answer(loaded: LoadedMod
     ids = [32 + i * 7 % 95 for i in range(480)]
 
     def answer() -> list[int]:
-        out = [int(runner.execute([BatchRow(ids[-1:], 479, table, write_from=480)]).argmax())]
+        out = [
+            int(runner.execute([BatchRow(ids[-1:], 479, table, write_from=480)]).logits.argmax())
+        ]
         for i in range(40):
-            out.append(int(runner.execute([BatchRow(out[-1:], 480 + i, table)]).argmax()))
+            out.append(int(runner.execute([BatchRow(out[-1:], 480 + i, table)]).logits.argmax()))
         return out
 
     runner.execute([BatchRow(ids, 0, table)])

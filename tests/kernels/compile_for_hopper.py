@@ -15,7 +15,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tieredkv.kernels import attention_tiles, decode_attention, prefill_attention, store_kv
+from tieredkv.kernels import dense_kernels, fused, paged_attention, store_kv
+from tieredkv.kernels.partition import (
+    INTS_PER_PROGRAM,
+    INTS_PER_TILE,
+    Heads,
+    narrow_tiling,
+    wide_tiling,
+)
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -23,8 +30,11 @@ OTHER_POINTERS = {
     "partial_out_ptr": "*fp32",
     "partial_lse_ptr": "*fp32",
     "block_tables_ptr": "*i32",
-    "context_lens_ptr": "*i32",
-    "query_start_lens_ptr": "*i32",
+    "plan_ptr": "*i32",
+    "table_ptr": "*i32",
+    "positions_ptr": "*i64",
+    "cos_sin_ptr": "*fp32",
+    "merged_lse_ptr": "*fp32",
     "slot_mapping_ptr": "*i64",
 }
 
@@ -39,9 +49,11 @@ def compile_kernel(
             signature[name] = "constexpr"
             values[(index,)] = constants[name]
         elif name.endswith("_ptr"):
-            signature[name] = OTHER_POINTERS.get(name, POINTERS[dtype])
+            signature[name] = (
+                "*fp32" if name.startswith("lse_") else OTHER_POINTERS.get(name, POINTERS[dtype])
+            )
         else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
+            signature[name] = "fp32" if name in ("scale_log2", "eps") else "i32"
         if name.endswith("_ptr") or ("stride" in name and name != "block_tables_stride"):
             attributes[(index,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
@@ -51,40 +63,62 @@ def compile_kernel(
 
 
 def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    group = num_heads // num_kv_heads
-    sizes = {
-        "NUM_HEADS": num_heads,
-        "HEAD_DIM": head_dim,
-        "DIM_TILE": triton.next_power_of_2(head_dim),
-    }
-    attention = sizes | {"BLOCK_SIZE": 16, "GROUP": group, "MIN_SPLIT": 128}
-    decode = decode_attention.choose_tiling(group, head_dim, dtype)
-    compile_kernel(
-        decode_attention._decode_kernel,
-        dtype,
-        attention | {"GROUP_TILE": decode.row_tile, "KV_TILE": decode.kv_tile, "IS_SPLIT": True},
-        num_warps=decode.num_warps,
-        num_stages=decode.num_stages,
-    )
-    for num_rows in (16, 64, 4096):
-        prefill = prefill_attention.choose_tiling(num_rows, head_dim, dtype)
+    heads = Heads(num_heads, num_kv_heads, head_dim, dtype, torch.device("cpu"))
+    tiles = {"HEAD_DIM": head_dim, "DIM_TILE": max(16, triton.next_power_of_2(head_dim))}
+    for tiling in (narrow_tiling(heads), wide_tiling(heads)):
+        plan = {
+            "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
+            "INTS_PER_TILE": INTS_PER_TILE,
+            "GROUP": heads.group,
+            "ROW_TILE": tiling.row_tile,
+        }
+        is_narrow = tiling.num_queries == 1
         compile_kernel(
-            prefill_attention._prefill_kernel,
+            paged_attention._attention_kernel,
             dtype,
-            attention
-            | {
-                "ROW_TILE": prefill.row_tile,
-                "KV_TILE": prefill.kv_tile,
-                "IS_SPLIT": num_rows <= 64,
-            },
-            num_warps=prefill.num_warps,
-            num_stages=prefill.num_stages,
+            tiles | plan | {"BLOCK_SIZE": 16, "KV_TILE": tiling.kv_tile, "IS_NARROW": is_narrow},
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
         )
-    compile_kernel(attention_tiles._merge_splits_kernel, dtype, sizes | {"SPLIT_TILE": 16})
+        rows = 1 if is_narrow else 4
+        compile_kernel(
+            paged_attention._merge_kernel,
+            dtype,
+            tiles | plan | {"PARTIALS": 32 // rows, "ROWS": rows},
+        )
+    compile_kernel(
+        dense_kernels._merge_parts_kernel,
+        dtype,
+        tiles | {"NUM_HEADS": num_heads, "NUM_PARTS": 4, "ROWS": 8},
+    )
+    compile_kernel(
+        dense_kernels._gather_kernel, dtype, {"NUM_ELEMENTS": 16 * 8 * 128, "TILE": 4096}
+    )
     compile_kernel(
         store_kv._store_kv_kernel,
         dtype,
         {"BLOCK_SIZE": 16, "NUM_ELEMENTS": 1000, "HEAD_DIM": head_dim, "TILE": 1024},
+    )
+    compile_kernel(
+        fused._add_rms_norm_kernel,
+        dtype,
+        {"HIDDEN_SIZE": 16_000, "HAS_RESIDUAL": True, "TILE": 16_384},
+        num_warps=16,
+    )
+    compile_kernel(fused._silu_mul_kernel, dtype, {"NUM_COLUMNS": 1000, "TILE": 1024})
+    compile_kernel(
+        fused._rotate_and_store_kernel,
+        dtype,
+        {
+            "BLOCK_SIZE": 16,
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": num_kv_heads,
+            "HALF_DIM": head_dim // 2,
+            "HAS_NORM": True,
+            "HEAD_TILE": 8,
+            "HALF_TILE": triton.next_power_of_2(head_dim // 2),
+        },
+        num_warps=4,
     )
 
 

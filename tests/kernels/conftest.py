@@ -1,5 +1,6 @@
 """Random paged requests for the attention tests, and Triton's interpreter where there is no GPU."""
 
+import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+from tieredkv.kernels import launch  # noqa: E402
+from tieredkv.kernels.checks import Backend  # noqa: E402
+from tieredkv.kernels.partition import Batch, Heads, Span  # noqa: E402
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PagedCase:
@@ -22,24 +27,35 @@ class PagedCase:
     k_cache: Tensor
     v_cache: Tensor
     block_tables: Tensor
-    query_start_lens: Tensor
-    context_lens: Tensor
+    spans: list[Span]
     scale: float
+
+    @property
+    def heads(self) -> Heads:
+        num_kv_heads, head_dim = self.k_cache.shape[2:]
+        return Heads(self.q.shape[1], num_kv_heads, head_dim, self.q.dtype, self.q.device)
+
+    def batch(self, backend: Backend = "auto") -> Batch:
+        return launch.make_batch(self.block_tables, self.spans, self.heads, backend=backend)
+
+    def attend(self, backend: Backend = "auto") -> Tensor:
+        arguments = (self.q, self.k_cache, self.v_cache, self.batch(backend), self.scale)
+        return launch.paged_attention(*arguments, backend=backend)
 
     def oracle(self) -> Tensor:
         """Attend by the definition, query by query, in float64 on the CPU."""
         q, k_cache, v_cache = (x.double().cpu() for x in (self.q, self.k_cache, self.v_cache))
         group = q.shape[1] // k_cache.shape[2]
         out = torch.zeros_like(q)
-        starts = self.query_start_lens.tolist()
-        for row, context_len in enumerate(self.context_lens.tolist()):
+        for row, first_token, query_len, context_len in self.spans:
             table = self.block_tables[row].cpu()
             position = torch.arange(context_len)
             block_ids = table[position // k_cache.shape[1]]
             k = k_cache[block_ids, position % k_cache.shape[1]].repeat_interleave(group, 1)
             v = v_cache[block_ids, position % k_cache.shape[1]].repeat_interleave(group, 1)
-            for token in range(starts[row], starts[row + 1]):
-                seen = context_len - (starts[row + 1] - token) + 1
+            for index in range(query_len):
+                seen = context_len - query_len + index + 1
+                token = first_token + index
                 scores = torch.einsum("hd,khd->hk", q[token], k[:seen]) * self.scale
                 out[token] = torch.einsum("hk,khd->hd", scores.softmax(-1), v[:seen])
         return out
@@ -85,16 +101,14 @@ def make_case() -> Callable[..., PagedCase]:
             for half in range(2):
                 fresh = torch.randn(context_len, num_kv_heads, head_dim, device=device)
                 pool[slots // block_size, 1, half, slots % block_size] = fresh.to(dtype)
-        query_lens = torch.tensor([0, *(query_len for query_len, _ in spans)])
-        starts = query_lens.cumsum(0).to(torch.int32)
-        q = torch.randn(int(starts[-1]), num_heads, head_dim, device=device).to(dtype)
+        starts = list(itertools.accumulate((query_len for query_len, _ in spans), initial=0))
+        q = torch.randn(starts[-1], num_heads, head_dim, device=device).to(dtype)
         return PagedCase(
             q=q,
             k_cache=pool[:, 1, 0],
             v_cache=pool[:, 1, 1],
             block_tables=tables.to(device),
-            query_start_lens=starts.to(device),
-            context_lens=torch.tensor([c for _, c in spans], dtype=torch.int32, device=device),
+            spans=[Span(row, starts[row], *span) for row, span in enumerate(spans)],
             scale=head_dim**-0.5,
         )
 

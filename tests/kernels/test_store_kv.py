@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import launch
+from tieredkv.kernels import checks, launch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -18,7 +18,7 @@ def make_pool(
 
 
 def store(
-    pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, device: str, backend: launch.Backend
+    pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, device: str, backend: checks.Backend
 ) -> Tensor:
     """Store on the device into a copy of the pool, and bring it back."""
     pool = pool.clone().to(device)
@@ -45,7 +45,7 @@ def expected_pool(pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> T
 )
 def test_writes_every_slot_and_nothing_else(
     device: str,
-    backend: launch.Backend,
+    backend: checks.Backend,
     dtype: torch.dtype,
     block_size: int,
     num_kv_heads: int,
@@ -64,7 +64,7 @@ def test_writes_every_slot_and_nothing_else(
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_takes_views_of_a_fused_projection_and_int32_slots(
-    device: str, backend: launch.Backend
+    device: str, backend: checks.Backend
 ) -> None:
     pool = make_pool(3, 16, 2, 32, torch.float32)
     fused = torch.randn(5, 8 + 2 + 2, 32)

@@ -1,0 +1,268 @@
+"""A step's inputs, laid out at fixed places and copied to the device in one piece.
+
+CUDA graphs need every address to stay the same, so a step's arrays are written into one pinned
+buffer and copied into one on the device, whatever the step. It knows rows of tokens and blocks; it
+knows no model and no requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tieredkv.kernels import launch, partition
+from tieredkv.kernels.partition import Heads, Span
+
+CELLS_PER_ROW = 2
+"""Cells of a row's block table that one more token can change: its block, and the one before,
+where a block that was computed twice was given up for its twin."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """One request's share of a step.
+
+    Attributes:
+        token_ids: the tokens of positions [start, start + len). A negative one is `pending(slot)`:
+            the token that the step before sampled for the row of that slot.
+        start: position of the first of them; everything before it is in the cache.
+        block_table: ids of the blocks that hold positions from 0 on, as far as the last token or
+            further; `array("i")` is read fastest.
+        write_from: keys and values of positions below it are there already and are not written.
+        needs_logits: give logits of the last token, and the token that they make most likely.
+        all_logits: give logits of every token.
+        slot: place of the request among those that run, below `max_num_seqs`; None takes the
+            row's index in the batch.
+        table_key: who the block table belongs to; while a slot's key stays the same, only the
+            cells at the row's own tokens and CELLS_PER_ROW - 1 before them may have changed. None
+            may have changed everywhere.
+    """
+
+    token_ids: Sequence[int]
+    start: int
+    block_table: Sequence[int]
+    write_from: int = 0
+    needs_logits: bool = True
+    all_logits: bool = False
+    slot: int | None = None
+    table_key: int | None = None
+
+    @property
+    def context_len(self) -> int:
+        """Tokens that the last of the row's tokens sees, itself included."""
+        return self.start + len(self.token_ids)
+
+
+def pending(slot: int) -> int:
+    """Return the token id that stands for what the step before sampled for a slot."""
+    return -1 - slot
+
+
+class BlockTables:
+    """The block tables of all slots, on the device and pinned on the host."""
+
+    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+        self._host = torch.zeros(
+            num_slots, max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
+        self._mirror = self._host.numpy()
+        self._keys: list[int | None] = [None] * num_slots
+        # One row more: its first cell takes what a padded step writes.
+        self.tensor = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
+        self.spare_cell = num_slots * max_blocks
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest context."""
+        return self.tensor.shape[1]
+
+    def update(self, rows: Sequence[BatchRow], block_size: int) -> tuple[list[int], list[int]]:
+        """Bring the tables up to date.
+
+        Long changes are copied at once; the short ones of rows that got a token more are left to
+        the step itself.
+
+        Returns:
+            Flat indices of the cells that the step must write, and their block ids.
+        """
+        cells: list[int] = []
+        block_ids: list[int] = []
+        for index, row in enumerate(rows):
+            slot = index if row.slot is None else row.slot
+            table, end = row.block_table, -(-row.context_len // block_size)
+            assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
+            is_known = row.table_key is not None and self._keys[slot] == row.table_key
+            first = max(0, row.start // block_size + 1 - CELLS_PER_ROW) if is_known else 0
+            self._keys[slot] = row.table_key
+            if end - first <= CELLS_PER_ROW:
+                cells.extend(range(slot * self.max_blocks + first, slot * self.max_blocks + end))
+                block_ids.extend(table[first:end])
+                continue
+            self._mirror[slot, first:end] = table[first:end]
+            target = self.tensor[slot, first:end]
+            target.copy_(self._host[slot, first:end], non_blocking=True)
+        return cells, block_ids
+
+
+class StepBuffers:
+    """Inputs of steps of up to so many tokens and rows.
+
+    The device side keeps its addresses for good, and the stream's order protects it. An event
+    protects the pinned side from the next step.
+
+    Attributes:
+        token_ids, positions, slots: [max_tokens] int32; slot -1 is not written.
+        sources: [max_tokens] int64; slot whose last sampled token is meant by a negative id.
+        kept: [max_tokens] int64, indices of the tokens whose logits are wanted.
+        targets: [max_tokens] int64, slots whose next token these logits give.
+        cells, block_ids: [CELLS_PER_ROW * max_rows] int64 and int32, changes of the block tables.
+        narrow, wide: partitions of attention's work, int32.
+    """
+
+    def __init__(
+        self,
+        heads: Heads,
+        *,
+        max_tokens: int,
+        max_rows: int,
+        vocab_size: int,
+        spare_slot: int,
+        spare_cell: int,
+    ) -> None:
+        self.max_tokens, self.max_rows, self._vocab_size = max_tokens, max_rows, vocab_size
+        self._heads, self._spare_slot, self._spare_cell = heads, spare_slot, spare_cell
+        narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
+        max_wide_tiles = max_tokens // wide.num_queries + max_rows
+        longs = dict.fromkeys(("sources", "kept", "targets"), max_tokens)
+        longs["cells"] = CELLS_PER_ROW * max_rows
+        ints = dict.fromkeys(("token_ids", "positions", "slots"), max_tokens)
+        ints["block_ids"] = CELLS_PER_ROW * max_rows
+        ints["narrow"] = partition.size_ints(narrow, max_rows)
+        ints["wide"] = partition.size_ints(wide, max_wide_tiles)
+        sizes = {name: _aligned(8 * n) for name, n in longs.items()}
+        sizes |= {name: _aligned(4 * n) for name, n in ints.items()}
+        is_cuda = heads.device.type == "cuda"
+        num_bytes = sum(sizes.values())
+        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=heads.device)
+        self._copied = torch.cuda.Event() if is_cuda else None
+
+        def views(buffer: Tensor) -> dict[str, Tensor]:
+            parts = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
+            return {
+                name: part.view(torch.int64 if name in longs else torch.int32)
+                for name, part in parts.items()
+            }
+
+        self._arrays = {name: view.numpy() for name, view in views(self._host).items()}
+        device = views(self._device)
+        self.token_ids, self.positions = device["token_ids"], device["positions"]
+        self.slots, self.sources = device["slots"], device["sources"]
+        self.kept, self.targets = device["kept"], device["targets"]
+        self.cells, self.block_ids = device["cells"], device["block_ids"]
+        self.narrow, self.wide = device["narrow"], device["wide"]
+
+    def fill(
+        self,
+        rows: Sequence[BatchRow],
+        layout: "Layout",
+        changes: tuple[list[int], list[int]],
+        *,
+        num_tokens: int,
+        num_kept: int,
+        block_size: int,
+    ) -> None:
+        """Write a step and start copying it; what pads it to the sizes given has no effect."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        arrays = self._arrays
+        self._fill_tokens(rows, layout, block_size)
+        end = layout.num_tokens
+        token_ids = arrays["token_ids"]
+        if end:
+            assert -self._spare_slot <= token_ids[:end].min(), "unknown slot of a pending token"
+            assert token_ids[:end].max() < self._vocab_size, "unknown token ids"
+        token_ids[end:num_tokens] = 0
+        arrays["positions"][end:num_tokens] = 0
+        arrays["slots"][end:num_tokens] = -1
+        np.maximum(-1 - token_ids[:num_tokens], 0, out=arrays["sources"][:num_tokens])
+        num_real = len(layout.kept)
+        for name, values, pad in (
+            ("kept", layout.kept, 0),
+            ("targets", layout.targets, self._spare_slot),
+        ):
+            arrays[name][:num_real] = values
+            arrays[name][num_real:num_kept] = pad
+        cells, block_ids = changes
+        arrays["cells"][: len(cells)] = cells
+        arrays["cells"][len(cells) :] = self._spare_cell
+        arrays["block_ids"][: len(cells)] = block_ids
+        if self._copied is not None:
+            heads, shares = self._heads, layout.shares
+            partition.partition(shares.narrow, partition.narrow_tiling(heads), arrays["narrow"])
+            partition.partition(shares.wide, partition.wide_tiling(heads), arrays["wide"])
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout", block_size: int) -> None:
+        arrays, end = self._arrays, layout.num_tokens
+        token_ids, positions, slots = (arrays[n] for n in ("token_ids", "positions", "slots"))
+        if end == len(rows):  # one token each: without numpy's overhead for every row
+            token_ids[:end] = [row.token_ids[0] for row in rows]
+            starts = [row.start for row in rows]
+            positions[:end] = starts
+            blocks = [
+                row.block_table[start // block_size] if row.write_from <= start else -1
+                for row, start in zip(rows, starts, strict=True)
+            ]
+            slots[:end] = blocks
+            slots[:end] = np.where(
+                slots[:end] < 0, -1, slots[:end] * block_size + positions[:end] % block_size
+            )
+            return
+        for row, span in zip(rows, layout.spans, strict=True):
+            at = slice(span.first_token, span.first_token + span.query_len)
+            position = np.arange(row.start, row.context_len, dtype=np.int32)
+            table = np.asarray(row.block_table, dtype=np.int32)
+            slot = table[position // block_size] * block_size + position % block_size
+            token_ids[at] = row.token_ids
+            positions[at] = position
+            slots[at] = np.where(position < row.write_from, -1, slot)
+
+
+class Layout:
+    """Where the rows of a step lie among its tokens, and which logits they want.
+
+    Attributes:
+        spans: of the rows, in their order.
+        kept: indices of the tokens whose logits are wanted, rows in order.
+        targets: of each of them, the slot.
+        shares: of the spans, by kernel.
+    """
+
+    def __init__(self, rows: Sequence[BatchRow], heads: Heads, spare_slot: int) -> None:
+        self.spans: list[Span] = []
+        self.kept: list[int] = []
+        self.targets: list[int] = []
+        end = 0
+        for index, row in enumerate(rows):
+            length = len(row.token_ids)
+            assert length > 0, "a row without tokens"
+            slot = index if row.slot is None else row.slot
+            self.spans.append(Span(slot, end, length, row.start + length))
+            end += length
+            if row.all_logits:
+                self.kept.extend(range(end - length, end))
+                self.targets.extend([spare_slot] * length)
+            elif row.needs_logits:
+                self.kept.append(end - 1)
+                self.targets.append(slot)
+        self.num_tokens = end
+        self.shares = launch.share_out(self.spans, heads)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // 16) * 16

@@ -1,0 +1,156 @@
+"""Triton kernels of the dense prefill path: gathering a context, merging partial results.
+
+Callers go through `tieredkv.kernels.prefill_dense`, which has both in torch as well.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (a kernel's arguments have no Python types)
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 4096
+MAX_PARTS = 4
+
+
+@triton.jit
+def _gather_kernel(
+    k_cache_ptr,
+    v_cache_ptr,
+    table_ptr,
+    out_ptr,
+    cache_stride_block,
+    half_elements,
+    NUM_ELEMENTS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Copy one tile of one block's keys and values.
+
+    Grid: (num_blocks, ceil(block elements / TILE)). Masks: the end of the block. Bytes moved: 2
+    reads and 2 writes of TILE elements.
+    """
+    block = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = element < NUM_ELEMENTS
+    source = tl.load(table_ptr + block).to(tl.int64) * cache_stride_block + element
+    target = out_ptr + block * NUM_ELEMENTS + element
+    k = tl.load(k_cache_ptr + source, mask)
+    v = tl.load(v_cache_ptr + source, mask)
+    tl.store(target, k, mask)
+    tl.store(target + half_elements, v, mask)
+
+
+def gather_blocks(k_cache: Tensor, v_cache: Tensor, table: Tensor, out: Tensor) -> None:
+    """Copy blocks, whose tokens are contiguous, to out [2, num_blocks, *block shape]."""
+    num_blocks, num_elements = table.shape[0], k_cache[0].numel()
+    tile = min(TILE, triton.next_power_of_2(num_elements))
+    _gather_kernel[(num_blocks, triton.cdiv(num_elements, tile))](
+        k_cache,
+        v_cache,
+        table,
+        out,
+        k_cache.stride(0),
+        num_blocks * num_elements,
+        NUM_ELEMENTS=num_elements,
+        TILE=tile,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def _add_part(total, acc, row_max, out_ptr, lse_ptr, offset, lse_offset, mask, is_row):
+    """Take one part into the running sums, in base e."""
+    lse = tl.load(lse_ptr + lse_offset, is_row, other=float("-inf"))
+    part = tl.load(out_ptr + offset, mask, other=0.0).to(tl.float32)
+    new_max = tl.maximum(row_max, lse)
+    decay = tl.exp(row_max - new_max)
+    weight = tl.exp(lse - new_max)
+    return total * decay + weight, acc * decay[:, None] + weight[:, None] * part, new_max
+
+
+@triton.jit(
+    do_not_specialize=["lse_stride_0", "lse_stride_1", "lse_stride_2", "lse_stride_3", "num_rows"]
+)
+def _merge_parts_kernel(
+    out_ptr,
+    merged_lse_ptr,
+    out_0_ptr,
+    out_1_ptr,
+    out_2_ptr,
+    out_3_ptr,
+    lse_0_ptr,
+    lse_1_ptr,
+    lse_2_ptr,
+    lse_3_ptr,
+    lse_stride_0,
+    lse_stride_1,
+    lse_stride_2,
+    lse_stride_3,
+    num_rows,
+    num_queries,
+    NUM_PARTS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Combine the parts of ROWS rows, a row being one head of one query; out may be part 0.
+
+    Grid: (ceil(num_queries * num_heads / ROWS),). Masks: rows past the end, dims past HEAD_DIM.
+    Bytes moved: HEAD_DIM elements and a float read a part, the same written once, a row.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_TILE)
+    is_row = row < num_rows
+    mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+    query, head = row // NUM_HEADS, row % NUM_HEADS
+    offset = row.to(tl.int64)[:, None] * HEAD_DIM + dim[None, :]
+    row_max = tl.load(lse_0_ptr + head * lse_stride_0 + query, is_row, other=0.0)
+    acc = tl.load(out_0_ptr + offset, mask, other=0.0).to(tl.float32)
+    total = tl.full([ROWS], 1.0, tl.float32)
+    total, acc, row_max = _add_part(
+        total, acc, row_max, out_1_ptr, lse_1_ptr, offset, head * lse_stride_1 + query, mask, is_row
+    )
+    if NUM_PARTS > 2:
+        at = head * lse_stride_2 + query
+        total, acc, row_max = _add_part(
+            total, acc, row_max, out_2_ptr, lse_2_ptr, offset, at, mask, is_row
+        )
+    if NUM_PARTS > 3:
+        at = head * lse_stride_3 + query
+        total, acc, row_max = _add_part(
+            total, acc, row_max, out_3_ptr, lse_3_ptr, offset, at, mask, is_row
+        )
+    tl.store(out_ptr + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask)
+    tl.store(merged_lse_ptr + head * num_queries + query, row_max + tl.log(total), is_row)
+
+
+def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
+    """Combine two or more (out, lse), each contiguous but for lse's heads, into out."""
+    num_queries, num_heads, head_dim = out.shape
+    first, others = parts[0], list(parts[1:])
+    while others:
+        group = [first, *others[: MAX_PARTS - 1]]
+        others = others[MAX_PARTS - 1 :]
+        padded = group + [group[0]] * (MAX_PARTS - len(group))
+        lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=out.device)
+        _merge_parts_kernel[(triton.cdiv(num_queries * num_heads, 8),)](
+            out,
+            lse,
+            *(part[0] for part in padded),
+            *(part[1] for part in padded),
+            *(part[1].stride(0) for part in padded),
+            num_queries * num_heads,
+            num_queries,
+            NUM_PARTS=len(group),
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
+            ROWS=8,
+            num_warps=4,
+        )
+        first = (out, lse)

@@ -1,0 +1,233 @@
+"""Triton kernels for what stands between a model's matrix products and its attention.
+
+Grids depend on shapes only and nothing is compiled per number of tokens, so that every launch can
+be captured in a CUDA graph. Callers go through `tieredkv.kernels.layers`, which checks the
+tensors; this module does not. References: the functions of the same names in
+`tieredkv.kernels.reference`.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (a kernel's arguments have no Python types)
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+SILU_TILE = 1024
+ROTATE_TILE = 512
+"""Pairs of elements that one program rotates, over as many heads as it takes."""
+
+
+@triton.jit
+def _add_rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    normed_ptr,
+    eps,
+    x_stride,
+    residual_stride,
+    normed_stride,
+    HIDDEN_SIZE: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Add one row to the residual stream and normalise the sum.
+
+    Grid: (num_tokens,). A program holds its row in registers; columns past HIDDEN_SIZE are
+    masked. Bytes moved: 2 reads and 2 writes of the row, 1 and 1 without a residual.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, TILE)
+    mask = column < HIDDEN_SIZE
+    x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
+    dtype = x.dtype
+    x = x.to(tl.float32)
+    if HAS_RESIDUAL:
+        target = residual_ptr + token * residual_stride + column
+        total = (x + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(target, total, mask=mask)
+        x = total.to(tl.float32)
+    variance = tl.sum(x * x, axis=0) / HIDDEN_SIZE
+    normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(normed_ptr + token * normed_stride + column, (normed * weight).to(dtype), mask=mask)
+
+
+@triton.jit
+def _silu_mul_kernel(
+    gate_up_ptr, out_ptr, gate_up_stride, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr
+):
+    """Gate one tile of one row.
+
+    Grid: (num_tokens, ceil(NUM_COLUMNS / TILE)); the last tile of a row is masked. Bytes moved: 2
+    reads and 1 write of NUM_COLUMNS elements a token.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = column < NUM_COLUMNS
+    source = gate_up_ptr + token * gate_up_stride + column
+    gate = tl.load(source, mask=mask, other=0.0)
+    up = tl.load(source + NUM_COLUMNS, mask=mask, other=0.0).to(tl.float32)
+    x = gate.to(tl.float32)
+    gated = (x / (1.0 + tl.exp(-x))).to(gate.dtype).to(tl.float32)
+    out = (gated * up).to(gate.dtype)
+    tl.store(out_ptr + token * NUM_COLUMNS + column, out, mask=mask)
+
+
+@triton.jit
+def _rotate_and_store_kernel(
+    qkv_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slot_mapping_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    out_ptr,
+    eps,
+    qkv_stride,
+    cache_stride_block,
+    cache_stride_token,
+    cache_stride_head,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HALF_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    HALF_TILE: tl.constexpr,
+):
+    """Norm, rotate and place some of one token's heads: queries, then keys, then values.
+
+    Grid: (num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEAD_TILE)). A head is held as its
+    two halves, since element i is rotated with element i + HALF_DIM; heads past the last and
+    elements past HALF_DIM are masked; keys and values of a token with a negative slot are not
+    stored.
+    Bytes moved: 1 read and 1 write of qkv, and 1 read of the table's row.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
+    dim = tl.arange(0, HALF_TILE)[None, :]
+    is_real = dim < HALF_DIM
+    is_query = is_real & (head < NUM_HEADS)
+    is_key = is_real & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = is_real & (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    is_any = is_query | is_key | is_value
+
+    source = qkv_ptr + token * qkv_stride + head * (2 * HALF_DIM) + dim
+    raw_low = tl.load(source, mask=is_any, other=0.0)
+    raw_high = tl.load(source + HALF_DIM, mask=is_any, other=0.0)
+    dtype = raw_low.dtype
+    low, high = raw_low.to(tl.float32), raw_high.to(tl.float32)
+    if HAS_NORM:
+        variance = tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF_DIM)
+        scale = tl.rsqrt(variance + eps)
+        q_low = tl.load(q_norm_ptr + dim, mask=is_real, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm_ptr + HALF_DIM + dim, mask=is_real, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm_ptr + dim, mask=is_real, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm_ptr + HALF_DIM + dim, mask=is_real, other=0.0).to(tl.float32)
+        low = (low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low)
+        high = (high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high)
+        low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    row = cos_sin_ptr + position * (2 * HALF_DIM) + dim
+    cos = tl.load(row, mask=is_real, other=0.0)
+    sin = tl.load(row + HALF_DIM, mask=is_real, other=0.0)
+    rotated_low = (low * cos - high * sin).to(dtype)
+    rotated_high = (high * cos + low * sin).to(dtype)
+
+    out = out_ptr + (token * NUM_HEADS + head) * (2 * HALF_DIM) + dim
+    tl.store(out, rotated_low, mask=is_query)
+    tl.store(out + HALF_DIM, rotated_high, mask=is_query)
+    slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
+    if slot >= 0:
+        slot_offset = (slot // BLOCK_SIZE) * cache_stride_block
+        slot_offset += (slot % BLOCK_SIZE) * cache_stride_token
+        key = k_cache_ptr + slot_offset + (head - NUM_HEADS) * cache_stride_head + dim
+        tl.store(key, rotated_low, mask=is_key)
+        tl.store(key + HALF_DIM, rotated_high, mask=is_key)
+        value_head = head - NUM_HEADS - NUM_KV_HEADS
+        value = v_cache_ptr + slot_offset + value_head * cache_stride_head + dim
+        tl.store(value, raw_low, mask=is_value)
+        tl.store(value + HALF_DIM, raw_high, mask=is_value)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel; same contract as `layers.add_rms_norm`."""
+    num_tokens, hidden_size = x.shape
+    total = x if residual is None else residual
+    normed = x.new_empty(x.shape) if residual is None else x
+    tile = triton.next_power_of_2(hidden_size)
+    _add_rms_norm_kernel[(num_tokens,)](
+        x,
+        total,
+        weight,
+        normed,
+        eps,
+        x.stride(0),
+        total.stride(0),
+        normed.stride(0),
+        HIDDEN_SIZE=hidden_size,
+        HAS_RESIDUAL=residual is not None,
+        TILE=tile,
+        num_warps=min(16, max(1, tile // 512)),
+    )
+    return normed, total
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Launch the kernel; same contract as `layers.silu_mul`."""
+    num_tokens, num_columns = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(num_tokens, num_columns)
+    tile = min(SILU_TILE, triton.next_power_of_2(num_columns))
+    _silu_mul_kernel[(num_tokens, triton.cdiv(num_columns, tile))](
+        gate_up, out, gate_up.stride(0), NUM_COLUMNS=num_columns, TILE=tile, num_warps=4
+    )
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Launch the kernel; same contract as `layers.rotate_and_store`."""
+    num_tokens = qkv.shape[0]
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    out = qkv.new_empty(num_tokens, num_heads, head_dim)
+    half_tile = triton.next_power_of_2(head_dim // 2)
+    head_tile = max(1, ROTATE_TILE // half_tile)
+    _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, head_tile))](
+        qkv,
+        cos_sin,
+        positions,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        q_norm_weight,
+        k_norm_weight,
+        out,
+        eps,
+        qkv.stride(0),
+        *k_cache.stride()[:3],
+        BLOCK_SIZE=block_size,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        HALF_DIM=head_dim // 2,
+        HAS_NORM=q_norm_weight is not None,
+        HEAD_TILE=head_tile,
+        HALF_TILE=half_tile,
+        num_warps=4,
+    )
+    return out

@@ -1,0 +1,185 @@
+"""Front door to what stands between a model's matrix products and its attention.
+
+As in `tieredkv.kernels.launch`, tensors are checked on the host, then Triton or the torch
+reference is picked; nothing reads a device tensor on the host, so that calls can be captured in
+CUDA graphs. Results are rounded where transformers' eager code rounds them, but for the rotation,
+which is computed in float32 and rounded once. It knows no requests, tiers or models.
+"""
+
+from torch import Tensor, float32
+
+from tieredkv.errors import ShapeError
+from tieredkv.kernels import reference
+from tieredkv.kernels.checks import (
+    KERNEL_DTYPES,
+    Backend,
+    check_cache,
+    check_data,
+    check_indices,
+    describe,
+    triton_module,
+    use_triton,
+)
+
+MAX_HIDDEN_SIZE = 16_384
+"""The widest row that a program holds in registers."""
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Add a layer's output to the residual stream, and normalise the sum.
+
+    Args:
+        x: [num_tokens, hidden_size], contiguous in hidden_size. With a residual it is the
+            function's own: what it holds afterwards is not defined.
+        residual: as x, and likewise given away; None where the stream starts with x.
+        weight: [hidden_size], x's dtype.
+        eps: added to the mean of squares.
+        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
+
+    Returns:
+        The normed sum and the sum, both [num_tokens, hidden_size]; they may lie where x and
+        residual lay.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: RMSNorm, Zhang and Sennrich 2019.
+    """
+    _check_rows("x", x)
+    if residual is not None:
+        _check_rows("residual", residual)
+        if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
+            raise ShapeError(f"residual {describe(residual)} for x {describe(x)}")
+    _check_norm_weight("weight", weight, x, x.shape[1])
+    if not use_triton(backend, x.device):
+        return reference.add_rms_norm(x, residual, weight, eps)
+    if x.shape[1] > MAX_HIDDEN_SIZE:
+        raise ShapeError(f"hidden_size {x.shape[1]} is above {MAX_HIDDEN_SIZE}")
+    if not x.shape[0]:
+        return x, x if residual is None else residual
+    normed, total = triton_module("fused").add_rms_norm(x, residual, weight, eps)
+    return normed, total
+
+
+def silu_mul(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
+    """Multiply the second half of each row by the SiLU of its first half.
+
+    Args:
+        gate_up: [num_tokens, 2 * intermediate_size], contiguous in its last dimension.
+        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
+
+    Returns:
+        [num_tokens, intermediate_size], contiguous.
+
+    Raises:
+        ShapeError: `gate_up` has no two halves; checked on the host before launch.
+
+    Source: SwiGLU, Shazeer 2020.
+    """
+    _check_rows("gate_up", gate_up)
+    if gate_up.shape[1] % 2:
+        raise ShapeError(f"gate_up {describe(gate_up)} has no two halves")
+    if not use_triton(backend, gate_up.device):
+        return reference.silu_mul(gate_up)
+    if not gate_up.shape[0]:
+        return gate_up.new_empty(0, gate_up.shape[1] // 2)
+    out: Tensor = triton_module("fused").silu_mul(gate_up)
+    return out
+
+
+def rotate_and_store(
+    qkv: Tensor,
+    cos_sin: Tensor,
+    positions: Tensor,
+    slot_mapping: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    num_heads: int,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    *,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Rotate queries and keys by their positions, and write keys and values into the paged cache.
+
+    Args:
+        qkv: [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], queries, keys and values of
+            a token one after the other; the cache's dtype, contiguous in its last dimension.
+        cos_sin: [max_positions, head_dim] float32, contiguous: the cosines of a position's
+            head_dim / 2 angles, then their sines.
+        positions: [num_tokens] int32 or int64, below max_positions; they are not checked.
+        slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
+            token's keys and values. Slots must be distinct; they are not checked.
+        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
+        v_cache: as k_cache, with equal strides.
+        num_heads: heads of the queries.
+        q_norm_weight: [head_dim], the cache's dtype: queries are RMS-normed head by head before
+            they are rotated; None for no norm.
+        k_norm_weight: likewise for keys, None where q_norm_weight is.
+        eps: of the norms.
+        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
+
+    Returns:
+        The rotated queries, [num_tokens, num_heads, head_dim], contiguous.
+
+    Raises:
+        ShapeError: the tensors disagree; checked on the host before launch.
+
+    Source: RoFormer, Su et al. 2021, with the halves of a head as the pairs (GPT-NeoX).
+    """
+    check_cache(k_cache, v_cache)
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    if qkv.ndim != 2 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or head_dim % 2:
+        raise ShapeError(
+            f"qkv {describe(qkv)} with {num_heads} heads does not fit the cache {describe(k_cache)}"
+        )
+    check_data("qkv", qkv, k_cache)
+    if cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous():
+        raise ShapeError(f"cos_sin {describe(cos_sin)} for heads of {head_dim}")
+    if cos_sin.dtype != float32 or cos_sin.device != qkv.device:
+        raise ShapeError(f"cos_sin {describe(cos_sin)} is not float32 on {qkv.device}")
+    for name, indices in (("positions", positions), ("slot_mapping", slot_mapping)):
+        if indices.shape != qkv.shape[:1]:
+            raise ShapeError(f"{name} {describe(indices)} for qkv {describe(qkv)}")
+        check_indices(name, indices, k_cache)
+    if (q_norm_weight is None) != (k_norm_weight is None):
+        raise ShapeError("queries are normed and keys are not, or the other way round")
+    if q_norm_weight is not None and k_norm_weight is not None:
+        _check_norm_weight("q_norm_weight", q_norm_weight, qkv, head_dim)
+        _check_norm_weight("k_norm_weight", k_norm_weight, qkv, head_dim)
+    is_triton = use_triton(backend, qkv.device)
+    if not qkv.shape[0]:
+        return qkv.new_empty(0, num_heads, head_dim)
+    rotate = triton_module("fused").rotate_and_store if is_triton else reference.rotate_and_store
+    q: Tensor = rotate(
+        qkv,
+        cos_sin,
+        positions,
+        slot_mapping,
+        k_cache,
+        v_cache,
+        num_heads,
+        q_norm_weight,
+        k_norm_weight,
+        eps,
+    )
+    return q
+
+
+def _check_rows(name: str, tensor: Tensor) -> None:
+    if tensor.ndim != 2 or tensor.dtype not in KERNEL_DTYPES:
+        raise ShapeError(f"{name} {describe(tensor)} is not a matrix of a supported dtype")
+    if tensor.stride(1) != 1 and tensor.shape[1] != 1:
+        raise ShapeError(
+            f"{name} {describe(tensor)} is not contiguous in its rows: stride {tensor.stride(1)}"
+        )
+
+
+def _check_norm_weight(name: str, weight: Tensor, data: Tensor, size: int) -> None:
+    if weight.shape != (size,) or weight.dtype != data.dtype or weight.device != data.device:
+        raise ShapeError(f"{name} {describe(weight)} for rows of {size} of {describe(data)}")
+    if not weight.is_contiguous():
+        raise ShapeError(f"{name} {describe(weight)} is not contiguous")

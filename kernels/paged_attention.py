@@ -1,0 +1,314 @@
+"""Triton attention of queries over paged keys and values: any mix of chunks and contexts, causal.
+
+One kernel serves single queries (decode) and chunks (prefill), by its tiling; the work is shared
+out by `tieredkv.kernels.partition`. Scores are kept in base 2: the scale carries log2(e), so that
+exp2 serves. Callers go through `tieredkv.kernels.launch`, which checks the tensors; this module
+does not. Reference: `tieredkv.kernels.reference.paged_attention`.
+"""
+
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (a kernel's arguments have no Python types)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tieredkv.kernels.partition import INTS_PER_PROGRAM, INTS_PER_TILE, Tiling
+
+LOG2_E = 1.4426950408889634
+
+
+@triton.jit
+def _attend(
+    q,
+    k_ptr,
+    v_ptr,
+    block_table_ptr,
+    first,
+    whole_end,
+    end,
+    row_position,
+    scale_log2,
+    stride_block,
+    stride_token,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+):
+    """Attend q's rows to the positions [first, end) of one request and KV head, tile by tile.
+
+    All rows see all of the tiles below `whole_end`; a narrow kernel masks everywhere, so that its
+    short contexts go through one pipelined loop. Each position's block id is looked up by itself,
+    so a tile may span blocks. Masks: dims past HEAD_DIM; in the masked loop also loads past the end
+    and scores after the row's own position. Bytes moved: 2 * KV_TILE * HEAD_DIM elements a tile.
+    k_ptr and v_ptr point at the KV head.
+    """
+    row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    row_sum = tl.zeros([q.shape[0]], tl.float32)
+    acc = tl.zeros([q.shape[0], DIM_TILE], tl.float32)
+    dim = tl.arange(0, DIM_TILE)
+    for IS_MASKED in tl.static_range(1 if IS_NARROW else 0, 2):
+        start = whole_end if IS_MASKED and not IS_NARROW else first
+        stop = end if IS_MASKED else whole_end
+        for tile_start in tl.range(
+            start, stop, KV_TILE, num_stages=1 if IS_MASKED and not IS_NARROW else None
+        ):
+            position = tile_start + tl.arange(0, KV_TILE)
+            mask = (dim < HEAD_DIM)[None, :]
+            if IS_MASKED:
+                is_loaded = position < end
+                mask = mask & is_loaded[:, None]
+                block_id = tl.load(block_table_ptr + position // BLOCK_SIZE, is_loaded, other=0)
+            else:
+                block_id = tl.load(block_table_ptr + position // BLOCK_SIZE)
+            block_offset = block_id.to(tl.int64) * stride_block
+            token_offset = block_offset + (position % BLOCK_SIZE) * stride_token
+            offset = token_offset[:, None] + dim[None, :]
+            k = tl.load(k_ptr + offset, mask=mask, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+            if IS_MASKED:
+                is_seen = (position[None, :] <= row_position[:, None]) & is_loaded[None, :]
+                scores = tl.where(is_seen, scores, float("-inf"))
+            new_max = tl.maximum(row_max, tl.max(scores, 1))
+            # A row that has seen nothing yet keeps -inf; 0 in its place makes exp2 give 0, not NaN.
+            shift = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(row_max - shift)
+            v = tl.load(v_ptr + offset, mask=mask, other=0.0)
+            acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+            row_sum = row_sum * decay + tl.sum(weights, 1)
+            row_max = new_max
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["block_tables_stride"])
+def _attention_kernel(
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    block_tables_ptr,
+    plan_ptr,
+    scale_log2,
+    out_stride_query,
+    out_stride_head,
+    q_stride_query,
+    q_stride_head,
+    cache_stride_block,
+    cache_stride_token,
+    cache_stride_head,
+    block_tables_stride,
+    INTS_PER_PROGRAM: tl.constexpr,
+    INTS_PER_TILE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+    IS_NARROW: tl.constexpr,
+):
+    """Work off one program's stretch of units, tile by tile, for one KV head.
+
+    Row r of a tile is query r // GROUP and head r % GROUP, so that keys and values are read once
+    for the whole group. Grid: (num_kv_heads, num_programs); programs past the work return at once.
+    Masks: rows past the tile's queries, dims past HEAD_DIM. Bytes moved: keys and values of the
+    stretch; q once a tile and program; out once, or in float32 where a tile is shared.
+    """
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    program_ptr = plan_ptr + program * INTS_PER_PROGRAM
+    unit = tl.load(program_ptr)
+    last = tl.load(program_ptr + 1)
+    next_tile_ptr = plan_ptr + tl.num_programs(1) * INTS_PER_PROGRAM
+    next_tile_ptr += (tl.load(program_ptr + 2) + 1) * INTS_PER_TILE
+    tile_ptr = program_ptr + INTS_PER_TILE  # a copy of its first tile's record
+    row = tl.arange(0, ROW_TILE)
+    dim = tl.arange(0, DIM_TILE)
+    head = kv_head * GROUP + row % GROUP
+    while unit < last:
+        request = tl.load(tile_ptr)
+        query_start = tl.load(tile_ptr + 1)
+        num_queries = tl.load(tile_ptr + 2)
+        position = tl.load(tile_ptr + 3)
+        tile_start = tl.load(tile_ptr + 4)
+        tile_stop = tl.load(tile_ptr + 5)
+        stop = tl.minimum(last, tile_stop)
+
+        is_row = row < num_queries * GROUP
+        query = query_start + row // GROUP
+        q_offset = query.to(tl.int64) * q_stride_query + head * q_stride_head
+        mask = is_row[:, None] & (dim < HEAD_DIM)[None, :]
+        q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=mask, other=0.0)
+        first = (unit - tile_start) * KV_TILE
+        end = tl.minimum((stop - tile_start) * KV_TILE, position + num_queries)
+        whole_end = tl.minimum(end, position + 1) // KV_TILE * KV_TILE
+        row_max, row_sum, acc = _attend(
+            q,
+            k_cache_ptr + kv_head * cache_stride_head,
+            v_cache_ptr + kv_head * cache_stride_head,
+            block_tables_ptr + request.to(tl.int64) * block_tables_stride,
+            first,
+            tl.maximum(first, whole_end),
+            end,
+            position + row // GROUP,
+            scale_log2,
+            cache_stride_block,
+            cache_stride_token,
+            BLOCK_SIZE,
+            HEAD_DIM,
+            DIM_TILE,
+            KV_TILE,
+            IS_NARROW,
+        )
+        # NOTE: a row that has seen nothing is 0, or a partial with lse -inf and output 0.
+        divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
+        acc = acc / divisor[:, None]
+        if (unit == tile_start) & (stop == tile_stop):
+            out_offset = query.to(tl.int64) * out_stride_query + head * out_stride_head
+            whole_ptr = out_ptr + out_offset[:, None] + dim[None, :]
+            tl.store(whole_ptr, acc.to(out_ptr.dtype.element_ty), mask)
+        else:
+            slot = 2 * program + (unit == tile_start).to(tl.int32)
+            index = (slot * tl.num_programs(0) + kv_head).to(tl.int64) * ROW_TILE + row
+            lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(divisor))
+            tl.store(partial_lse_ptr + index, lse, is_row)
+            tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + dim[None, :], acc, mask)
+        unit = stop
+        tile_ptr = next_tile_ptr
+        next_tile_ptr += INTS_PER_TILE
+
+
+@triton.jit
+def _merge_kernel(
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    plan_ptr,
+    out_stride_query,
+    out_stride_head,
+    INTS_PER_PROGRAM: tl.constexpr,
+    INTS_PER_TILE: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Combine the partial results of a shared tile by their log-sum-exp, ROWS rows at a time.
+
+    Grid: (num_programs - 1, num_kv_heads, ceil(rows / ROWS)). Program p looks after the tile that
+    began in p and goes on in p + 1, if there is one. Masks: partials past the tile's last, rows
+    past its queries, dims past HEAD_DIM. Bytes moved: 4 * (HEAD_DIM + 1) read
+    a partial and row, HEAD_DIM elements written a row.
+    """
+    first = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
+    program_ptr = plan_ptr + first * INTS_PER_PROGRAM
+    last = tl.load(program_ptr + 3)
+    query_start = tl.load(program_ptr + 4)
+    num_queries = tl.load(program_ptr + 5)
+    if last < 0:
+        return
+
+    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    dim = tl.arange(0, DIM_TILE)
+    is_row = row < num_queries * GROUP
+    is_dim = dim < HEAD_DIM
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, DIM_TILE], tl.float32)
+    for start in range(first, last + 1, PARTIALS):
+        program = start + tl.arange(0, PARTIALS)
+        slot = 2 * program + (program == first).to(tl.int32)
+        index = (slot * num_kv_heads + kv_head).to(tl.int64)[:, None] * ROW_TILE + row[None, :]
+        mask = (program <= last)[:, None] & is_row[None, :]
+        lse = tl.load(partial_lse_ptr + index, mask, other=float("-inf"))
+        part = tl.load(
+            partial_out_ptr + index[:, :, None] * HEAD_DIM + dim[None, None, :],
+            mask[:, :, None] & is_dim[None, None, :],
+            other=0.0,
+        )
+        new_max = tl.maximum(row_max, tl.max(lse, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(lse - shift[None, :])
+        decay = tl.exp2(row_max - shift)
+        acc = acc * decay[:, None] + tl.sum(weights[:, :, None] * part, 0)
+        row_sum = row_sum * decay + tl.sum(weights, 0)
+        row_max = new_max
+    acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    query = (query_start + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    offset = query * out_stride_query + head * out_stride_head
+    target = out_ptr + offset[:, None] + dim[None, :]
+    tl.store(target, acc.to(out_ptr.dtype.element_ty), is_row[:, None] & is_dim[None, :])
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    plan: Tensor,
+    tiling: Tiling,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Launch the kernel and the merge over one partition; see `launch.paged_attention`."""
+    _, num_heads, head_dim = q.shape
+    _, block_size, num_kv_heads, _ = k_cache.shape
+    group = num_heads // num_kv_heads
+    is_narrow = tiling.num_queries == 1
+    num_partials = 2 * tiling.num_programs * num_kv_heads * tiling.row_tile
+    partial_out = torch.empty(num_partials * head_dim, dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
+    sizes = {
+        "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
+        "INTS_PER_TILE": INTS_PER_TILE,
+        "GROUP": group,
+        "ROW_TILE": tiling.row_tile,
+        "HEAD_DIM": head_dim,
+        "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
+    }
+    _attention_kernel[(num_kv_heads, tiling.num_programs)](
+        out,
+        partial_out,
+        partial_lse,
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        plan,
+        scale * LOG2_E,
+        *out.stride()[:2],
+        *q.stride()[:2],
+        *k_cache.stride()[:3],
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        KV_TILE=tiling.kv_tile,
+        IS_NARROW=is_narrow,
+        **sizes,
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if tiling.num_programs > 1:
+        rows = 1 if is_narrow else 4
+        num_rows = tiling.num_queries * group
+        _merge_kernel[(tiling.num_programs - 1, num_kv_heads, triton.cdiv(num_rows, rows))](
+            out,
+            partial_out,
+            partial_lse,
+            plan,
+            *out.stride()[:2],
+            PARTIALS=32 // rows,
+            ROWS=rows,
+            **sizes,
+            num_warps=4,
+        )

@@ -1,0 +1,186 @@
+"""How paged attention's work is shared: planned on the host, the same programs whatever the batch.
+
+Queries are cut into tiles, the keys that a tile sees into units of one KV tile. All units of a
+batch stand in one row, and every program takes an equal stretch of it:
+```
+tiles     |---- tile 0 ----|- tile 1 -|-------------- tile 2 --------------|
+programs  |    0     |    1     |    2     |    3     |    4     |
+```
+So a batch of any lengths keeps every multiprocessor busy to the end, and a launch has a fixed grid,
+as CUDA graphs need. A tile that several programs share is merged by a second kernel. A program has
+at most two shared tiles, its first and its last, so partial results have fixed places as well.
+
+Source: Stream-K, Osama et al. 2023, on the split of Flash-Decoding, Dao et al. 2023.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+INTS_PER_TILE = 8
+INTS_PER_PROGRAM = 16
+MIN_UNITS = 2
+"""A program takes at least so many, or merging would cost more than it saves."""
+
+
+class Span(NamedTuple):
+    """Tokens of one request in a step, as the host knows them.
+
+    Attributes:
+        row: of the block tables.
+        first_token: of its queries in the step.
+        query_len: its queries, the last tokens of the context.
+        context_len: tokens of the context, the queries' own included.
+    """
+
+    row: int
+    first_token: int
+    query_len: int
+    context_len: int
+
+
+class Batch(NamedTuple):
+    """Where the queries of a step and their contexts stand.
+
+    Attributes:
+        block_tables: [num_rows, max_blocks] int32; entries past a row's context are not read.
+        spans: all requests of the step, what the reference goes by. A captured CUDA graph does
+            not look at them, only at the partitions.
+        dense: spans that the dense path attends.
+        narrow: partition of the single queries, None if there are none.
+        wide: partition of the chunks, but for what is dense; None if there are none.
+    """
+
+    block_tables: Tensor
+    spans: Sequence[Span]
+    dense: Sequence[Span] = ()
+    narrow: Tensor | None = None
+    wide: Tensor | None = None
+
+
+class Tiling(NamedTuple):
+    """How one program works, and how many run at once.
+
+    Attributes:
+        num_queries: of a tile; a row of it is one query of one head of a KV head's group.
+        row_tile: rows of a tile, padded to a power of two.
+        kv_tile: positions of a unit.
+        num_programs: for each KV head.
+    """
+
+    num_queries: int
+    row_tile: int
+    kv_tile: int
+    num_warps: int
+    num_stages: int
+    num_programs: int
+
+
+class Heads(NamedTuple):
+    """Shape of the attention of a model, and where it runs."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def group(self) -> int:
+        """Query heads of a KV head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@functools.cache
+def narrow_tiling(heads: Heads) -> Tiling:
+    """Tile for single queries: 128 KiB of keys and values on each SM, half of them in flight."""
+    row_tile = max(16, 1 << (heads.group - 1).bit_length())
+    programs = max(1, 2 * num_multiprocessors(heads.device) // heads.num_kv_heads)
+    if heads.dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
+        return Tiling(1, row_tile, 16, 4 if heads.head_dim <= 128 else 8, 1, programs)
+    kv_tile = 128 if heads.head_dim <= 64 else 64 if heads.head_dim <= 128 else 32
+    return Tiling(1, row_tile, kv_tile, 4, 5, programs)
+
+
+@functools.cache
+def wide_tiling(heads: Heads) -> Tiling:
+    """Tile for chunks: queries, pipelined keys and values fill an SM's 227 KiB and registers."""
+    is_exact = heads.dtype == torch.float32
+    row_tile = max(32 if is_exact else 128, 1 << (heads.group - 1).bit_length())
+    num_queries = row_tile // heads.group
+    programs = max(1, num_multiprocessors(heads.device) // heads.num_kv_heads)
+    if is_exact:
+        return Tiling(num_queries, row_tile, 16, 8, 1, programs)
+    kv_tile = 128 if heads.head_dim <= 64 else 64 if heads.head_dim <= 128 else 32
+    return Tiling(num_queries, row_tile, kv_tile, 8, 5 if heads.head_dim <= 128 else 3, programs)
+
+
+@functools.cache
+def num_multiprocessors(device: torch.device) -> int:
+    """Count the multiprocessors of a CUDA device; Triton's interpreter passes for a small one."""
+    if device.type != "cuda":
+        return 8
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def size_ints(tiling: Tiling, max_tiles: int) -> int:
+    """Count the integers of a partition of at most so many tiles."""
+    return tiling.num_programs * INTS_PER_PROGRAM + max_tiles * INTS_PER_TILE
+
+
+def count_tiles(tiling: Tiling, spans: Sequence[Span]) -> int:
+    """Count the tiles of a batch."""
+    return sum(-(-span.query_len // tiling.num_queries) for span in spans)
+
+
+def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> None:
+    """Plan a batch.
+
+    Layout of `out`, int32, so that a program knows by one read what to begin with:
+    ```
+    a program   its first unit and the one after its last, its first tile, the last program that
+                shares its last tile (-1 if nobody goes on with it), first query and number of
+                queries of that tile, 2 unused, then its first tile
+    a tile      row of the block tables, first query, number of queries, position of the first, its
+                first unit and the one after its last, 2 unused
+    ```
+
+    Args:
+        spans: the requests; those without queries take no part.
+        tiling: of the kernel.
+        out: [size_ints] for as many tiles as there are or more, written as far as it is read.
+    """
+    rows, first_tokens, query_lens, context_lens = np.array(spans, dtype=np.int32).reshape(-1, 4).T
+    tiles_a_span = -(-query_lens // tiling.num_queries)
+    span = np.repeat(np.arange(len(rows)), tiles_a_span)
+    before = np.cumsum(tiles_a_span) - tiles_a_span
+    first_query = (np.arange(len(span)) - before[span]) * tiling.num_queries
+    num_queries = np.minimum(tiling.num_queries, query_lens[span] - first_query)
+    position = context_lens[span] - query_lens[span] + first_query
+    stops = np.cumsum(-(-(position + num_queries) // tiling.kv_tile))
+    starts = np.concatenate([[0], stops[:-1]])
+    total = int(stops[-1]) if len(stops) else 0
+    share = max(MIN_UNITS, -(-total // tiling.num_programs))
+
+    num_programs = tiling.num_programs
+    programs = out[: num_programs * INTS_PER_PROGRAM].reshape(num_programs, INTS_PER_PROGRAM)
+    tiles = out[num_programs * INTS_PER_PROGRAM :].reshape(-1, INTS_PER_TILE)[: len(span)]
+    assert len(tiles) == len(span), f"{len(span)} tiles, room for {len(tiles)}"
+    tiles[:, 0], tiles[:, 1] = rows[span], first_tokens[span] + first_query
+    tiles[:, 2], tiles[:, 3], tiles[:, 4], tiles[:, 5] = num_queries, position, starts, stops
+
+    first_units = np.minimum(np.arange(num_programs) * share, total)
+    programs[:, 0], programs[:, 1] = first_units, np.minimum(first_units + share, total)
+    programs[:, 2] = np.searchsorted(stops, first_units, side="right")
+    programs[:, 3] = -1
+    first_program, last_program = starts // share, (stops - 1) // share
+    shared = np.flatnonzero(first_program < last_program)
+    programs[first_program[shared], 3] = last_program[shared]
+    programs[first_program[shared], 4:6] = tiles[shared, 1:3]
+    busy = first_units < total
+    programs[busy, INTS_PER_TILE:] = tiles[programs[busy, 2]]

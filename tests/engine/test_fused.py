@@ -1,0 +1,264 @@
+"""Fused forward passes against transformers' own code, run on the very same weights."""
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tieredkv.engine.fingerprint import parameters_fingerprint
+from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.loader import LoadedModel, find_model
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.step_buffers import BatchRow
+
+BLOCK_SIZE = 16
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": YARN_ROPE, "head_dim": 40},
+    "llama-biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 24},
+    "mistral-tied": {
+        "model_type": "mistral",
+        "sliding_window": None,
+        "tie_word_embeddings": True,
+        "num_key_value_heads": 1,
+    },
+    "qwen2": {"model_type": "qwen2"},
+    "qwen2-tied-yarn": {
+        "model_type": "qwen2",
+        "tie_word_embeddings": True,
+        "rope_parameters": YARN_ROPE,
+    },
+    "qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "qwen3-tied": {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": True},
+}
+Load = Callable[..., LoadedModel]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    def make(device: str = "cpu", dtype: str = "float32", **config: Any) -> LoadedModel:
+        """Load a small model and draw all its parameters, norms and biases too, where they lie."""
+        table = {
+            "vocab_size": 300,
+            "hidden_size": 64,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 112,
+            "max_position_embeddings": 512,
+        }
+        (tmp_path / "config.json").write_text(json.dumps(table | config))
+        loaded = find_model(f"random:{tmp_path}", device=device, dtype=dtype).load()
+        generator = torch.Generator(loaded.device).manual_seed(4)
+        for parameter in loaded.model.parameters():
+            mean, std = (0.0, 0.2) if parameter.ndim == 2 else (0.7, 0.3)
+            parameter.normal_(mean, std, generator=generator)
+        return loaded
+
+    return make
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return CONFIGS[request.param]
+
+
+def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
+    """Compute all logits in chunks and single tokens over scattered blocks of a poisoned pool."""
+    spec = loaded.kv_spec(BLOCK_SIZE)
+    num_blocks = -(-len(ids) // BLOCK_SIZE)
+    pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
+    table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
+    runner = ModelRunner(loaded, pool, spec)
+    parts, start = [], 0
+    for chunk in (50, 1, 1, len(ids) - 52):
+        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
+        parts.append(runner.execute([row]).logits)
+        start += chunk
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def run_transformers(loaded: LoadedModel, ids: list[int]) -> Tensor:
+    """Compute all logits in transformers' own code, through the parameters that became views."""
+    loaded.model.set_attn_implementation("eager")
+    model: Any = loaded.model
+    logits: Tensor = model(torch.tensor([ids], device=loaded.device), use_cache=False).logits[0]
+    return logits.float()
+
+
+def prompt(num_tokens: int) -> list[int]:
+    return random.Random(7).choices(range(300), k=num_tokens)
+
+
+def test_logits_equal_those_of_transformers(config: dict[str, Any], load: Load) -> None:
+    loaded = load(**config)
+    assert loaded.fused is not None
+    ids = prompt(150)
+    logits = run_paged(loaded, ids)
+    expected = run_transformers(loaded, ids)
+    assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_parameters_are_views_of_what_is_merged(config: dict[str, Any], load: Load) -> None:
+    loaded = load(**config)
+    assert loaded.fused is not None
+    own = {p.untyped_storage().data_ptr() for p in loaded.model.parameters()}
+    fused = [loaded.fused.embedding, loaded.fused.final_norm, loaded.fused.head]
+    for layer in loaded.fused.layers:
+        fused += [layer.input_norm, layer.mlp_norm]
+        for weight, bias in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+            fused += [weight] if bias is None else [weight, bias]
+        fused += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+    assert {tensor.untyped_storage().data_ptr() for tensor in fused} == own
+    sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in fused}
+    assert sum(sizes.values()) == sum(p.nbytes for p in loaded.model.parameters())
+
+
+def test_merging_leaves_names_values_and_fingerprint(load: Load) -> None:
+    loaded = load(**CONFIGS["qwen2"])
+    names = {name: tuple(p.shape) for name, p in loaded.model.named_parameters()}
+    assert names["model.layers.0.self_attn.k_proj.weight"] == (32, 64)
+    assert names["model.layers.2.self_attn.k_proj.bias"] == (32,)
+    before = parameters_fingerprint({}, loaded.model, seed=0)
+    values = {name: p.clone() for name, p in loaded.model.named_parameters()}
+    assert FusedModel.from_model(loaded.model, loaded.config) is not None
+    for name, parameter in loaded.model.named_parameters():
+        assert torch.equal(parameter, values[name])
+        parameter.data = parameter.data.clone()
+    assert parameters_fingerprint({}, loaded.model, seed=0) == before
+
+
+def test_tokens_past_the_first_chunk_of_the_table_are_turned_right(load: Load) -> None:
+    loaded = load(**CONFIGS["llama"], max_position_embeddings=40_000, num_hidden_layers=1)
+    assert loaded.fused is not None
+    whole: Any = loaded.model
+    positions = torch.tensor([[0, 1, 16_383, 16_384, 39_999]])
+    cos, sin = whole.model.rotary_emb(torch.empty(0), position_ids=positions)
+    table = loaded.fused.cos_sin
+    assert table.shape == (40_000, 16)
+    assert torch.equal(table[positions[0]], torch.cat([cos[0, :, :8], sin[0, :, :8]], dim=-1))
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "granite"}, {"model_type": "phi3", "pad_token_id": 0}]
+)
+def test_other_families_run_as_before(
+    config: dict[str, Any], load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        loaded = load(**config)
+    assert loaded.fused is None
+    assert "only llama, mistral, qwen2, qwen3 are fused" in caplog.text
+    ids = prompt(60)
+    logits = run_paged(loaded, ids)
+    expected = run_transformers(loaded, ids)
+    assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+class ScaledMLP(nn.Module):
+    """An MLP of another name."""
+
+
+def rename(model: Any) -> None:
+    model.model.layers[1].mlp.__class__ = ScaledMLP
+
+
+def add_parameter(model: Any) -> None:
+    model.model.layers[1].register_parameter("multiplier", nn.Parameter(torch.ones(1)))
+
+
+def drop_a_bias(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias = None
+
+
+def widen_a_layer(model: Any) -> None:
+    model.model.layers[2].mlp.down_proj.weight.data = torch.zeros(64, 113)
+
+
+def wrap_a_linear(model: Any) -> None:
+    class Adapter(nn.Linear):
+        pass
+
+    model.model.layers[0].self_attn.o_proj.__class__ = Adapter
+
+
+def turn_fewer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq[:4]
+
+
+def change_activation(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+
+
+def add_a_layer(model: Any) -> None:
+    model.model.layers.append(model.model.layers[0])
+
+
+def lengthen(model: Any) -> None:
+    model.config.max_position_embeddings = 1 << 30
+
+
+def mix_dtypes(model: Any) -> None:
+    model.model.norm.weight.data = model.model.norm.weight.data.half()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (rename, "`model.layers.1.mlp` is a `ScaledMLP`"),
+        (add_parameter, "`model.layers.1.multiplier` is missing or not known"),
+        (drop_a_bias, "some have a bias and some have not"),
+        (widen_a_layer, "layers 0 and 2 differ in `mlp.down_proj.weight`"),
+        (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is a `Adapter`"),
+        (turn_fewer, "8 of 16 dimensions are rotated"),
+        (change_activation, "`model.layers.1.mlp.act_fn` is a `GELU`"),
+        (add_a_layer, "`model.layers.3.input_layernorm.weight` is missing or not known"),
+        (lengthen, "a table of 1073741824 positions is too large"),
+        (mix_dtypes, "`model.norm.weight` is of another dtype"),
+    ],
+)
+def test_what_is_not_known_in_every_part_is_left_to_transformers(
+    change: Callable[[Any], None], reason: str, load: Load, caplog: pytest.LogCaptureFixture
+) -> None:
+    loaded = load(**CONFIGS["qwen2"])
+    change(loaded.model)
+    with caplog.at_level("INFO"):
+        assert FusedModel.from_model(loaded.model, loaded.config) is None
+    assert reason in caplog.text
+
+
+@pytest.mark.gpu
+def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers_for_each_config(
+    config: dict[str, Any], load: Load
+) -> None:
+    ids = prompt(150)
+    loaded = load("cuda", "bfloat16", **config)
+    assert loaded.fused is not None
+    ours = run_paged(loaded, ids)
+    theirs = run_transformers(loaded, ids)
+    whole: Any = loaded.model
+    whole.float()  # which takes the views apart
+    exact = run_transformers(loaded, ids)
+    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()

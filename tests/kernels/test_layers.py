@@ -1,0 +1,325 @@
+"""The fused kernels between a model's products against their references, which float64 checks."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tieredkv.errors import ShapeError
+from tieredkv.kernels import layers
+from tieredkv.kernels.checks import Backend
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TOLERANCE = {
+    torch.float32: 1e-6,
+    torch.bfloat16: 2**-7 if torch.cuda.is_available() else 2**-5,
+    torch.float16: 2**-10,
+}
+"""Of single elements, relative to the largest: two last places, as sums in another order move one.
+
+Triton's interpreter cuts off when it rounds to bfloat16, at each of several roundings.
+"""
+
+EPS = 1e-5
+
+
+def assert_close(out: Tensor, expected: Tensor) -> None:
+    assert out.dtype == expected.dtype
+    atol = TOLERANCE[out.dtype] * float(expected.abs().max() if expected.numel() else 0.0)
+    torch.testing.assert_close(out.cpu(), expected.cpu(), rtol=0.0, atol=atol)
+
+
+def table(num_positions: int, head_dim: int) -> Tensor:
+    angles = torch.arange(num_positions)[:, None] * 0.7 ** torch.arange(head_dim // 2)
+    return torch.cat([angles.cos(), angles.sin()], dim=-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(1, 64), (5, 2048), (3, 1000), (0, 64)])
+def test_the_sum_is_rounded_and_then_normed(
+    device: str, dtype: torch.dtype, has_residual: bool, num_tokens: int, hidden_size: int
+) -> None:
+    x, other = 3 * torch.randn(2, num_tokens, hidden_size).to(dtype).to(device)
+    residual = other if has_residual else None
+    weight = torch.randn(hidden_size).to(dtype).to(device)
+    exact = (x + other if has_residual else x).cpu()
+    rows = exact.double()
+    rows = rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double().cpu()
+
+    results = [
+        layers.add_rms_norm(
+            x.clone(), None if residual is None else residual.clone(), weight, EPS, backend=backend
+        )
+        for backend in ("reference", "triton")
+    ]
+
+    for normed, total in results:
+        assert_close(total, exact)
+        assert_close(normed, rows.to(dtype))
+    assert torch.equal(results[0][1].cpu(), exact)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_the_start_of_the_residual_stream_is_left_as_it_is(device: str, backend: Backend) -> None:
+    x = torch.randn(2, 96, device=device)
+    before = x.clone()
+    normed, total = layers.add_rms_norm(
+        x, None, torch.ones(96, device=device), EPS, backend=backend
+    )
+    assert torch.equal(total, before)
+    assert torch.equal(x, before)
+    assert not torch.equal(normed, before)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_rows_may_lie_apart(device: str, backend: Backend) -> None:
+    wide = torch.randn(3, 4, 200, device=device)
+    weight = torch.randn(96, device=device)
+    x, residual = wide[0, :, 8:104].clone(), wide[1, :, 50:146].clone()
+    expected = layers.add_rms_norm(x, residual, weight, EPS, backend="reference")
+    given = wide.clone()
+    normed, total = layers.add_rms_norm(
+        given[0, :, 8:104], given[1, :, 50:146], weight, EPS, backend=backend
+    )
+    assert_close(normed, expected[0])
+    assert_close(total, expected[1])
+    assert torch.equal(given[:, :, 150:], wide[:, :, 150:])
+    gated = layers.silu_mul(wide[2, :, 10:110], backend=backend)
+    assert gated.is_contiguous()
+    assert_close(gated, F.silu(wide[2, :, 10:60]) * wide[2, :, 60:110])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "size"), [(1, 96), (4, 1500), (0, 32)])
+def test_the_gate_is_rounded_and_then_multiplied(
+    device: str, dtype: torch.dtype, num_tokens: int, size: int
+) -> None:
+    gate_up = (4 * torch.randn(num_tokens, 2 * size)).to(dtype).to(device)
+    gate, up = gate_up.cpu().chunk(2, dim=1)
+    expected = F.silu(gate) * up
+    for backend in ("reference", "triton"):
+        assert_close(layers.silu_mul(gate_up, backend=backend), expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+def test_the_gate_holds_for_the_largest_numbers(device: str) -> None:
+    gate = torch.tensor([[-1e38, -200.0, -0.0, 200.0, 1e38]], device=device)
+    gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
+    out = layers.silu_mul(gate_up, backend="triton")
+    assert torch.equal(out.cpu(), torch.tensor([[0.0, 0.0, 0.0, 200.0, 1e38]]))
+
+
+def rotation_case(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_tokens: int,
+    norm: bool,
+) -> dict[str, Any]:
+    """Tokens at scattered positions and slots, every third of which is not to be written."""
+    slots = torch.randperm(4 * 16)[:num_tokens]
+    slots[::3] = -1
+    return {
+        "qkv": torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype),
+        "cos_sin": table(50, head_dim),
+        "positions": torch.randint(50, (num_tokens,)),
+        "slot_mapping": slots,
+        "num_heads": num_heads,
+        "q_norm_weight": torch.randn(head_dim).to(dtype) if norm else None,
+        "k_norm_weight": torch.randn(head_dim).to(dtype) if norm else None,
+        "eps": EPS,
+    }
+
+
+def on(device: str, case: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
+
+
+def rotate(case: dict[str, Any], pool: Tensor, device: str, backend: Backend) -> tuple[Tensor, ...]:
+    """Run on the device over a copy of the pool, and bring queries and pool back."""
+    moved = on(device, case)
+    pool = pool.clone().to(device)
+    q = layers.rotate_and_store(
+        **moved, k_cache=pool[:, 1, 0], v_cache=pool[:, 1, 1], backend=backend
+    )
+    assert q.is_contiguous()
+    return q.cpu(), pool.cpu()
+
+
+def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotate token by token, pair by pair as complex numbers, in float64."""
+    expected = pool.double()
+    num_kv_heads, head_dim = pool.shape[4:]
+    qkv = case["qkv"].double().unflatten(1, (-1, head_dim))
+    queries = []
+    for token, slot in enumerate(case["slot_mapping"].tolist()):
+        q, k, v = qkv[token].split([case["num_heads"], num_kv_heads, num_kv_heads])
+        row = case["cos_sin"][case["positions"][token]].double()
+        turn = torch.complex(*row.chunk(2))
+        turned = []
+        for heads, weight in ((q, case["q_norm_weight"]), (k, case["k_norm_weight"])):
+            if weight is not None:
+                heads = heads / (heads.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+            pairs = torch.complex(*heads.chunk(2, dim=-1)) * turn
+            turned.append(torch.cat([pairs.real, pairs.imag], dim=-1))
+        queries.append(turned[0])
+        if slot >= 0:
+            block_id, offset = divmod(slot, pool.shape[3])
+            expected[block_id, 1, 0, offset] = turned[1]
+            expected[block_id, 1, 1, offset] = v
+    return torch.stack(queries).to(pool.dtype), expected.to(pool.dtype)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "num_tokens"),
+    [(4, 2, 64, 7), (6, 2, 80, 1), (3, 1, 96, 4), (14, 2, 128, 3), (2, 1, 256, 3), (5, 5, 6, 2)],
+)
+def test_heads_are_rotated_and_stored_where_they_belong(
+    device: str,
+    backend: Backend,
+    dtype: torch.dtype,
+    norm: bool,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    num_tokens: int,
+) -> None:
+    case = rotation_case(num_heads, num_kv_heads, head_dim, dtype, num_tokens, norm)
+    pool = torch.randn(4, 3, 2, 16, num_kv_heads, head_dim).to(dtype)
+    q, stored = rotate(case, pool, device, backend)
+    expected_q, expected = expected_rotation(case, pool)
+    assert_close(q, expected_q)
+    assert_close(stored, expected)
+    assert torch.equal(stored[:, ::2], pool[:, ::2])
+    assert torch.equal(stored[:, 1, 1], expected[:, 1, 1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_rows_of_a_wider_matrix_and_int32_indices_are_taken(device: str, backend: Backend) -> None:
+    case = rotation_case(4, 2, 32, torch.float32, 5, norm=False)
+    pool = torch.randn(4, 3, 2, 16, 2, 32)
+    expected = rotate(case, pool, device, "reference")
+    wide = torch.randn(5, 300)
+    wide[:, 10:266] = case["qkv"]
+    case["qkv"] = wide[:, 10:266]
+    case["positions"] = case["positions"].to(torch.int32)
+    case["slot_mapping"] = case["slot_mapping"].to(torch.int32)
+    for out, wanted in zip(rotate(case, pool, device, backend), expected, strict=True):
+        assert_close(out, wanted)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_no_tokens_is_no_launch(device: str, backend: Backend) -> None:
+    case = rotation_case(4, 2, 32, torch.float32, 0, norm=False)
+    q, _ = rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), device, backend)
+    assert q.shape == (0, 4, 32)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"qkv": torch.zeros(3, 255)}, "does not fit the cache"),
+        ({"qkv": torch.zeros(3, 256, dtype=torch.float16)}, "dtype and device"),
+        ({"qkv": torch.zeros(3, 512)[:, ::2]}, "not contiguous"),
+        ({"cos_sin": torch.zeros(50, 16)}, "for heads of 32"),
+        ({"cos_sin": torch.zeros(50, 32).half()}, "not float32"),
+        ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions"),
+        ({"slot_mapping": torch.zeros(3)}, "not int32 or int64"),
+        ({"q_norm_weight": torch.zeros(32)}, "or the other way round"),
+        ({"q_norm_weight": torch.zeros(16), "k_norm_weight": torch.zeros(32)}, "q_norm_weight"),
+    ],
+)
+def test_a_rotation_of_tensors_that_disagree_is_refused(
+    change: dict[str, Tensor], message: str
+) -> None:
+    case = rotation_case(4, 2, 32, torch.float32, 3, norm=False) | change
+    with pytest.raises(ShapeError, match=message):
+        rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), "cpu", "reference")
+
+
+@pytest.mark.parametrize(
+    ("x", "residual", "weight", "message"),
+    [
+        (torch.zeros(2, 3, 32), None, torch.ones(32), "not a matrix"),
+        (torch.zeros(2, 32, dtype=torch.int64), None, torch.ones(32), "supported dtype"),
+        (torch.zeros(2, 64)[:, ::2], None, torch.ones(32), "not contiguous"),
+        (torch.zeros(2, 32), torch.zeros(3, 32), torch.ones(32), "residual"),
+        (torch.zeros(2, 32), torch.zeros(2, 32).half(), torch.ones(32), "residual"),
+        (torch.zeros(2, 32), None, torch.ones(31), "weight"),
+        (torch.zeros(2, 32), None, torch.ones(64)[::2], "weight .* is not contiguous"),
+    ],
+)
+def test_a_norm_of_tensors_that_disagree_is_refused(
+    x: Tensor, residual: Tensor | None, weight: Tensor, message: str
+) -> None:
+    with pytest.raises(ShapeError, match=message):
+        layers.add_rms_norm(x, residual, weight, EPS)
+
+
+def test_rows_without_two_halves_and_rows_too_wide_are_refused() -> None:
+    with pytest.raises(ShapeError, match="has no two halves"):
+        layers.silu_mul(torch.zeros(2, 33))
+    wide = layers.MAX_HIDDEN_SIZE + 1
+    with pytest.raises(ShapeError, match="hidden_size 16385 is above 16384"):
+        layers.add_rms_norm(torch.zeros(1, wide), None, torch.ones(wide), EPS, backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_tokens", [1, 8192])
+def test_on_the_gpu_the_sizes_of_real_models_agree_with_the_reference(
+    dtype: torch.dtype, num_tokens: int
+) -> None:
+    pool = torch.zeros(num_tokens // 16 + 1, 3, 2, 16, 8, 128, dtype=dtype)
+    for hidden_size in (4096, 5120, 16384):
+        x, residual = torch.randn(2, num_tokens, hidden_size, device="cuda").to(dtype)
+        weight = torch.randn(hidden_size, device="cuda").to(dtype)
+        expected = layers.add_rms_norm(x, residual, weight, EPS, backend="reference")
+        for out, wanted in zip(
+            layers.add_rms_norm(x, residual, weight, EPS), expected, strict=True
+        ):
+            assert_close(out, wanted)
+    gate_up = torch.randn(num_tokens, 2 * 14336, device="cuda").to(dtype)
+    assert_close(layers.silu_mul(gate_up), layers.silu_mul(gate_up, backend="reference"))
+    for norm in (False, True):
+        case = rotation_case(32, 8, 128, dtype, num_tokens, norm)
+        case["slot_mapping"] = torch.randperm(num_tokens)
+        results = [rotate(case, pool, "cuda", backend) for backend in ("auto", "reference")]
+        for out, wanted in zip(*results, strict=True):
+            assert_close(out, wanted)
+
+
+@pytest.mark.gpu
+def test_on_the_gpu_a_captured_graph_sees_new_numbers() -> None:
+    case = rotation_case(8, 2, 64, torch.bfloat16, 3, norm=True)
+    case["slot_mapping"] = torch.tensor([5, -1, 40])
+    moved = on("cuda", case)
+    pool = torch.zeros(4, 3, 2, 16, 2, 64, dtype=torch.bfloat16, device="cuda")
+    weight = torch.ones(512, dtype=torch.bfloat16, device="cuda")
+
+    def step() -> Tensor:
+        q = layers.rotate_and_store(**moved, k_cache=pool[:, 1, 0], v_cache=pool[:, 1, 1])
+        normed, total = layers.add_rms_norm(q.flatten(1), None, weight, EPS)
+        return layers.silu_mul(torch.cat([normed, total], dim=1))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for _ in range(2):
+        moved["qkv"].normal_()
+        moved["positions"].random_(0, 50)
+        moved["slot_mapping"].copy_(torch.randperm(64)[:3])
+        pool.zero_()
+        graph.replay()
+        replayed, written = out.clone(), pool.clone()
+        pool.zero_()
+        assert torch.equal(step(), replayed)
+        assert torch.equal(pool, written)
