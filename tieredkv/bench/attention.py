@@ -26,13 +26,14 @@ from tieredkv.bench import raw
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import launch, reference
+from tieredkv.kernels.partition import Heads, Span
 from tieredkv.types import Progress
 
 GPU_CASES = "2048+0,8192+0,32768+0,8192+24576,8192+57344,64+2048,64+32768,64+131072,"
 GPU_CASES += "1x1024,1x32768,64x4096,64x128..16384"
 CPU_CASES = "512+0,64+512,1x1024,4x64..1024"
 GRAPH_MAX_TOKENS = 256
-CHECKED_QUERIES = 16
+MAX_CHECKED = 16
 MAX_ERROR = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
 SAMPLE_S = 0.1
 
@@ -47,11 +48,11 @@ def run(
     """
     names = (cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)).split(",")
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
-    spans = [_spans(name) for name in names]
+    lens = [_lens(name) for name in names]
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
     for done, name in enumerate(names):
         progress("measuring", done, len(names))
-        paged = _Paged(spans[done], model, block_size)
+        paged = _Paged(lens[done], model, block_size)
         rows.append(_measure(name, paged, limits, repeats))
         del paged  # its pool, before the next one
     progress("measuring", 1, 1)
@@ -61,26 +62,29 @@ def run(
     return {**report, "raw": limits, "rows": rows, "problems": problems}
 
 
-def _spans(case: str) -> list[launch.Span]:
-    """Read `8192+24576`, new + cached tokens, or `64x4096`, `64x128..16384`, batch x context."""
+def _lens(case: str) -> list[tuple[int, int]]:
+    """Read `8192+24576`, new + cached tokens, or `64x4096`, `64x128..16384`, batch x context.
+
+    Returns:
+        (query_len, context_len) of each request.
+    """
     if match := re.fullmatch(r"([1-9]\d{0,6})\+(\d{1,7})", case):
-        return [launch.Span(int(match[1]), int(match[1]) + int(match[2]))]
+        return [(int(match[1]), int(match[1]) + int(match[2]))]
     if match := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?", case):
-        lengths = np.geomspace(int(match[2]), int(match[3] or match[2]), int(match[1]))
-        return [launch.Span(1, round(length)) for length in (*lengths[1::2], *lengths[::2])]
+        lens = np.geomspace(int(match[2]), int(match[3] or match[2]), int(match[1])).tolist()
+        return [(1, round(context)) for context in (*lens[1::2], *lens[::2])]
     raise ConfigError(f"`{case}` is no case; write one such as 8192+24576, 64x4096, 64x128..16384")
 
 
 class _Paged:
-    """A case's tensors: the pool, several sets of block tables over all of it, the queries."""
+    """A case's tensors: the pool, batches over several sets of its blocks, the queries."""
 
-    def __init__(self, spans: list[launch.Span], model: FoundModel, block_size: int) -> None:
-        self.spans, (layers, heads, kv_heads, head_dim) = spans, model.shape
-        dtype = getattr(torch, model.dtype)
-        self.query_lens, self.context_lens = zip(*spans, strict=True)
-        self.is_decode = max(self.query_lens) == 1
-        device, room, cache = raw.device(), 256 << 20, 8 << 20
-        if device == "cuda":
+    def __init__(self, lens: list[tuple[int, int]], model: FoundModel, block_size: int) -> None:
+        layers, num_heads, kv_heads, head_dim = model.shape
+        dtype, device = getattr(torch, model.dtype), torch.device(raw.device())
+        self.query_lens, self.context_lens = zip(*lens, strict=True)
+        self.is_decode, room, cache = max(self.query_lens) == 1, 256 << 20, 8 << 20
+        if device.type == "cuda":
             torch.cuda.empty_cache()
             room = torch.cuda.mem_get_info()[0] * 2 // 5
             cache = torch.cuda.get_device_properties(0).L2_cache_size
@@ -89,33 +93,30 @@ class _Paged:
         layer_bytes = sum(counts) * block_size * token_bytes
         layers = max(1, min(layers, room // layer_bytes))
         sets = -(-4 * cache // (layers * layer_bytes))
+        pairs = sum(new * (context - new) + new * (new + 1) // 2 for new, context in lens)
         self.kv_bytes = sum(self.context_lens) * token_bytes
-        self.flops = 4 * heads * head_dim * sum(n * (c - n) + n * (n + 1) // 2 for n, c in spans)
+        self.flops = 4 * num_heads * head_dim * pairs
+        self.scale = head_dim**-0.5
+        self.q = torch.randn(sum(self.query_lens), num_heads, head_dim, dtype=dtype, device=device)
         pool_shape = (sets * sum(counts), layers, 2, block_size, kv_heads, head_dim)
         self.pool = torch.empty(pool_shape, dtype=dtype, device=device).normal_()
         ids = torch.randperm(len(self.pool), dtype=torch.int32, device=device).split(counts * sets)
-        tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
-        self.places = list(itertools.product(range(layers), tables.split(len(counts))))
-        ends = itertools.accumulate(self.query_lens, initial=0)
-        self.starts = torch.tensor([*ends], dtype=torch.int32, device=device)
-        self.lens = torch.tensor(self.context_lens, dtype=torch.int32, device=device)
-        self.q = torch.randn(sum(self.query_lens), heads, head_dim, dtype=dtype, device=device)
+        tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).split(len(counts))
+        starts = itertools.accumulate(self.query_lens, initial=0)
+        spans = [Span(row, next(starts), *lens[row]) for row in range(len(lens))]
+        heads = Heads(num_heads, kv_heads, head_dim, dtype, device)
+        batches = [launch.make_batch(one, spans, heads) for one in tables]
+        self.places = list(itertools.product(range(layers), batches))
 
     def attend(self, place: int) -> Tensor:
         """Attend as the engine does."""
-        layer, tables = self.places[place]
-        k, v, longest = self.pool[:, layer, 0], self.pool[:, layer, 1], max(self.context_lens)
-        scale = self.q.shape[2] ** -0.5
-        if self.is_decode:
-            return launch.paged_decode_attention(self.q, k, v, tables, self.lens, scale, longest)
-        return launch.paged_prefill_attention(
-            *(self.q, k, v, tables, self.starts, self.lens, scale, max(self.query_lens), longest),
-            spans=self.spans,
-        )
+        layer, batch = self.places[place]
+        k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
+        return launch.paged_attention(self.q, k, v, batch, self.scale)
 
     def attend_dense(self, place: int) -> Tensor:
         """Attend by torch over as many contiguous keys and values of the same memory."""
-        batch, context = len(self.spans), self.context_lens[0]
+        batch, context = len(self.context_lens), self.context_lens[0]
         kv_heads, head_dim = self.pool.shape[4:]
         kv = self.pool.view(len(self.places), 2, batch, kv_heads, -1, head_dim)
         k, v = kv[place, ..., :context, :]
@@ -125,13 +126,14 @@ class _Paged:
 
     def relative_error(self) -> float:
         """Compare the last queries of a chunk, or the last requests, with the reference."""
-        layer, tables = self.places[0]
-        count = min(CHECKED_QUERIES, len(self.q))
-        rows = slice(-count if self.is_decode else -1, None)
-        starts = torch.arange(count + 1) if self.is_decode else torch.tensor([0, count])
-        k, v, scale = self.pool[:, layer, 0], self.pool[:, layer, 1], self.q.shape[2] ** -0.5
-        slots = (tables[rows], starts, self.lens[rows], scale, count, max(self.context_lens))
-        expected = reference.paged_prefill_attention(self.q[-count:], k, v, *slots).float()
+        layer, batch = self.places[0]
+        k, v, count = self.pool[:, layer, 0], self.pool[:, layer, 1], min(len(self.q), MAX_CHECKED)
+        spans = [
+            Span(span.row, index, min(span.query_len, count), span.context_len)
+            for index, span in enumerate(batch.spans[-count:])
+        ]
+        checked = batch._replace(spans=spans)
+        expected = reference.paged_attention(self.q[-count:], k, v, checked, self.scale).float()
         return float((self.attend(0)[-count:].float() - expected).norm() / expected.norm())
 
 
