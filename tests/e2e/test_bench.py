@@ -152,6 +152,8 @@ def test_bench_decode_demotes_with_the_tiers_on_and_not_with_them_off(tmp_path: 
     assert len(on["wall_s_all"]) == len(off["wall_s_all"]) == report["demotion"]["pairs"] == 3
     assert on["demoted_GBps"] > 0
     assert off["demoted_GBps"] == 0
+    assert report["demotion"]["demoted_GBps"] == on["demoted_GBps"]
+    assert report["demotion"]["allocation_waits"] >= on["allocation_waits"]
     for name in ("throughput_ratio", "itl_p99_ratio"):
         low, high = report["demotion"][f"{name}_95"]
         assert low <= report["demotion"][name] <= high

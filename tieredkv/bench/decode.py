@@ -32,7 +32,7 @@ DEVICE_ONLY = RetentionPolicy(
 )
 RETENTIONS = {"on": IN_MEMORY.name, "off": DEVICE_ONLY.name}
 NUM_DECODING, DECODING_TOKENS, SUFFIX_TOKENS, SPARE_TOKENS = 8, 1024, 64, 2000
-MIN_TIER_BYTES = 16 << 20
+MIN_HOST_BLOCKS = 64
 
 Row = dict[str, Any]
 
@@ -69,20 +69,16 @@ def run(settings: dict[str, Any], progress: Progress, **options: Any) -> Row:
 
     def engine(device_tokens: int, host_tokens: int) -> "contextlib.closing[_Bench]":
         gc.collect()  # the pool of the engine before
-        tokens = {"device_size": device_tokens, "host_size": host_tokens}
-        sizes = {name: max(MIN_TIER_BYTES, tokens[name] * token_bytes) for name in tokens}
-        told = {
-            "restore": "load",
-            **sizes,
-            **settings,
-            "policies": (*DEFAULT_POLICIES, DEVICE_ONLY),
-        }
+        host_tokens = max(host_tokens, MIN_HOST_BLOCKS * settings.get("block_size", 16))
+        sizes = {"device_size": device_tokens * token_bytes, "host_size": host_tokens * token_bytes}
+        policies = (*DEFAULT_POLICIES, DEVICE_ONLY)
+        told = {"restore": "load", **sizes, **settings, "policies": policies}
         core = EngineCore(Settings(**told), progress=progress)
         return contextlib.closing(_Bench(core, report, progress))
 
     if several or prefix:
         decoding = prefix + NUM_DECODING * (DECODING_TOKENS + SPARE_TOKENS)
-        with engine(max([decoding, *map(_num_tokens, several)]) * 5 // 4, 2 * prefix) as bench:
+        with engine(max([decoding, *map(_num_tokens, several)]) * 3 // 2, 2 * prefix) as bench:
             bench.serving(several, options["repeats"])
             if prefix:
                 bench.promotion(prefix, options["tokens"], options["repeats"])
@@ -126,7 +122,9 @@ class _Bench:
                 runs[mode].append(self.serve(f"tiers {mode}", workload, RETENTIONS[mode]))
         self.progress("pairs", 1, 1)
         on, off = (self.add_median(several[1:]) for several in runs.values())
+        waits = sum(row["allocation_waits"] for row in runs["on"][1:])
         self.report["demotion"] = {"pairs": pairs, "demoted_GBps": on["demoted_GBps"]}
+        self.report["demotion"]["allocation_waits"] = waits
         for shown, over, under in (
             ("throughput_ratio", off["wall_s_all"], on["wall_s_all"]),
             ("itl_p99_ratio", on["itl_p99_ms_all"], off["itl_p99_ms_all"]),

@@ -135,7 +135,7 @@ def ttft(
 
 @bench.command()
 @click.option("--block-size-bytes", default="512KiB,2MiB,8MiB", show_default=True, help="Blocks.")
-@click.option("--total", default="1GiB", show_default=True, help="Bytes copied in one go.")
+@click.option("--total", default="256MiB", show_default=True, help="Copied in one go.")
 @click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
 @report_options
 def transfer(**options: Any) -> int:
@@ -202,7 +202,7 @@ def decode(**options: Any) -> int:
 
     \b
     Example, a minute without a GPU:
-      tieredkv bench decode --model tiny-random --contexts 1024 --demotion 32x1024+16
+      tieredkv bench decode --model tiny-random --contexts 1024 --demotion 16x512+16
     """
     told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
     settings, sources = settings_of(told, config_path=options.pop("config_path"))
