@@ -1,9 +1,14 @@
 """`bench ttft` keeps the contract of its JSON, and its figures prove what they claim."""
 
 import json
+import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ARMS = ["cold", "device", "host", "disk", "restart"]
 
@@ -48,3 +53,135 @@ def test_bench_ttft_refuses_an_unknown_arm(tmp_path: Path) -> None:
     result = subprocess.run([*command, "--arms", "warm"], capture_output=True, text=True)
     assert result.returncode == 2
     assert "Unknown arm `warm`; arms are cold, device, host, disk, restart" in result.stderr
+
+
+def run_bench(*words: str, folder: Path) -> dict[str, Any]:
+    """Run a bench and return its report; it draws where that is possible."""
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", *words, "--commit", "abc", "--json"]
+    picture = folder / f"{words[0]}.png"
+    if find_spec("matplotlib"):
+        command += ["--plot", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
+    assert result.returncode == 0, result.stdout + result.stderr
+    *table, last = result.stdout.splitlines()
+    report: dict[str, Any] = json.loads(last)
+    assert set(report) >= {"hardware", "commit", "command", "raw", "rows", "problems"}
+    assert (report["commit"], report["problems"]) == ("abc", [])
+    assert report["command"].startswith(f"tieredkv bench {words[0]}")
+    assert all(limit > 0 for limit in report["raw"].values())
+    assert any("raw limits of this run" in line for line in table)
+    if find_spec("matplotlib"):
+        assert picture.read_bytes().startswith(b"\x89PNG")
+    return report
+
+
+def test_bench_transfer_moves_every_byte_and_tells_the_ratio_to_raw(tmp_path: Path) -> None:
+    sizes = ["--block-size-bytes", "4KiB,20KiB", "--total", "1MiB", "--repeats", "2"]
+    report = run_bench("transfer", *sizes, folder=tmp_path)
+    directions = ["host to device", "device to host", "both at once"]
+    assert list(report["raw"]) == directions
+    assert [(row["block_bytes"], row["direction"]) for row in report["rows"]] == [
+        (size, direction) for size in (4096, 20480) for direction in directions
+    ]
+    for row in report["rows"]:
+        assert row["bytes_equal"] is True
+        assert row["blocks"] == (1 << 20) // row["block_bytes"]
+        assert row["ratio"] == pytest.approx(row["GBps"] / row["raw_GBps"])
+        assert row["host_us_per_block"] > 0
+        assert (row["one_block_us"] is None) == (row["direction"] == "both at once")
+
+
+def test_bench_attention_reaches_the_reference_and_tells_what_limits_it(tmp_path: Path) -> None:
+    cases = ["32+0", "16+48", "1x64", "3x16..100"]
+    words = ["--shape", "qwen2.5-0.5b", "--cases", ",".join(cases), "--repeats", "1"]
+    report = run_bench("attention", *words, folder=tmp_path)
+    assert [(row["kind"], row["case"]) for row in report["rows"]] == list(
+        zip(["prefill", "prefill", "decode", "decode"], cases, strict=True)
+    )
+    pairs = [32 * 33 // 2, 16 * 48 + 16 * 17 // 2, 64, 16 + 40 + 100]
+    keys = [32, 64, 64, 16 + 40 + 100]
+    for row, num_pairs, num_keys in zip(report["rows"], pairs, keys, strict=True):
+        assert row["relative_error"] < 1e-4
+        flops, kv_bytes = 4 * 14 * 64 * num_pairs, 2 * 2 * 64 * 4 * num_keys
+        assert row["TFLOPs"] == pytest.approx(flops / row["ms"] / 1e9)
+        assert row["GBps"] == pytest.approx(kv_bytes / row["ms"] / 1e6)
+        gemm_ms = flops / report["raw"]["gemm_TFLOPs"] / 1e9
+        copy_ms = kv_bytes / report["raw"]["copy_GBps"] / 1e6
+        assert row["limit_ms"] == pytest.approx(max(gemm_ms, copy_ms))
+        assert row["limited_by"] == ("gemm" if gemm_ms > copy_ms else "copy")
+        assert row["ratio"] == pytest.approx(row["limit_ms"] / row["ms"])
+
+
+def test_bench_decode_counts_tokens_and_promotes_a_shared_prefix_once(tmp_path: Path) -> None:
+    words = ["--model", "tiny-random", "--repeats", "1"]
+    words += [
+        "--contexts",
+        "40,80",
+        "--tokens",
+        "12",
+        "--workloads",
+        "3x50+9",
+        "--promotion",
+        "520",
+    ]
+    report = run_bench("decode", *words, folder=tmp_path)
+    *served, quiet, busy = report["rows"]
+    assert [(row["part"], row["requests"]) for row in served] == [
+        ("itl", "1x40+13"),
+        ("itl", "1x80+13"),
+        ("throughput", "3x50+9"),
+    ]
+    for row, count, given, made in zip(served, (1, 1, 3), (40, 80, 50), (13, 13, 9), strict=True):
+        assert row["output_tok_s"] == pytest.approx(count * made / row["wall_s"])
+        assert row["prompt_tok_s"] == pytest.approx(count * given / row["wall_s"])
+        assert 0 < row["itl_p50_ms"] <= row["itl_p99_ms"] <= row["wall_s"] * 1e3
+        timed_ms = row["itl_p50_ms"] if row["part"] == "itl" else row["wall_s"] * 1e3
+        assert row["ratio"] == pytest.approx(row["limit_ms"] / timed_ms)
+    promotion = report["promotion"]
+    assert promotion["bytes_promoted"] == promotion["prefix_bytes"] == 520 // 16 * 16 * 2048
+    assert promotion["is_share_released"] is True
+    assert promotion["itl_p99_ratio"] == pytest.approx(busy["itl_p99_ms"] / quiet["itl_p99_ms"])
+
+
+def test_bench_decode_demotes_with_the_tiers_on_and_not_with_them_off(tmp_path: Path) -> None:
+    words = ["--model", "tiny-random", "--pairs", "3"]
+    words += ["--demotion", "6x256+4", "--device-size", "1MiB"]
+    report = run_bench("decode", *words, folder=tmp_path)
+    on, off = report["rows"]
+    assert (on["part"], off["part"]) == ("tiers on", "tiers off")
+    assert len(on["wall_s_all"]) == len(off["wall_s_all"]) == report["demotion"]["pairs"] == 3
+    assert on["demoted_GBps"] > 0
+    assert off["demoted_GBps"] == 0
+    assert report["demotion"]["demoted_GBps"] == on["demoted_GBps"]
+    assert report["demotion"]["allocation_waits"] >= on["allocation_waits"]
+    for name in ("throughput_ratio", "itl_p99_ratio"):
+        low, high = report["demotion"][f"{name}_95"]
+        assert low <= report["demotion"][name] <= high
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["transfer", "--total", "1MiB"], "must hold two blocks"),
+        (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
+        (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a list"),
+        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
+    ],
+)
+def test_a_bench_refuses_what_it_cannot_measure(words: list[str], complaint: str) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", *words]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert complaint in result.stderr
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('it is not here')")
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "transfer", "--plot", "x.png"]
+    environ = os.environ | {"PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environ)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "needs matplotlib: it is not here" in result.stderr
+    assert "hint: pip install 'tieredkv[plot]'" in result.stderr

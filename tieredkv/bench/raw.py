@@ -5,11 +5,16 @@ import mmap
 import os
 import platform
 import random
+import shlex
+import statistics
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +58,51 @@ def commit() -> str:
         ).stdout.strip()
         return head + ("-dirty" if dirty else "")
     return f"v{tieredkv.__version__}"
+
+
+def head(commit_told: str | None) -> dict[str, Any]:
+    """Return what a report begins with."""
+    command = shlex.join(["tieredkv", *sys.argv[1:]])
+    return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
+
+
+def device() -> str:
+    """Return `cuda` where there is a GPU, else `cpu`: "device" is ordinary memory then."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize() -> None:
+    """Wait until the device has done what it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def median_s(call: Callable[[], object], *, repeats: int = 10) -> float:
+    """Return the median time of a call from an idle device to an idle device."""
+    times = []
+    for _ in range(repeats + 1):  # the first warms up
+        synchronize()
+        start = time.perf_counter()
+        call()
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def copy_GBps() -> float:
+    """Return how fast the device copies its own memory, bytes read and bytes written together."""
+    source = torch.ones((1 << 28) if torch.cuda.is_available() else (1 << 24), device=device())
+    target = torch.empty_like(source)
+    return round(2 * source.nbytes / median_s(lambda: target.copy_(source)) / 1e9, 2)
+
+
+def gemm_TFLOPs(dtype: str) -> float:
+    """Return the rate of a large square matrix product."""
+    size = 8192 if torch.cuda.is_available() else 1024
+    left = torch.randn(size, size, device=device()).to(getattr(torch, dtype))
+    out = torch.empty_like(left)
+    took_s = median_s(lambda: [torch.matmul(left, left, out=out) for _ in range(10)], repeats=5)
+    return round(10 * 2 * size**3 / took_s / 1e12, 3)
 
 
 def h2d_GBps() -> float:

@@ -1,5 +1,6 @@
 """`tieredkv bench`."""
 
+import importlib
 import shlex
 import sys
 from pathlib import Path
@@ -7,10 +8,66 @@ from typing import Any
 
 import click
 
-from tieredkv.cli.output import json_option, print_json, print_table
+from tieredkv.cli.output import Command, json_option, print_json, print_table
 from tieredkv.cli.settings_options import settings_of, settings_options
+from tieredkv.config import Settings
 
 ARMS = "cold,device,host,disk,restart"
+POSITIVE = click.IntRange(min=1)
+
+
+def report_options(command: Command) -> Command:
+    """Give a bench its `--plot`, `--commit` and `--json`."""
+    plot_help = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
+    picture = click.Path(dir_okay=False, path_type=Path)
+    command = click.option("--plot", type=picture, metavar="FILE.png", help=plot_help)(command)
+    commit_help = "Commit to report, for a tree without its history."
+    return click.option("--commit", help=commit_help)(json_option(command))
+
+
+def _measure(
+    name: str, *arguments: Any, plot: Path | None, commit: str | None, as_json: bool, **options: Any
+) -> int:
+    """Measure; print a table, the raw limits, what is wrong, JSON; return the exit code."""
+    from tieredkv.bench import plots, raw
+    from tieredkv.bench.progress import terminal_progress
+
+    plots.check(plot)
+    run = importlib.import_module(f"tieredkv.bench.{name}").run
+    report = raw.head(commit) | run(*arguments, terminal_progress(), **options)
+    rows, hardware = report["rows"], report["hardware"]
+    names = list(dict.fromkeys(key for row in rows for key in row if not key.endswith("_all")))
+    cells = [{key.replace("_", " "): _cell(row.get(key)) for key in names} for row in rows]
+    print_table(cells, numbers=len(names) - 2)
+    click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
+    for title in ("raw", "promotion", "demotion"):
+        if title in report:
+            click.echo(
+                f"{'raw limits of this run' if title == 'raw' else title}: {_cell(report[title])}"
+            )
+    for problem in report["problems"]:
+        click.echo(f"error: {problem}", err=True)
+    if plot is not None:
+        y, limits = ("GBps", report["raw"]) if name == "transfer" else ("ratio", {"": 1.0})
+        plots.draw(plot, rows, (names[0], names[1], y), limits)
+    if as_json:
+        print_json(report)
+    return 1 if report["problems"] else 0
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {_cell(value[key])}" for key in value)
+    if isinstance(value, list):
+        return " to ".join(map(_cell, value))
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _lengths(_context: object, _option: object, text: str | None) -> list[int]:
+    try:
+        return [int(part) for part in (text or "").split(",") if part]
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not a list of lengths such as 512,2048.") from None
 
 
 @click.group()
@@ -20,20 +77,22 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option("--prefix-tokens", default="512,2048", show_default=True, help="Lengths to measure.")
+@click.option(
+    "--prefix-tokens", default="512,2048", show_default=True, callback=_lengths, help="Lengths."
+)
 @click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
 @click.option("--repeats", type=int, default=5, show_default=True, help="Prefixes of each length.")
-@click.option("--commit", help="Commit to report, for a tree without its history.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
 @settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
-@json_option
+@report_options
 def ttft(
     model: str,
-    prefix_tokens: str,
+    prefix_tokens: list[int],
     arms: str,
     repeats: int,
     bench_seed: int,
     commit: str | None,
+    plot: Path | None,
     config_path: str | None,
     as_json: bool,
     **settings: Any,
@@ -48,12 +107,13 @@ def ttft(
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
     settings_of(settings, config_path=config_path, model=model)
-    lengths = _lengths(prefix_tokens)
     disk_dir = settings.pop("disk_dir")
+    from tieredkv.bench import plots
     from tieredkv.bench import ttft as run_ttft
 
+    plots.check(plot)
     spec = run_ttft.TTFTSpec(
-        prefix_tokens=lengths,
+        prefix_tokens=prefix_tokens,
         arms=arms.split(","),
         repeats=repeats,
         seed=bench_seed,
@@ -67,7 +127,89 @@ def ttft(
         disk_dir=Path(disk_dir) if disk_dir else None,
         commit=commit,
     )
+    if plot is not None:
+        rows = [{**row, "TTFT_p50_ms": row["ttft_ms"]["p50"]} for row in report["rows"]]
+        plots.draw(plot, rows, ("arm", "prefix_tokens", "TTFT_p50_ms"), {})
     return show_ttft(report, as_json=as_json)
+
+
+@bench.command()
+@click.option("--block-size-bytes", default="512KiB,2MiB,8MiB", show_default=True, help="Blocks.")
+@click.option("--total", default="256MiB", show_default=True, help="Copied in one go.")
+@click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
+@report_options
+def transfer(**options: Any) -> int:
+    """Measure how fast blocks move between VRAM and pinned host memory.
+
+    Blocks lie scattered on both sides and move as the engine moves them. Beside each rate stands
+    that of one large copy of the same run (raw); at both at once, rates are each way. Host us per
+    block is what the call costs the engine's thread, one block us the time of a single block from
+    call to arrival. Exit 1 if a byte arrives changed. Without a GPU, VRAM is ordinary memory.
+
+    \b
+    Example, half a minute:
+      tieredkv bench transfer --block-size-bytes 512KiB,2MiB,8MiB --total 1GiB
+    """
+    return _measure("transfer", **options)
+
+
+@bench.command()
+@click.option("--shape", default="llama-3.1-8b", show_default=True, help="As after `random:`.")
+@click.option("--block-size", type=POSITIVE, default=16, show_default=True, help="Tokens a block.")
+@click.option("--cases", help="What to attend; a choice for this device if not told.")
+@click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
+@report_options
+def attention(**options: Any) -> int:
+    """Measure the attention kernels over scattered blocks of the paged cache.
+
+    A case is a chunk of new over cached tokens (8192+24576), or a decode batch of requests x
+    context (64x4096, or 64x128..16384 for lengths between). The raw limits are a matrix product's
+    FLOPs and a copy's bytes of the same run; ratio is the larger of both times over ours. Beside it
+    stands cuDNN over contiguous keys, where it takes the case. Exit 1 if a result differs from the
+    torch reference by more than rounding. On a CPU the reference itself is what runs.
+
+    \b
+    Example, a minute:
+      tieredkv bench attention --shape llama-3.1-8b --cases 8192+0,64+32768,64x4096
+    """
+    return _measure("attention", **options)
+
+
+@bench.command()
+@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
+@click.option("--contexts", callback=_lengths, help="ITL of one request, e.g. 1024,32768.")
+@click.option("--tokens", type=POSITIVE, default=200, show_default=True, help="Gaps behind an ITL.")
+@click.option("--workloads", help="Throughput, e.g. 128x1024+256,32x8192+128.")
+@click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Runs of a workload.")
+@click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
+@click.option("--pairs", type=POSITIVE, default=7, show_default=True, help="Demotion on and off.")
+@click.option("--promotion", type=int, default=0, help="Tokens that come up, e.g. 32768.")
+@settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
+@report_options
+def decode(**options: Any) -> int:
+    """Measure the time between tokens (ITL), throughput, and what moving blocks costs both.
+
+    \b
+    --contexts   one request alone, at each context: its ITL
+    --workloads  requests x input + output tokens, all given at once: their throughput
+    --demotion   a workload in VRAM for a quarter of it, with the host tier and without, in pairs
+    --promotion  a prefix comes up from host memory while 8 requests decode: their ITL
+
+    Without any of them, a small choice of the first two. The raw limit of a step is its weights and
+    KV over the copy bandwidth of the same run, that of a prompt its FLOPs over a matrix product's
+    rate. Exit 1 if two requests load one prefix twice, or a cancelled one keeps its share. Tiers
+    are sized for what is measured unless told.
+
+    \b
+    Example, a minute without a GPU:
+      tieredkv bench decode --model tiny-random --contexts 1024 --demotion 16x512+16
+    """
+    told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
+    settings, sources = settings_of(told, config_path=options.pop("config_path"))
+    given = {name for name in Settings.__slots__ if sources.get(name, "default") != "default"}
+    if not any(options[name] for name in ("contexts", "workloads", "demotion", "promotion")):
+        options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
+    return _measure("decode", {name: getattr(settings, name) for name in given}, **options)
 
 
 def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
@@ -106,12 +248,3 @@ def _ttft_row(row: dict[str, Any], cold_ms: float | None) -> dict[str, str]:
         "tokens equal": ("yes" if row["tokens_equal_cold"] else "NO") if is_hit else "-",
         "KV bytes equal": ("yes" if row["kv_bytes_equal"] else "NO") if is_hit else "-",
     }
-
-
-def _lengths(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise click.BadParameter(
-            f"'{text}' is not a list of lengths such as 512,2048.", param_hint="'--prefix-tokens'"
-        ) from None

@@ -1,0 +1,178 @@
+"""`bench attention`: the attention kernels over scattered blocks, beside what the device can do.
+
+A case's blocks lie at random places of a pool with the model's layers, and each call takes the
+next layer, as the engine does; the pool is several times the device's cache, so that keys and
+values come from memory. Decode, and chunks of few tokens, are replayed in a CUDA graph; longer
+ones are called one after the other. Each result is compared with the torch reference.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# (how much of torch.cuda is typed differs between torch versions)
+
+import contextlib
+import itertools
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tieredkv.bench import raw
+from tieredkv.engine.loader import FoundModel, find_model
+from tieredkv.errors import ConfigError
+from tieredkv.kernels import launch, reference
+from tieredkv.kernels.partition import Heads, Span
+from tieredkv.types import Progress
+
+GPU_CASES = "2048+0,8192+0,32768+0,8192+24576,8192+57344,64+2048,64+32768,64+131072,"
+GPU_CASES += "1x1024,1x32768,64x4096,64x128..16384"
+CPU_CASES = "512+0,64+512,1x1024,4x64..1024"
+GRAPH_MAX_TOKENS = 256
+MAX_CHECKED = 16
+MAX_ERROR = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
+SAMPLE_S = 0.1
+
+
+def run(
+    progress: Progress, *, shape: str, cases: str | None, block_size: int, repeats: int
+) -> dict[str, Any]:
+    """Measure cases, by default those of the device; times are medians of the repeats.
+
+    Raises:
+        ConfigError, ModelError: there is no such case or shape.
+    """
+    names = (cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)).split(",")
+    model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
+    lens = [_lens(name) for name in names]
+    limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
+    for done, name in enumerate(names):
+        progress("measuring", done, len(names))
+        paged = _Paged(lens[done], model, block_size)
+        rows.append(_measure(name, paged, limits, repeats))
+        del paged  # its pool, before the next one
+    progress("measuring", 1, 1)
+    bad = [r for r in rows if not r["relative_error"] <= MAX_ERROR[model.dtype]]  # NaN is bad too
+    problems = [f"{row['case']}: relative error {row['relative_error']:.1e}" for row in bad]
+    report = {"shape": shape, "dtype": model.dtype, "block_size": block_size}
+    return {**report, "raw": limits, "rows": rows, "problems": problems}
+
+
+def _lens(case: str) -> list[tuple[int, int]]:
+    """Read `8192+24576`, new + cached tokens, or `64x4096`, `64x128..16384`, batch x context.
+
+    Returns:
+        (query_len, context_len) of each request.
+    """
+    if match := re.fullmatch(r"([1-9]\d{0,6})\+(\d{1,7})", case):
+        return [(int(match[1]), int(match[1]) + int(match[2]))]
+    if match := re.fullmatch(r"([1-9]\d{0,3})x([1-9]\d{0,6})(?:\.\.([1-9]\d{0,6}))?", case):
+        lens = np.geomspace(int(match[2]), int(match[3] or match[2]), int(match[1])).tolist()
+        return [(1, round(context)) for context in (*lens[1::2], *lens[::2])]
+    raise ConfigError(f"`{case}` is no case; write one such as 8192+24576, 64x4096, 64x128..16384")
+
+
+class _Paged:
+    """A case's tensors: the pool, batches over several sets of its blocks, the queries."""
+
+    def __init__(self, lens: list[tuple[int, int]], model: FoundModel, block_size: int) -> None:
+        layers, num_heads, kv_heads, head_dim = model.shape
+        dtype, device = getattr(torch, model.dtype), torch.device(raw.device())
+        self.query_lens, self.context_lens = zip(*lens, strict=True)
+        self.is_decode, room, cache = max(self.query_lens) == 1, 256 << 20, 8 << 20
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            room = torch.cuda.mem_get_info()[0] * 2 // 5
+            cache = torch.cuda.get_device_properties(0).L2_cache_size
+        token_bytes = 2 * kv_heads * head_dim * dtype.itemsize
+        counts = [-(-context // block_size) for context in self.context_lens]
+        layer_bytes = sum(counts) * block_size * token_bytes
+        layers = max(1, min(layers, room // layer_bytes))
+        sets = -(-4 * cache // (layers * layer_bytes))
+        pairs = sum(new * (context - new) + new * (new + 1) // 2 for new, context in lens)
+        self.kv_bytes = sum(self.context_lens) * token_bytes
+        self.flops = 4 * num_heads * head_dim * pairs
+        self.scale = head_dim**-0.5
+        self.q = torch.randn(sum(self.query_lens), num_heads, head_dim, dtype=dtype, device=device)
+        pool_shape = (sets * sum(counts), layers, 2, block_size, kv_heads, head_dim)
+        self.pool = torch.empty(pool_shape, dtype=dtype, device=device).normal_()
+        ids = torch.randperm(len(self.pool), dtype=torch.int32, device=device).split(counts * sets)
+        tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True).split(len(counts))
+        starts = itertools.accumulate(self.query_lens, initial=0)
+        spans = [Span(row, next(starts), *lens[row]) for row in range(len(lens))]
+        heads = Heads(num_heads, kv_heads, head_dim, dtype, device)
+        batches = [launch.make_batch(one, spans, heads) for one in tables]
+        self.places = list(itertools.product(range(layers), batches))
+
+    def attend(self, place: int) -> Tensor:
+        """Attend as the engine does."""
+        layer, batch = self.places[place]
+        k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
+        return launch.paged_attention(self.q, k, v, batch, self.scale)
+
+    def attend_dense(self, place: int) -> Tensor:
+        """Attend by torch over as many contiguous keys and values of the same memory."""
+        batch, context = len(self.context_lens), self.context_lens[0]
+        kv_heads, head_dim = self.pool.shape[4:]
+        kv = self.pool.view(len(self.places), 2, batch, kv_heads, -1, head_dim)
+        k, v = kv[place, ..., :context, :]
+        q = self.q.view(batch, -1, *self.q.shape[1:]).transpose(1, 2)
+        causal = not self.is_decode
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+    def relative_error(self) -> float:
+        """Compare the last queries of a chunk, or the last requests, with the reference."""
+        layer, batch = self.places[0]
+        k, v, count = self.pool[:, layer, 0], self.pool[:, layer, 1], min(len(self.q), MAX_CHECKED)
+        spans = [
+            Span(span.row, index, min(span.query_len, count), span.context_len)
+            for index, span in enumerate(batch.spans[-count:])
+        ]
+        checked = batch._replace(spans=spans)
+        expected = reference.paged_attention(self.q[-count:], k, v, checked, self.scale).float()
+        return float((self.attend(0)[-count:].float() - expected).norm() / expected.norm())
+
+
+def _measure(case: str, paged: _Paged, limits: dict[str, float], repeats: int) -> dict[str, Any]:
+    error, ms = paged.relative_error(), _median_ms(paged, paged.attend, repeats)
+    gemm_ms = paged.flops / limits["gemm_TFLOPs"] / 1e9
+    copy_ms = paged.kv_bytes / limits["copy_GBps"] / 1e6
+    dense_ms, context = None, set(paged.context_lens)
+    is_plain = len(context) == 1 and (paged.is_decode or context == set(paged.query_lens))
+    if torch.cuda.is_available() and is_plain:
+        with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            dense_ms = _median_ms(paged, paged.attend_dense, repeats)
+    return {
+        "kind": "decode" if paged.is_decode else "prefill",
+        "case": case,
+        "ms": ms,
+        "TFLOPs": paged.flops / ms / 1e9,
+        "GBps": paged.kv_bytes / ms / 1e6,
+        "limited_by": "gemm" if gemm_ms > copy_ms else "copy",
+        "limit_ms": max(gemm_ms, copy_ms),
+        "ratio": max(gemm_ms, copy_ms) / ms,
+        "relative_error": error,
+        "cudnn_contiguous_ms": dense_ms,
+    }
+
+
+def _median_ms(paged: _Paged, attend: Callable[[int], Tensor], repeats: int) -> float:
+    """Return the median time of a call, each at another place of the pool than the one before."""
+    once_s = raw.median_s(partial(attend, 0), repeats=3)
+    count = max(2, min(1000, int(SAMPLE_S / once_s)))
+
+    def attend_all() -> None:
+        for index in range(count):
+            attend(index % len(paged.places))
+
+    replay = attend_all
+    if torch.cuda.is_available() and len(paged.q) <= GRAPH_MAX_TOKENS:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            attend_all()
+        replay = graph.replay
+    return raw.median_s(replay, repeats=repeats) / count * 1e3

@@ -1,0 +1,138 @@
+"""`bench transfer`: blocks between the device pool and the host arena, beside one large copy.
+
+Every block lies at a random place of both memories. The raw copy and the blocks take turns, so that
+a drifting clock drifts for both; at last the bytes of every block are compared.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+# (how much of torch.cuda is typed differs between torch versions)
+
+import contextlib
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import torch
+
+from tieredkv.bench import raw
+from tieredkv.errors import ConfigError
+from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.storage.host import HostArena
+from tieredkv.transfer import BlockTransfer
+from tieredkv.types import BlockId, PageId, Progress
+from tieredkv.units import parse_bytes
+
+DIRECTIONS = UP, DOWN, BOTH = ("host to device", "device to host", "both at once")
+"""The rate of both at once is that of each way, with half of the bytes each."""
+
+SINGLE_COPIES = 50
+
+
+def run(progress: Progress, *, block_size_bytes: str, total: str, repeats: int) -> dict[str, Any]:
+    """Measure each block size in each direction; a row holds medians of the repeats."""
+    sizes, total_bytes = list(map(parse_bytes, block_size_bytes.split(","))), parse_bytes(total)
+    if min(sizes) < 1 or total_bytes < 2 * max(sizes):
+        raise ConfigError(f"`total` = `{total}` must hold two blocks of each size")
+    rows: list[dict[str, Any]] = []
+    for done, size in enumerate(sizes):
+        progress("measuring", done, len(sizes))
+        with contextlib.ExitStack() as stack:
+            memories = _Memories(total_bytes // size, size, stack)
+            rows += [_measure(memories, direction, repeats) for direction in DIRECTIONS]
+    progress("measuring", 1, 1)
+    limits = {
+        name: max(r["raw_GBps"] for r in rows if r["direction"] == name) for name in DIRECTIONS
+    }
+    problems = [f"the bytes differ: {row}" for row in rows if not row["bytes_equal"]]
+    return {"raw": limits, "rows": rows, "problems": problems}
+
+
+class _Memories:
+    """A pool, a pinned arena and the engine's transfer between them; two tensors for large copies.
+
+    Large copies have tensors of their own, as one must not span two pinned pieces of the arena.
+    """
+
+    def __init__(self, count: int, block_bytes: int, stack: contextlib.ExitStack) -> None:
+        is_cuda, device = torch.cuda.is_available(), torch.device(raw.device())
+        arena = HostArena(count, block_bytes)
+        stack.callback(arena.close)
+        self.pages = torch.frombuffer(arena.buffer, dtype=torch.uint8).view(count, block_bytes)
+        if is_cuda:
+            extent = self.pages.data_ptr(), arena.size_bytes
+            pinned = register_pinned(*extent, page_bytes=block_bytes, progress=lambda *_: None)
+            stack.callback(pinned.unregister)
+        self.pool = torch.zeros(count, block_bytes, dtype=torch.uint8, device=device)
+        copier = BlockCopier(self.pool, self.pages)
+        self._transfer = BlockTransfer[None](copier, device=device, block_bytes=block_bytes)
+        generator = torch.Generator().manual_seed(0)
+        orders = [torch.randperm(count, generator=generator) for _ in range(2)]
+        self.order = torch.stack(orders, dim=1)  # [count, (page_id, block_id)]
+        self._large = torch.zeros(arena.size_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._large_device = torch.zeros_like(self._large, device=device)
+        self._streams = [torch.cuda.Stream() if is_cuda else None for _ in range(2)]
+
+    def copy_large(self, direction: str) -> None:
+        """Queue one copy each way, on a stream each."""
+        middle = self._large.numel() // 2 if direction == BOTH else None
+        up, down = slice(middle), slice(middle, None)
+        if direction != DOWN:
+            with torch.cuda.stream(self._streams[0]):
+                self._large_device[up].copy_(self._large[up], non_blocking=True)
+        if direction != UP:
+            with torch.cuda.stream(self._streams[1]):
+                self._large[down].copy_(self._large_device[down], non_blocking=True)
+
+    def copy_blocks(self, direction: str, count: int | None = None) -> tuple[float, float]:
+        """Copy blocks, asking for their arrival as the engine does.
+
+        Returns:
+            Seconds until all have arrived, and how many of them the calls took.
+        """
+        pairs = self.order[:count].tolist()
+        middle = len(pairs) // 2 if direction == BOTH else None
+        up = [(PageId(page), BlockId(block)) for page, block in pairs[:middle]]
+        down = [(BlockId(block), PageId(page)) for page, block in pairs[middle or 0 :]]
+        raw.synchronize()
+        start = time.perf_counter()
+        if direction != DOWN:
+            self._transfer.promote(up, None)
+        if direction != UP:
+            self._transfer.demote(down, None)
+        called = time.perf_counter()
+        while self._transfer.has_pending:
+            self._transfer.poll()
+        return time.perf_counter() - start, called - start
+
+    def are_equal_after(self, direction: str) -> bool:
+        """Fill both memories anew, copy every block once more, and compare every byte."""
+        for first, memory in enumerate((self.pages, self.pool)):
+            words = memory.view(torch.int64).flatten()
+            torch.arange(first, first + 2 * words.numel(), 2, out=words)
+        self.copy_blocks(direction)
+        pages, blocks = self.order.T
+        return torch.equal(self.pool.cpu()[blocks], self.pages[pages])
+
+
+def _measure(memories: _Memories, direction: str, repeats: int) -> dict[str, Any]:
+    large_s, ours = [], []
+    memories.copy_blocks(direction)  # first-time work
+    for _ in range(repeats):
+        large_s.append(raw.median_s(partial(memories.copy_large, direction), repeats=1))
+        ours.append(memories.copy_blocks(direction))
+    single_s = [memories.copy_blocks(direction, 1)[0] for _ in range(SINGLE_COPIES)]
+    count, block_bytes = memories.pool.shape
+    size = count * block_bytes * (5e-10 if direction == BOTH else 1e-9)
+    arrived_s, called_s = map(statistics.median, zip(*ours, strict=True))
+    return {
+        "direction": direction,
+        "block_bytes": block_bytes,
+        "blocks": count,
+        "GBps": size / arrived_s,
+        "raw_GBps": size / statistics.median(large_s),
+        "ratio": statistics.median(large_s) / arrived_s,
+        "host_us_per_block": called_s / count * 1e6,
+        "one_block_us": None if direction == BOTH else statistics.median(single_s) * 1e6,
+        "bytes_equal": memories.are_equal_after(direction),
+    }
