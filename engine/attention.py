@@ -40,12 +40,19 @@ class AttentionContext:
     """The paged cache of one runner, layer by layer, and the step that is being computed.
 
     One thread runs forward passes over a context. The pool belongs to the caller.
+
+    Attributes:
+        step: what is being computed.
+        late_layer: before this layer a forward pass waits for the gate.
+        gate: recorded when the late layers of blocks on their way have arrived; None off CUDA.
     """
 
     def __init__(self, kv_pool: Tensor) -> None:
         self.k_caches = [kv_pool[:, layer, 0] for layer in range(kv_pool.shape[1])]
         self.v_caches = [kv_pool[:, layer, 1] for layer in range(kv_pool.shape[1])]
         self.step: StepMetadata | None = None
+        self.late_layer = -1
+        self.gate: torch.cuda.Event | None = None
         self.handle = next(_handles)
         _contexts[self.handle] = self
 
@@ -59,6 +66,8 @@ class AttentionContext:
         """Attend the step's queries to the pool, which has their own keys too."""
         step = self.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
+        if self.gate is not None and layer == self.late_layer:
+            self.gate.wait(torch.cuda.current_stream(query.device))
         k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
         return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)
 

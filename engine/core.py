@@ -27,7 +27,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool, num_device_blocks
+from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Phase, Request, check_prompt_length
 from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
@@ -141,7 +141,13 @@ class EngineCore:
             )
             stack.callback(pinned.unregister)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
-        transfer = BlockTransfer[Any](copier, device=device, block_bytes=spec.block_bytes)
+        layer_bytes = spec.block_bytes // spec.num_layers
+        transfer = BlockTransfer[Any](
+            copier,
+            device=device,
+            block_bytes=spec.block_bytes,
+            early_bytes=late_layer(spec) * layer_bytes,
+        )
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -432,7 +438,9 @@ class EngineCore:
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step, and do what does not need its tokens while the device computes it."""
-        output = self._runner.execute([row.row for row in scheduled])
+        output = self._runner.execute(
+            [row.row for row in scheduled], self.tiers.transfer.late_event
+        )
         rows = [row for row in scheduled if row.row.needs_logits]
         launched = None
         if rows:

@@ -57,6 +57,14 @@ def make_kv_pool(kv_spec: KVSpec, num_blocks: int, device: torch.device) -> Tens
     )
 
 
+def late_layer(kv_spec: KVSpec) -> int:
+    """Return the first of the layers whose keys and values may arrive while others compute.
+
+    An eighth of them: as long as its bytes take, the layers before compute a short chunk.
+    """
+    return kv_spec.num_layers - max(1, kv_spec.num_layers // 8)
+
+
 class StepOutput(NamedTuple):
     """What a step gives, in the order of its rows; valid until the next step is issued.
 
@@ -111,6 +119,11 @@ class ModelRunner:
         self._max_context_len = max_context_len or loaded.max_model_len
         self._max_num_seqs = max_num_seqs
         self._context = AttentionContext(kv_pool)
+        if loaded.device.type == "cuda":
+            self._context.late_layer = late_layer(kv_spec)
+            self._context.gate = torch.cuda.Event(external=True)
+            self._gate_stream = torch.cuda.Stream(loaded.device)
+            self._context.gate.record(self._gate_stream)
         self._heads = Heads(
             loaded.shape.num_heads,
             loaded.shape.num_kv_heads,
@@ -134,7 +147,9 @@ class ModelRunner:
         self._graphs: dict[tuple[int, bool], _Graph] = {}
 
     @torch.inference_mode()
-    def execute(self, rows: Sequence[BatchRow]) -> StepOutput:
+    def execute(
+        self, rows: Sequence[BatchRow], late_event: torch.cuda.Event | None = None
+    ) -> StepOutput:
         """Compute the rows' tokens, write their keys and values, and give the logits asked for.
 
         The most likely tokens are also kept on the device, where the next step may take them from
@@ -142,7 +157,13 @@ class ModelRunner:
 
         Args:
             rows: at least one, each with at least one token; they may come in any order and mix.
+            late_event: the layers from `late_layer` on wait for it; what they attend to may still
+                be on its way.
         """
+        if late_event is not None and self._context.gate is not None:
+            # A captured graph waits for one and the same event, whatever the step waits for.
+            self._gate_stream.wait_event(late_event)
+            self._context.gate.record(self._gate_stream)
         layout = Layout(rows, self._heads, self._max_num_seqs)
         num_tokens, num_kept = layout.num_tokens, len(layout.kept)
         changes = self._tables.update(rows, self._block_size)

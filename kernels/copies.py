@@ -59,26 +59,34 @@ class BlockCopier:
         self._blocks = device_blocks
         self._arena = arena
 
-    def copy_in(self, pairs: Pairs, stream: torch.cuda.Stream | None = None) -> None:
+    def copy_in(
+        self, pairs: Pairs, stream: torch.cuda.Stream | None = None, part: slice = slice(None)
+    ) -> None:
         """Copy pages to blocks, host to device.
 
         Args:
             pairs: (page_id, block_id) each; block ids must be distinct.
             stream: orders the copies on CUDA; None is the current stream. A stream of its own
                 lets them go in one call: the driver does not batch on the default stream.
+            part: bytes of every block to copy.
 
         Raises:
             ShapeError: an id is out of range; nothing was copied.
             DeviceError: the driver refused the copies.
         """
-        self._copy(self._arena, self._blocks, pairs, stream)
+        self._copy(self._arena, self._blocks, pairs, stream, part)
 
     def copy_out(self, pairs: Pairs, stream: torch.cuda.Stream | None = None) -> None:
         """Copy blocks to pages, device to host: as `copy_in`, pairs are (block_id, page_id)."""
-        self._copy(self._blocks, self._arena, pairs, stream)
+        self._copy(self._blocks, self._arena, pairs, stream, slice(None))
 
     def _copy(
-        self, source: Tensor, target: Tensor, pairs: Pairs, stream: torch.cuda.Stream | None
+        self,
+        source: Tensor,
+        target: Tensor,
+        pairs: Pairs,
+        stream: torch.cuda.Stream | None,
+        part: slice,
     ) -> None:
         ids = np.asarray(pairs, dtype=np.int64).reshape(-1, 2)
         limits = (source.shape[0], target.shape[0])
@@ -86,25 +94,25 @@ class BlockCopier:
             raise ShapeError(f"a pair of ids is outside of [0, {limits[0]}) and [0, {limits[1]})")
         if not len(ids):
             return
-        block_bytes = self._blocks.shape[1]
+        first, end, _ = part.indices(self._blocks.shape[1])
         if not self._blocks.is_cuda:
             from_rows, to_rows = source.numpy(), target.numpy()
             for source_id, target_id in ids:
-                to_rows[target_id, :block_bytes] = from_rows[source_id, :block_bytes]
+                to_rows[target_id, first:end] = from_rows[source_id, first:end]
             return
         with torch.cuda.device(self._blocks.device):
             stream = stream or torch.cuda.current_stream()
             runtime = _batch_runtime() if stream.cuda_stream else None
             if runtime is not None:
-                bases = np.array([source.data_ptr(), target.data_ptr()])
+                bases = np.array([source.data_ptr(), target.data_ptr()]) + first
                 strides = np.array([source.shape[1], target.shape[1]])
                 sources, targets = (bases + ids * strides).T.tolist()
-                _copy_batch(runtime, sources, targets, block_bytes, stream.cuda_stream)
+                _copy_batch(runtime, sources, targets, end - first, stream.cuda_stream)
                 return
             with torch.cuda.stream(stream):
                 for source_id, target_id in ids.tolist():
-                    piece = source[source_id, :block_bytes]
-                    target[target_id, :block_bytes].copy_(piece, non_blocking=True)
+                    piece = source[source_id, first:end]
+                    target[target_id, first:end].copy_(piece, non_blocking=True)
 
 
 def _copy_batch(

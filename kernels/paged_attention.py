@@ -9,6 +9,8 @@ does not. Reference: `tieredkv.kernels.reference.paged_attention`.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -112,6 +114,7 @@ def _attention_kernel(
     DIM_TILE: tl.constexpr,
     KV_TILE: tl.constexpr,
     IS_NARROW: tl.constexpr,
+    OVERLAPS_MERGE: tl.constexpr,
 ):
     """Work off one program's stretch of units, tile by tile, for one KV head.
 
@@ -120,6 +123,8 @@ def _attention_kernel(
     Masks: rows past the tile's queries, dims past HEAD_DIM. Bytes moved: keys and values of the
     stretch; q once a tile and program; out once, or in float32 where a tile is shared.
     """
+    if OVERLAPS_MERGE:  # the merge may be launched now; it waits for the results
+        tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     program_ptr = plan_ptr + program * INTS_PER_PROGRAM
@@ -200,6 +205,7 @@ def _merge_kernel(
     DIM_TILE: tl.constexpr,
     PARTIALS: tl.constexpr,
     ROWS: tl.constexpr,
+    OVERLAPS_MERGE: tl.constexpr,
 ):
     """Combine the partial results of a shared tile by their log-sum-exp, ROWS rows at a time.
 
@@ -217,6 +223,8 @@ def _merge_kernel(
     num_queries = tl.load(program_ptr + 5)
     if last < 0:
         return
+    if OVERLAPS_MERGE:
+        tl.extra.cuda.gdc_wait()
 
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_TILE)
@@ -251,6 +259,12 @@ def _merge_kernel(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), is_row[:, None] & is_dim[None, :])
 
 
+@functools.cache
+def _has_dependent_launch(device: torch.device) -> bool:
+    """Tell whether a kernel may be launched before the one before it has ended (Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -269,6 +283,7 @@ def paged_attention(
     num_partials = 2 * tiling.num_programs * num_kv_heads * tiling.row_tile
     partial_out = torch.empty(num_partials * head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
+    overlaps_merge = tiling.num_programs > 1 and _has_dependent_launch(q.device)
     sizes = {
         "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
         "INTS_PER_TILE": INTS_PER_TILE,
@@ -276,6 +291,7 @@ def paged_attention(
         "ROW_TILE": tiling.row_tile,
         "HEAD_DIM": head_dim,
         "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
+        "OVERLAPS_MERGE": overlaps_merge,
     }
     _attention_kernel[(num_kv_heads, tiling.num_programs)](
         out,
@@ -311,4 +327,5 @@ def paged_attention(
             ROWS=rows,
             **sizes,
             num_warps=4,
+            **({"launch_pdl": True} if overlaps_merge else {}),
         )

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 STEP = 512
 """Lengths given to cuDNN are powers of two times it."""
 
-MAX_SQUARE_STEPS = 16
+MAX_SQUARE_STEPS = 64
 MIN_QUERY_TOKENS = 1024
 """Shorter chunks would be mostly small squares, and the paged kernel shares their context out."""
 

@@ -9,6 +9,7 @@ Called by the engine's thread only.
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
@@ -20,9 +21,16 @@ from tieredkv.types import BlockId, PageId
 Tag = TypeVar("Tag")
 
 
+MIN_SPLIT_BYTES = 32 << 20
+"""Smaller promotions are over before their first layers could be of use."""
+
+
 class _Pending(NamedTuple, Generic[Tag]):
+    """A copy under way; `early` is there before `event` where the bytes come in two parts."""
+
     event: torch.cuda.Event | None
     tag: Tag
+    early: torch.cuda.Event | None = None
 
 
 class BlockTransfer(Generic[Tag]):
@@ -32,12 +40,32 @@ class BlockTransfer(Generic[Tag]):
     far: a block about to be overwritten may still be read by a running kernel, and a block about
     to be copied out may still be written by one. Elsewhere a copy is done when the call returns.
 
+    A large promotion comes in two parts, the first layers of every block and then the late ones: a
+    forward pass that waits for `late_event` before the latter may start with the former.
+
     Invariant (`check`): a copy that was started is either pending or was reported by `poll`.
     """
 
-    def __init__(self, copier: BlockCopier, *, device: torch.device, block_bytes: int) -> None:
+    def __init__(
+        self,
+        copier: BlockCopier,
+        *,
+        device: torch.device,
+        block_bytes: int,
+        early_bytes: int | None = None,
+    ) -> None:
+        """Bind a copier.
+
+        Args:
+            copier: of the two memories.
+            device: of the pool.
+            block_bytes: of one block.
+            early_bytes: of one block's first layers; None if no forward pass starts with them.
+        """
         self._copier = copier
         self._block_bytes = block_bytes
+        self._early_bytes = early_bytes
+        self._num_usable = 0
         self._is_cuda = device.type == "cuda"
         self._in_stream = torch.cuda.Stream(device) if self._is_cuda else None
         self._out_stream = torch.cuda.Stream(device) if self._is_cuda else None
@@ -59,16 +87,25 @@ class BlockTransfer(Generic[Tag]):
         return any(
             queue and (queue[0].event is None or queue[0].event.query())
             for queue in (self._promotions, self._demotions)
+        ) or any(
+            pending.early is not None and pending.early.query()
+            for pending in islice(self._promotions, self._num_usable, self._num_usable + 1)
         )
 
     def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Tag) -> None:
         """Start copying host pages into device blocks."""
-        stream = self._in_stream
+        stream, early = self._in_stream, None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        self._copier.copy_in(pairs, stream)
+        split = self._early_bytes
+        if split and stream and len(pairs) * self._block_bytes >= MIN_SPLIT_BYTES:
+            self._copier.copy_in(pairs, stream, slice(split))
+            early = self._record(stream)
+            self._copier.copy_in(pairs, stream, slice(split, None))
+        else:
+            self._copier.copy_in(pairs, stream)
         self._num_started += 1
-        self._promotions.append(_Pending(self._record(stream), tag))
+        self._promotions.append(_Pending(self._record(stream), tag, early))
         self.bytes_promoted += len(pairs) * self._block_bytes
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag) -> None:
@@ -81,9 +118,28 @@ class BlockTransfer(Generic[Tag]):
         self._demotions.append(_Pending(self._record(stream), tag))
         self.bytes_demoted += len(pairs) * self._block_bytes
 
+    def poll_usable(self) -> list[Tag]:
+        """Return the tags of promotions whose first layers have arrived since the last call."""
+        tags = []
+        for pending in islice(self._promotions, self._num_usable, None):
+            if pending.early is None or not pending.early.query():
+                break
+            tags.append(pending.tag)
+        self._num_usable += len(tags)
+        return tags
+
+    @property
+    def late_event(self) -> torch.cuda.Event | None:
+        """When the late layers of all that `poll_usable` has reported are there; None if they are.
+
+        Ask after `poll`.
+        """
+        return self._promotions[self._num_usable - 1].event if self._num_usable else None
+
     def poll(self) -> tuple[list[Tag], list[Tag]]:
         """Return the tags of promotions and of demotions completed since the last call."""
         promoted, demoted = _completed(self._promotions), _completed(self._demotions)
+        self._num_usable = max(0, self._num_usable - len(promoted))
         self._num_reported += len(promoted) + len(demoted)
         return promoted, demoted
 

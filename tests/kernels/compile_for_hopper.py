@@ -71,6 +71,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
             "INTS_PER_TILE": INTS_PER_TILE,
             "GROUP": heads.group,
             "ROW_TILE": tiling.row_tile,
+            "OVERLAPS_MERGE": True,
         }
         is_narrow = tiling.num_queries == 1
         compile_kernel(

@@ -219,6 +219,11 @@ class Promoter:
                 self._settle(promotion)
         tiers.host.release([page])
 
+    def on_usable(self, copies: Copies) -> None:
+        """Hand over blocks whose first layers are in VRAM; the late ones are waited for there."""
+        for block in copies.blocks:
+            block.is_ready = True
+
     def on_copied(self, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
         tiers = self._tiers

@@ -292,7 +292,10 @@ class TieredCache:
 
     def poll(self) -> None:
         """Take in what streams and store have completed since the last call."""
+        usable = self.tiers.transfer.poll_usable()
         promoted, demoted = self.tiers.transfer.poll()
+        for promotions in usable:
+            self.promoter.on_usable(promotions)
         for promotions in promoted:
             self.promoter.on_copied(promotions)
         for pairs in demoted:
