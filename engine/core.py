@@ -263,7 +263,7 @@ class EngineCore:
         The device computes the one while the host takes in the other. May return nothing, after
         the first step or while requests wait for bytes.
         """
-        self.cache.poll()
+        self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
         if self._launched is not None and (
             not self._launched.may_run_ahead or self.scheduler.is_short or self.on_logits

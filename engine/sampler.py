@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.kernels.small_copies import to_device, to_host
 
 _MAX_GROUP_NUMEL = 1 << 22
 """Logits that are turned into probabilities at a time: 32 MiB a tensor."""
@@ -118,7 +119,7 @@ class Sampling:
         self.token_ids = token_ids
         self._states = states
         self._event = torch.cuda.Event() if token_ids.is_cuda else None
-        self._host_ids = _to_host(token_ids)
+        self._host_ids = to_host(token_ids)
         self._scores: tuple[list[int], Scores] | None = None
         self._record()
 
@@ -190,7 +191,7 @@ class Sampler:
             for first in range(0, len(rows), group):
                 part = rows[first : first + group]
                 drawn = draw(_rows(logits, part), [states[i] for i in part])
-                chosen[torch.tensor(part, device=logits.device)] = drawn
+                chosen[to_device(part, torch.int64, logits.device)] = drawn
         return chosen
 
 
@@ -225,22 +226,14 @@ def score(logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> Scores:
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(1, token_ids[:, None])[:, 0]
     values, ids = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)
-    return Scores(_to_host(token_ids), _to_host(own), num_top, _to_host(ids), _to_host(values))
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """Copy to the host in the stream's order; whoever reads the copy waits for it first."""
-    if not tensor.is_cuda:
-        return tensor
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return Scores(to_host(token_ids), to_host(own), num_top, to_host(ids), to_host(values))
 
 
 def _rows(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     """Take some rows; all of them without a copy."""
     if len(rows) == tensor.shape[0]:
         return tensor
-    return tensor[torch.tensor(rows, device=tensor.device)]
+    return tensor[to_device(rows, torch.int64, tensor.device)]
 
 
 def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
@@ -291,13 +284,14 @@ class _Cells:
         self.values += cells.values()
 
     def upload(self, logits: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        rows = torch.tensor(self._rows, device=logits.device)
-        token_ids = torch.tensor(self._token_ids, device=logits.device)
-        return (rows, token_ids), torch.tensor(self.values, device=logits.device)
+        rows = to_device(self._rows, torch.int64, logits.device)
+        token_ids = to_device(self._token_ids, torch.int64, logits.device)
+        values = to_device(self.values, torch.float32, logits.device)
+        return (rows, token_ids), values
 
 
 def _column(values: Sequence[float], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float64, device=device)[:, None]
+    return to_device(values, torch.float64, device)[:, None]
 
 
 def _probabilities(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tieredkv.kernels import launch, partition
+from tieredkv.kernels import launch, partition, small_copies
 from tieredkv.kernels.partition import Heads, Span
 
 CELLS_PER_ROW = 2
@@ -105,8 +105,7 @@ class BlockTables:
                 block_ids.extend(table[first:end])
                 continue
             self._mirror[slot, first:end] = table[first:end]
-            target = self.tensor[slot, first:end]
-            target.copy_(self._host[slot, first:end], non_blocking=True)
+            small_copies.copy(self._host[slot, first:end], self.tensor[slot, first:end])
         return cells, block_ids
 
 
@@ -149,12 +148,13 @@ class StepBuffers:
         sizes |= {name: _aligned(4 * n) for name, n in ints.items()}
         is_cuda = heads.device.type == "cuda"
         num_bytes = sum(sizes.values())
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
-        self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=heads.device)
+        self._host = torch.zeros(num_bytes // 4, dtype=torch.int32, pin_memory=is_cuda)
+        self._device = torch.zeros(num_bytes // 4, dtype=torch.int32, device=heads.device)
         self._copied = torch.cuda.Event() if is_cuda else None
 
         def views(buffer: Tensor) -> dict[str, Tensor]:
-            parts = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
+            words = [num_bytes // 4 for num_bytes in sizes.values()]
+            parts = dict(zip(sizes, buffer.split(words), strict=True))
             return {
                 name: part.view(torch.int64 if name in longs else torch.int32)
                 for name, part in parts.items()
@@ -207,7 +207,7 @@ class StepBuffers:
             heads, shares = self._heads, layout.shares
             partition.partition(shares.narrow, partition.narrow_tiling(heads), arrays["narrow"])
             partition.partition(shares.wide, partition.wide_tiling(heads), arrays["wide"])
-        self._device.copy_(self._host, non_blocking=True)
+        small_copies.copy(self._host, self._device)
         if self._copied is not None:
             self._copied.record()
 

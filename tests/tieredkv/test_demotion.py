@@ -23,6 +23,24 @@ def test_a_reserve_of_clean_device_blocks_is_kept_ahead_of_need() -> None:
     assert rig.on_device("a", 16) == list(range(12))
 
 
+def test_blocks_in_use_are_copied_ahead_where_running_requests_hold_nearly_all() -> None:
+    rig = Rig(num_blocks=16, num_pages=32, reserve=4)
+    first = rig.start("a", 6)
+    rig.compute(first)
+    rig.turn(2)
+    assert rig.on_host("a", 6) == [], "there is room"
+    second = rig.start("b", 8)
+    rig.compute(second)
+    rig.turn(6)
+    assert rig.on_host("a", 6) == list(range(6))
+    assert rig.on_host("b", 8) == list(range(8))
+    rig.finish(first)
+    rig.finish(second)
+    rig.run("c", 16)
+    assert rig.tiers.counters.allocation_waits == 0
+    assert rig.run("a", 6) == rig.run("b", 8) == 0, "nothing was lost"
+
+
 def test_demoting_what_the_tier_below_has_writes_nothing() -> None:
     rig = Rig()
     rig.run("a", 4)

@@ -155,7 +155,8 @@ class _Bench:
             began = self.run(partial(self.have, decoding, 0))
             came = self.run(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
             loading = [self.submit(prompt, 1) for prompt in two]
-            ended = self.run(partial(self.have, loading, 0))
+            ended = self.run(partial(self.has_loaded, before))
+            self.run(partial(self.have, loading, 0))
             quiet += self.gaps_ms(decoding, began, came)
             busy += self.gaps_ms(decoding, came, ended)
             loaded.add(self.since(before, "promoted_host_blocks"))
@@ -268,6 +269,11 @@ class _Bench:
     def have(self, ids: Sequence[str], count: int) -> bool:
         """Return whether each of some requests has more tokens than that."""
         return all(len(self.times[name]) > count for name in ids)
+
+    def has_loaded(self, before: Row) -> bool:
+        """Return whether blocks have come up and none is on its way any longer."""
+        has_begun = self.since(before, "promoted_host_blocks") > 0
+        return has_begun and not self.core.tiers.transfer.has_pending
 
     def gaps_ms(self, ids: Sequence[str], start: float = 0, end: float = 1e99) -> list[float]:
         """Return the times between two tokens of a request, of which the second came in a span."""

@@ -59,6 +59,7 @@ class Demoter:
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._is_write_behind = is_write_behind
         self._behind: deque[BlockHash] = deque()
+        self._fresh: deque[BlockHash] = deque(maxlen=tiers.device.num_blocks)
         self._copying: set[int] = set()
         self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
@@ -104,7 +105,9 @@ class Demoter:
         self._is_stale = True
 
     def note_computed(self, entry: Entry) -> None:
-        """Queue a block that was computed just now for an early write, where that is the mode."""
+        """Note a block that was computed just now, for copies and writes ahead of need."""
+        self._fresh.append(entry.block_hash)
+        self._is_stale = True
         if self._is_write_behind and self._tiers.store is not None:
             self._behind.append(entry.block_hash)
 
@@ -118,6 +121,8 @@ class Demoter:
         device, host = self._tiers.device, self._tiers.host
         if device.num_empty < self._device_reserve:
             self.demote(self._device_reserve - device.num_empty)
+        if device.num_free < self._device_reserve:
+            self._demote_ahead()
         if host.num_empty < self._host_reserve:
             self.write(self._host_reserve - host.num_empty)
 
@@ -130,6 +135,20 @@ class Demoter:
             if block.is_ready and not self.is_device_clean(block):
                 dirty.append(block)
         return self._copy_out(dirty)
+
+    def _demote_ahead(self) -> None:
+        """Copy blocks that are still in use, oldest first, as many as the reserve.
+
+        NOTE: where running requests hold nearly all blocks, those that end let go of many at once,
+        and the next ones need them at once. Whole blocks never change, so copies need not wait.
+        """
+        dirty: list[Block] = []
+        while self._fresh and len(dirty) < self._device_reserve:
+            block = self._tiers.device.lookup(self._fresh.popleft())
+            if block is not None and block.is_ready and not self.is_device_clean(block):
+                dirty.append(block)
+        left = dirty[self._copy_out(dirty) :]
+        self._fresh.extendleft(block.block_hash for block in reversed(left) if block.block_hash)
 
     def write(self, num_pages: int) -> int:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""

@@ -290,9 +290,14 @@ class TieredCache:
 
     # Moves
 
-    def poll(self) -> None:
-        """Take in what streams and store have completed since the last call."""
-        usable = self.tiers.transfer.poll_usable()
+    def poll(self, *, may_start_early: bool = False) -> None:
+        """Take in what streams and store have completed since the last call.
+
+        Args:
+            may_start_early: hand blocks over when their first layers have arrived. A step that
+                waits for the others holds up whoever shares it, so it is for an idle device.
+        """
+        usable = self.tiers.transfer.poll_usable() if may_start_early else []
         promoted, demoted = self.tiers.transfer.poll()
         for promotions in usable:
             self.promoter.on_usable(promotions)

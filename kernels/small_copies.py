@@ -1,0 +1,55 @@
+"""Small copies between pinned memory and the device, by a kernel instead of a copy engine.
+
+A copy engine works off what it was given in order: a step's few kilobytes would wait behind the
+gigabytes of a promotion or demotion, and every stream with them. A kernel reads and writes pinned
+memory over PCIe at once. Callers own the order of streams, as with any kernel.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tieredkv.kernels.checks import triton_module
+
+_being_read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+"""Pinned memory that kernels may not have read yet; steps are issued by one thread."""
+
+
+def copy(source: Tensor, target: Tensor) -> None:
+    """Copy between pinned memory and the device, either way, in the current stream's order.
+
+    Args:
+        source: contiguous, of a dtype of four or eight bytes; pinned if it is on the host.
+        target: as source, of the same shape and dtype.
+    """
+    if not (source.is_cuda or target.is_cuda):
+        target.copy_(source)
+    elif source.numel():
+        triton_module("word_copy").copy_words(source.view(torch.int32), target.view(torch.int32))
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Make a one-dimensional tensor on a device, without waiting for it."""
+    tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    if device.type != "cuda":
+        return tensor
+    target = torch.empty_like(tensor, device=device)
+    copy(tensor, target)
+    # torch knows nothing of this use of its pinned memory and would hand it out again.
+    event = torch.cuda.Event()
+    event.record()
+    _being_read.append((event, tensor))
+    while _being_read[0][0].query() and len(_being_read) > 1:
+        _being_read.popleft()
+    return target
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """Copy to pinned memory in the stream's order; whoever reads the copy waits for it first."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    copy(tensor.contiguous(), host)
+    return host
