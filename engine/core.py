@@ -28,7 +28,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
-from tieredkv.engine.request import Phase, Request, check_prompt_length
+from tieredkv.engine.request import Phase, Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
@@ -197,14 +197,7 @@ class EngineCore:
         check_prompt_length(len(request.prompt_token_ids), info.max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
-        highest, lowest = max(request.prompt_token_ids), min(request.prompt_token_ids)
-        if lowest < 0 or highest >= info.vocab_size:
-            raise RequestError(
-                f"Token id {highest if lowest >= 0 else lowest} is outside the vocabulary of "
-                f"{info.vocab_size} tokens",
-                param="prompt",
-                code="invalid_value",
-            )
+        packed = pack_prompt(request.prompt_token_ids, info.vocab_size)
         if len(self.scheduler.waiting) >= settings.max_num_queued_reqs:
             raise RequestError(
                 f"The queue is full: {settings.max_num_queued_reqs} requests are waiting",
@@ -213,7 +206,7 @@ class EngineCore:
             )
         request.params.check_vocabulary(info.vocab_size)
         policy = self._policies.get(request.retention or settings.default_retention)
-        root, namespace, hashes = self._chain(request)
+        root, namespace, hashes = self._chain(request, packed)
         self._describe(root, namespace)
         token_ids = list(request.prompt_token_ids)
         prefix = Prefix(root=root, namespace=namespace, hashes=hashes, retention=policy.name)
@@ -353,7 +346,7 @@ class EngineCore:
 
     def evict_behind(self, request: EngineRequest, *, num_tokens: int) -> int:
         """Drop a prompt's blocks behind its first tokens from VRAM and host memory; count them."""
-        _, _, hashes = self._chain(request)
+        _, _, hashes = self._chain(request, request.prompt_token_ids)
         behind = set(hashes[num_tokens // self.kv_spec.block_size :])
         return self.cache.evict(lambda entry: entry.block_hash in behind)
 
@@ -362,7 +355,7 @@ class EngineCore:
 
         The bytes are read from VRAM, head of the chain first. None where a block is not there.
         """
-        _, _, hashes = self._chain(request)
+        _, _, hashes = self._chain(request, request.prompt_token_ids)
         digest = xxhash.xxh3_128()
         for block_hash in hashes:
             block = self.tiers.device.lookup(block_hash)
@@ -393,7 +386,9 @@ class EngineCore:
 
     # Inside
 
-    def _chain(self, request: EngineRequest) -> tuple[BlockHash, bytes, list[BlockHash]]:
+    def _chain(
+        self, request: EngineRequest, token_ids: Sequence[int]
+    ) -> tuple[BlockHash, bytes, list[BlockHash]]:
         """Return root, namespace and block hashes of a prompt, in the tenant's own namespace."""
         settings = self._settings
         isolate_by = settings.isolate_by
@@ -413,9 +408,7 @@ class EngineCore:
             namespace=namespace,
             algo=settings.hash_algo,
         )
-        hashes = chain_hashes(
-            root, request.prompt_token_ids, self.kv_spec.block_size, algo=settings.hash_algo
-        )
+        hashes = chain_hashes(root, token_ids, self.kv_spec.block_size, algo=settings.hash_algo)
         return root, namespace, hashes
 
     def _describe(self, root: BlockHash, namespace: bytes) -> None:

@@ -1,7 +1,11 @@
 """One request: its tokens, how far they are computed, and what it holds in the cache."""
 
 import enum
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
@@ -133,3 +137,29 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
             param="prompt",
             code="context_length_exceeded",
         )
+
+
+def pack_prompt(token_ids: Sequence[int], vocab_size: int) -> "array[int]":
+    """Return a prompt, which is not empty, packed as it is hashed.
+
+    Raises:
+        RequestError: a token is no integer, or outside the vocabulary.
+    """
+    try:
+        packed = array("I", list(token_ids))
+        is_known = np.frombuffer(packed, dtype=np.uint32).max() < vocab_size
+    except TypeError as error:
+        raise RequestError(
+            "Token ids must be integers", param="prompt", code="invalid_value"
+        ) from error
+    except OverflowError:
+        is_known = False
+    if not is_known:
+        highest, lowest = max(token_ids), min(token_ids)
+        raise RequestError(
+            f"Token id {highest if lowest >= 0 else lowest} is outside the vocabulary of "
+            f"{vocab_size} tokens",
+            param="prompt",
+            code="invalid_value",
+        )
+    return packed

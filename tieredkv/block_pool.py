@@ -182,9 +182,13 @@ class BlockPool:
             self._unlink(block)
         block.ref_count += 1
 
+    def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
+        """Return the block of each hash, ready or not; None for those that are not in the index."""
+        return list(map(self._index.get, hashes))
+
     def acquire_chain(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
         """Add a user to every block of a chain that is in the index; None stands for the others."""
-        chain = list(map(self._index.get, hashes))
+        chain = self.find(hashes)
         for block in chain:
             if block is not None:
                 if not block.ref_count:

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from tieredkv.block_pool import Block
 from tieredkv.cache.directory import Entry
@@ -123,10 +124,12 @@ class Promoter:
         for page, block in pairs:
             tiers.host.acquire(page)
             block.ref_count += 1
-        self._copying.update(block.block_id for block in copies.blocks)
         tiers.counters.promoted_host_blocks += len(pairs)
-        ids = [(PageId(page.block_id), BlockId(block.block_id)) for page, block in pairs]
-        tiers.transfer.promote(ids, copies)
+        page_ids = [page.block_id for page in copies.pages]
+        block_ids = [block.block_id for block in copies.blocks]
+        self._copying.update(block_ids)
+        pairs_of_ids = zip(page_ids, block_ids, strict=True)
+        tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], list(pairs_of_ids)), copies)
 
     def start(self, block: Block, block_hash: BlockHash, record: BlockRecord | None) -> None:
         """Begin to fill a device block from its host page or, with a record, from disk."""

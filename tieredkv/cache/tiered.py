@@ -431,17 +431,17 @@ class TieredCache:
         """
         tiers, now = self.tiers, self.tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
-        for block, block_hash in zip(chain, prefix.hashes, strict=True):
-            record = prefix.records.get(block_hash)
-            below = Tier.HOST if record is None else Tier.DISK
-            source: Tier | None = below
+        records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
+        pages = tiers.host.find(prefix.hashes) if self._can_load else [None] * len(chain)
+        for block, block_hash, page in zip(chain, prefix.hashes, pages, strict=True):
+            record = records.get(block_hash) if records else None
+            source: Tier | None = Tier.HOST if record is None else Tier.DISK
             if block is not None:
                 if block.is_ready or not self.promoter.is_loading(block):
                     source = Tier.DEVICE
             else:
                 block = fresh.pop()
                 tiers.device.insert(block, block_hash)
-                page = tiers.host.lookup(block_hash) if self._can_load else None
                 if page is not None and page.is_ready:
                     copies.append((page, block))
                 elif page is None and (record is None or record.expires_at <= now):
@@ -450,8 +450,8 @@ class TieredCache:
                     self.promoter.start(block, block_hash, record)
                 else:
                     source = None
-            prefix.blocks.append(block)
-            prefix.sources.append(source)
+            blocks.append(block)
+            sources.append(source)
         self.promoter.copy(copies)
 
     def _pages(self, prefix: Prefix) -> list[Block]:
