@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -57,8 +56,8 @@ _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 class StoreClient:
     """The disk tier as the engine sees it.
 
-    Every method may be called from any thread and none waits for the disk, but for the constructor,
-    `flush()` and `close()`. A thread of its own does the talking and the restarting; it calls
+    Every method may be called from any thread and none waits for the disk, but for the constructor
+    and `close()`. A thread of its own does the talking and the restarting; it calls
     `wake` when there is something to `poll()`.
 
     Invariants, verified by `check()`:
@@ -92,7 +91,6 @@ class StoreClient:
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._num_lent = 0
         self._num_returned = 0
-        self._flushes: dict[int, SimpleQueue[bool]] = {}
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
         self._is_closing = False
@@ -153,10 +151,6 @@ class StoreClient:
         """Keep what `ls` shows about the chains under `root`."""
         self._tell(messages.DescribeCall(root, description))
 
-    def request_stats(self) -> None:
-        """Have `stats()` refreshed soon."""
-        self._tell(messages.StatsCall())
-
     def reply_control(self, id: int, body: dict[str, Any]) -> None:
         """Answer a `ControlRequest`; after about five seconds nobody listens any more."""
         self._tell(messages.EngineAnswer(id, body))
@@ -186,22 +180,6 @@ class StoreClient:
         """Pages on loan."""
         with self._lock:
             return frozenset(self._loans)
-
-    def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until every earlier store and touch is written; False if that was not to be."""
-        answer: SimpleQueue[bool] = SimpleQueue()
-        with self._lock:
-            if not self._accepts:
-                return False
-            job = next(self._jobs)
-            self._flushes[job] = answer
-            self._send(messages.FlushCall(job))
-        try:
-            return answer.get(timeout=timeout_s)
-        except Empty:
-            with self._lock:
-                self._flushes.pop(job, None)
-            return False
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker finish its writes and exit; twice is fine.
@@ -239,7 +217,7 @@ class StoreClient:
             num_pages = self.arena.num_pages if self.arena is not None else 0
             if any(not 0 <= page < num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
-            if self._worker is None and (self._loans or self._lookups or self._flushes):
+            if self._worker is None and (self._loans or self._lookups):
                 raise IntegrityError("jobs are open though no worker process exists")
 
     def _lend(
@@ -407,9 +385,6 @@ class StoreClient:
             case messages.LookupDone(job):
                 if self._lookups.pop(job, None) is not None:
                     self._events.append(message)
-            case messages.FlushReply(job):
-                if job in self._flushes:
-                    self._flushes.pop(job).put(True)
             case messages.ControlRequest():
                 self._events.append(message)
             case messages.Refused():
@@ -438,12 +413,9 @@ class StoreClient:
             self._worker = None
             self._events += self._loans.values()
             self._events += [LookupDone(job, [None] * num) for job, num in self._lookups.items()]
-            for flush in self._flushes.values():
-                flush.put(False)
             self._num_returned += len(self._loans)
             self._loans.clear()
             self._lookups.clear()
-            self._flushes.clear()
             if self._started.is_set() and not self._is_closing:
                 self._events.append(WorkerDown(reason))
         self._wake()

@@ -315,10 +315,6 @@ class IndexTxn:
         if is_empty or now > (self.clock_mark() or 0.0):
             self.set_meta("clock", _TIME.pack(now))
 
-    def roots(self) -> dict[bytes, dict[str, str]]:
-        """What each root stands for, as its writer described it."""
-        return {key: json.loads(data) for key, data in self._walk("roots")}
-
     def put_root(self, root: bytes, description: dict[str, str]) -> None:
         """Describe a root; the same description again writes nothing."""
         data = json.dumps(description, sort_keys=True).encode()

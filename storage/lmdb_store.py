@@ -16,7 +16,7 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery, results
-from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes, run_to_end
+from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes
 from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.eviction import Evictor
@@ -132,35 +132,13 @@ class BlockStore:
 
     # --- finding and reading ------------------------------------------------------------------
 
-    def lookup(self, hashes: Sequence[bytes], now: float | None = None) -> list[BlockRecord | None]:
+    def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
         """Answer what is stored and not expired, in the order asked; touches no payload."""
-        return [located and located.record for located in self._find(hashes, now)]
+        return [located and located.record for located in self._find(hashes, self._clock.now())]
 
-    def locate(
-        self,
-        block_hash: bytes,
-        now: float | None = None,
-        *,
-        parent_hash: bytes | None = None,
-        root: bytes | None = None,
-        position: int | None = None,
-        size_bytes: int | None = None,
-    ) -> Located | None:
-        """Answer where a block lies, for `read_payload`; None is a miss.
-
-        What the caller expects of the block may be given; a stored block that differs is a miss,
-        counted as `mismatch`.
-        """
-        (located,) = self._find([block_hash], now)
-        if located is None:
-            return None
-        record = located.record
-        expected = (parent_hash, root, position, size_bytes)
-        stored = (record.parent_hash, record.root, record.position, record.size_bytes)
-        if any(e is not None and e != s for e, s in zip(expected, stored, strict=True)):
-            self._count_fault("mismatch", f"block {block_hash.hex()[:12]} is not as expected")
-            return None
-        return located
+    def locate(self, block_hash: bytes) -> Located | None:
+        """Answer where a block lies, for `read_payload`; None is a miss."""
+        return self._find([block_hash], self._clock.now())[0]
 
     def read_payload(self, located: Located, into: memoryview) -> None:
         """Read a block's payload into `into` and check the bytes there; any thread may call this.
@@ -183,7 +161,7 @@ class BlockStore:
         A block that was evicted or replaced since `locate` is `evicted`, and no fault.
         """
         block_hash = located.record.block_hash
-        current = self.locate(block_hash, located.record.computed_at)
+        (current,) = self._find([block_hash], located.record.computed_at)
         if current is None or current[1:] != located[1:]:
             return "evicted"
         if not isinstance(error, CorruptBlockError):
@@ -194,10 +172,6 @@ class BlockStore:
         return error.reason
 
     # --- storing ------------------------------------------------------------------------------
-
-    def reserve(self, record: BlockRecord) -> Slot | None:
-        """Lend a slot for one block: `reserve_many` of one."""
-        return self.reserve_many([record])[0]
 
     def reserve_many(self, records: Sequence[BlockRecord]) -> list[Slot | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
@@ -307,11 +281,6 @@ class BlockStore:
         with self._slots.changing() as txn:
             txn.put_root(root, description)
 
-    def roots(self) -> dict[bytes, dict[str, str]]:
-        """What `describe_root` was told."""
-        with self._index.reading() as txn:
-            return txn.roots()
-
     # --- dropping -----------------------------------------------------------------------------
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
@@ -323,17 +292,13 @@ class BlockStore:
         self._deleted[reason] += num_deleted
         return num_deleted
 
-    def sweep(self, now: float | None = None) -> SweepResult:
-        """Drop what has expired and erase every slot that holds bytes of no stored block.
+    def sweeping(self) -> Generator[None, None, SweepResult]:
+        """Drop what has expired and erase every slot that holds bytes of no stored block, in steps.
 
         Costs in proportion to what expires; after a damaged record was met, the index's secondary
         keys are made again once.
         """
-        return run_to_end(self.sweeping(now))
-
-    def sweeping(self, now: float | None = None) -> Generator[None, None, SweepResult]:
-        """`sweep` in steps, for a thread that has other work in between."""
-        now = self._clock.now() if now is None else now
+        now = self._clock.now()
         num_expired, is_more = 0, True
         while is_more:
             with self._index.reading() as txn:
@@ -351,17 +316,13 @@ class BlockStore:
         return SweepResult(num_expired, erased_bytes)
 
     def select(self, which: EvictFilter) -> list[bytes]:
-        """Name the blocks that `evict` would drop."""
+        """Name the blocks that `evicting` would drop."""
         with self._index.reading() as txn:
             located, _ = select_blocks(txn, which, self._clock.now())
         return [each.record.block_hash for each in located]
 
-    def evict(self, which: EvictFilter) -> EvictResult:
-        """Drop and erase what an operator chose; blocks of a chain go tail first."""
-        return run_to_end(self.evicting(which))
-
     def evicting(self, which: EvictFilter) -> Generator[None, None, EvictResult]:
-        """`evict` in steps, for a thread that has other work in between."""
+        """Drop and erase what an operator chose, tails of chains first, in steps."""
         with self._index.reading() as txn:
             located, unknown_ids = select_blocks(txn, which, self._clock.now())
         hashes = [each.record.block_hash for each in located]
@@ -383,13 +344,8 @@ class BlockStore:
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
 
-    def verify(self, *, repair: bool = True) -> results.VerifyResult:
-        """Read every payload again and check it, then check the index against itself."""
-        *_, result = self.verifying(repair=repair)
-        return result
-
     def verifying(self, *, repair: bool) -> Generator[results.VerifyResult, None, None]:
-        """`verify` in steps, for a thread that has other work in between."""
+        """Read every payload again and check it, then the index against itself, in steps."""
         return verifying(self._slots, self._clock, self._repair if repair else None)
 
     def stats(self) -> StoreStats:
@@ -439,9 +395,8 @@ class BlockStore:
             txn.remove_damaged(block_hash)
             return None
 
-    def _find(self, hashes: Sequence[bytes], now: float | None) -> list[Located | None]:
+    def _find(self, hashes: Sequence[bytes], now: float) -> list[Located | None]:
         """Entries that have not expired, in the order asked; damaged ones are dropped."""
-        now = self._clock.now() if now is None else now
         damaged: list[bytes] = []
         found: list[Located | None] = []
         with self._index.reading() as txn:

@@ -194,10 +194,6 @@ class StoreService:
                     self._writes.append(lambda: self._delete(hashes, reason))
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
-            case messages.StatsCall():
-                self._send(messages.Completions([], [], self._store.stats()))
-            case messages.FlushCall(job):
-                self._writes.append(lambda: self._end_flush(job))
             case messages.EngineAnswer(job, body):
                 self._verbs.hear_engine(job, body)
             case messages.CloseCall():
@@ -395,11 +391,6 @@ class StoreService:
         if not self._storing[block_hash]:
             del self._storing[block_hash]
         self._done_stores.append(PageStored(job, block_hash, item.page_id, not reason, reason))
-
-    def _end_flush(self, job: int) -> None:
-        self._flush_all_touches()
-        self._send_done()
-        self._send(messages.FlushReply(job))
 
     # --- index -------------------------------------------------------------------------------
 

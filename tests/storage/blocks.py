@@ -11,7 +11,9 @@ import msgspec
 
 from tests.fakes import FakeClock
 from tieredkv.errors import StorageError
+from tieredkv.storage.allocator import run_to_end
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.results import EvictFilter, EvictResult, Slot, SweepResult, VerifyResult
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 8192
@@ -72,6 +74,28 @@ def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
             (slot, record, store.write_payload(slot, record, page_with(payload_of(record))))
         )
     return store.commit(writes)
+
+
+def reserve(store: BlockStore, record: BlockRecord) -> Slot | None:
+    """Lend one slot."""
+    (slot,) = store.reserve_many([record])
+    return slot
+
+
+def sweep(store: BlockStore) -> SweepResult:
+    """All steps of a sweep."""
+    return run_to_end(store.sweeping())
+
+
+def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
+    """All steps of an eviction."""
+    return run_to_end(store.evicting(which))
+
+
+def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
+    """All steps of a verification."""
+    *_, result = store.verifying(repair=repair)
+    return result
 
 
 def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:
