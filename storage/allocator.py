@@ -1,16 +1,18 @@
-"""Slots under a byte budget: which is lent, which waits to be erased, how much room is left.
+"""Slots under a byte budget: which is lent, which waits to be erased, which block gives way.
 
-It knows segments, slot sizes and the budget; it does not know which block deserves to stay.
+It knows segments, slot sizes and the budget. Blocks give way least recently used first, tails
+before heads, no more than needed.
 """
 
 import errno
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TypeVar
 
-from tieredkv.errors import IntegrityError, StoreFullError
+from tieredkv.clock import Clock
+from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
 from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
@@ -50,9 +52,11 @@ class SlotAllocator:
         files: SegmentFiles,
         index: Index,
         budget_bytes: int,
+        clock: Clock,
         failpoint: Callable[[str], None],
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
         self.dirty: dict[int, dict[Extent, None]] = {}
         self.segments: dict[int, SegmentState] = {}
@@ -60,6 +64,7 @@ class SlotAllocator:
         self.directory = directory
         self.files = files
         self.index = index
+        self.clock = clock
         self.failpoint = failpoint
         self.overhead_bytes = 0  # what everything but the segment files occupies
 
@@ -147,12 +152,6 @@ class SlotAllocator:
                     txn.add_pending(extent)
                 taken += found
         return taken
-
-    def lend(self, extents: Iterable[Extent], slot_bytes: int) -> list[Slot]:
-        """Note slots as lent, once the transaction that took them is committed."""
-        slots = [Slot(extent, slot_bytes) for extent in extents]
-        self.lent.update((slot.extent, slot_bytes) for slot in slots)
-        return slots
 
     def take_back(self, slot: Slot, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
@@ -310,6 +309,92 @@ class SlotAllocator:
             logger.warning("slot %s could not be erased, will try again: %s", extent, error)
             return False
         return True
+
+    # --- evicting ---------------------------------------------------------------------------
+
+    def obtain(self, slot_bytes: int, count: int) -> list[Slot]:
+        """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
+        slots: list[Slot] = []
+        while len(slots) < count:
+            short = min(count - len(slots), TXN_BLOCKS)
+            with self.changing() as txn:
+                taken = self.take(txn, slot_bytes, short)
+                if len(taken) < short and not self.is_disk_full:
+                    self._evict_for(txn, slot_bytes, short - len(taken))
+                    taken += self.take(txn, slot_bytes, short - len(taken))
+                self.failpoint("reserve:before")
+            self.failpoint("reserve:done")
+            slots += [Slot(extent, slot_bytes) for extent in taken]
+            self.lent.update((extent, slot_bytes) for extent in taken)
+            if len(taken) < short and not self.release_idle(keep=slot_bytes):
+                break
+        return slots
+
+    def _evict_for(self, txn: IndexTxn, slot_bytes: int, count: int) -> None:
+        """Evict by LRU until `count` slots of a size are there or can be made of other sizes'."""
+        gained = max(self.room_bytes, 0) + self.idle_bytes(slot_bytes)
+        victims: list[Located] = []
+        count -= gained // slot_bytes
+        gained %= slot_bytes
+        for located in self._victims(txn):
+            if count <= 0 or len(victims) >= TXN_BLOCKS:
+                break
+            victims.append(located)
+            if located.slot_bytes == slot_bytes:
+                count -= 1
+            else:
+                gained += located.slot_bytes
+                count -= gained // slot_bytes
+                gained %= slot_bytes
+        self._evict(txn, victims)
+
+    def _victims(self, txn: IndexTxn) -> Iterator[Located]:
+        """Blocks in the order of their eviction: protected ones last."""
+        now = self.clock.now()
+        protected: list[Located] = []
+        for block_hash in txn.longest_unused():
+            with suppress(CorruptBlockError):
+                located = txn.get(block_hash)
+                if located is not None and located.record.protect_until > now:
+                    protected.append(located)
+                elif located is not None:
+                    yield located
+        yield from protected
+
+    def _evict(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
+        for located in victims:
+            self.remove(txn, located)
+        self.num_evicted += len(victims)
+
+    def enforce_budget(self) -> None:
+        """Bring what files occupy down to the budget, less room for the index to grow."""
+        while self.room_bytes < 0:
+            if self.release_idle():
+                continue
+            excess = -self.room_bytes
+            victims: list[Located] = []
+            with self.changing() as txn:
+                for located in self._victims(txn):
+                    if excess <= 0 or len(victims) >= TXN_BLOCKS:
+                        break
+                    victims.append(located)
+                    excess -= located.slot_bytes
+                self._evict(txn, victims)
+            if not victims:
+                break
+
+    def reach_budget(self) -> None:
+        """Shrink a store that was given less room than it takes, its index as well."""
+        if self.room_bytes < 0 and self.index.wasted_bytes > self.index.occupied_bytes // 2:
+            self.index.compact()
+            self.measure()
+        self.enforce_budget()
+        if self.room_bytes < 0:
+            self.index.compact()
+            self.measure()
+        if self.occupied_bytes > self.budget_bytes:
+            what = f"the emptied store at `{self.index.path}` occupies {self.occupied_bytes} bytes"
+            raise StoreFullError(f"{what} of a budget of {self.budget_bytes}; raise the disk size")
 
 
 Answer = TypeVar("Answer")

@@ -19,11 +19,9 @@ from tieredkv.storage import recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes
 from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
-from tieredkv.storage.eviction import Evictor
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.listing import list_chains, select_blocks
-from tieredkv.storage.payloads import read_block, read_owner, write_block
 from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats, SweepResult
 from tieredkv.storage.verify import find_problems, verifying
 from tieredkv.types import BlockRecord
@@ -59,7 +57,6 @@ class BlockStore:
         self._files = slots.files
         self._slots = slots
         self._clock = clock
-        self._evictor = Evictor(slots, clock)
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
@@ -105,11 +102,11 @@ class BlockStore:
                 undo.callback(files.close)
                 num_expired = recovery.settle_clock(index, clock)
                 budget = recovery.settle_budget(index, budget_bytes)
-                slots = SlotAllocator(directory, files, index, budget, failpoint)
+                slots = SlotAllocator(directory, files, index, budget, clock, failpoint)
                 recovery.recover(slots, clock.now())
             store = cls(slots, clock, sync=sync == "commit")
             store._num_expired = num_expired
-            store._evictor.reach_budget()
+            slots.reach_budget()
             undo.pop_all()
         return store
 
@@ -153,7 +150,7 @@ class BlockStore:
             StorageError: the system could not read; nothing is known about the bytes.
             Hand either to `read_failed`.
         """
-        read_block(self._files, located, into)
+        self._files.read_block(located, into)
 
     def read_failed(self, located: Located, error: StorageError) -> str:
         """Count a failed read and drop the block if its bytes are to blame; answer the reason.
@@ -185,13 +182,11 @@ class BlockStore:
         for record in records:
             check_record(record)
             self._slots.check_fits(slot_bytes_for(record.size_bytes))
-        self._evictor.enforce_budget()
+        self._slots.enforce_budget()
         sizes = [slot_bytes_for(record.size_bytes) for record in records]
         lent_before = set(self._slots.lent)
         try:
-            lent = {
-                size: iter(self._evictor.obtain(size, sizes.count(size))) for size in set(sizes)
-            }
+            lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
             answer = [next(lent[size], None) for size in sizes]
         except BaseException:
             for extent in self._slots.lent.keys() - lent_before:
@@ -215,7 +210,7 @@ class BlockStore:
             StoreFullError, StorageError: not written; hand the slot to `abandon`.
         """
         self._failpoint("write:before")
-        checksum = write_block(self._files, slot, record, payload)
+        checksum = self._files.write_block(slot.extent, record, payload)
         self._failpoint("write:done")
         return checksum
 
@@ -251,7 +246,7 @@ class BlockStore:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
             raise
-        self._evictor.enforce_budget()
+        self._slots.enforce_budget()
         return stored
 
     def abandon(self, slot: Slot) -> None:
@@ -273,7 +268,7 @@ class BlockStore:
                     found += 1
                     self._refresh(txn, old, last_used, expires_at, retention)
                 txn.set_clock_mark(now)
-        self._evictor.enforce_budget()
+        self._slots.enforce_budget()
         return found
 
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
@@ -364,7 +359,7 @@ class BlockStore:
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
-            num_evicted=self._evictor.num_evicted,
+            num_evicted=self._slots.num_evicted,
             num_namespaces=num_namespaces,
             num_segments=len(self._slots.segments),
             faults=dict(self._faults),
@@ -499,9 +494,12 @@ class BlockStore:
     def _drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""
         block_hash = located.record.block_hash
-        owner = read_owner(self._files, located.extent)
+        owner = None
+        with suppress(OSError):
+            owner = self._files.header_at(located.extent)
         with self._slots.changing() as txn:
-            other = None if owner in (None, block_hash) else self._get(txn, owner)
+            owner_hash = block_hash if owner is None else owner.record.block_hash
+            other = None if owner_hash == block_hash else self._get(txn, owner_hash)
             if other is not None and other.extent == located.extent:
                 txn.remove_damaged(block_hash)
             else:

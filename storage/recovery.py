@@ -7,8 +7,8 @@ import logging
 
 from tieredkv.clock import Clock
 from tieredkv.storage.allocator import SlotAllocator, run_to_end
-from tieredkv.storage.codec import FORMAT_VERSION, HEADER_BYTES, Extent, Located, decode_header
-from tieredkv.storage.extents import SegmentFiles, aligned_buffer
+from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
+from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
 
 logger = logging.getLogger(__name__)
@@ -111,16 +111,13 @@ def _adopt_slots(index: Index, files: SegmentFiles, now: float) -> None:
     found: dict[bytes, Located] = {}
     segments: dict[int, SegmentState] = {}
     latest = 0.0
-    header = aligned_buffer(HEADER_BYTES)
     for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
         for slot in range(num_slots):
-            extent = Extent(segment, slot)
-            files.read(extent, 0, header, HEADER_BYTES, HEADER_BYTES)
-            located = decode_header(header)
-            if located is None or (located.extent, located.slot_bytes) != (extent, slot_bytes):
+            located = files.header_at(Extent(segment, slot))
+            if located is None or located.slot_bytes != slot_bytes:
                 continue
             record = located.record
             latest = max(latest, record.computed_at, record.last_used)

@@ -9,7 +9,9 @@ import os
 import selectors
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import lmdb
@@ -18,11 +20,12 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
-from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
+from tieredkv.storage.results import Slot, SweepResult
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -36,14 +39,37 @@ _TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
 Answer = TypeVar("Answer")
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
+_OVER = object()
+
+
+@dataclass(slots=True)
+class ReadTask:
+    """One payload to be read into a page by a thread; `error` says how it ended."""
+
+    job: int
+    item: LoadItem
+    located: Located
+    error: StorageError | None = None
+
+
+@dataclass(slots=True)
+class WriteTask:
+    """One payload to be written from a page by a thread; `error` says how it ended."""
+
+    job: int
+    item: StoreItem
+    slot: Slot
+    checksum: bytes = b""
+    error: StorageError | None = None
 
 
 class StoreService:
     """One store being served.
 
-    Every method runs on the index thread. Work in hand moves through queues: a load waits in
-    `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a slot, is
-    written by a thread, waits in `_written` for its group's transaction and is answered after it.
+    Every method but `_move` runs on the index thread. Work in hand moves through queues: a load
+    waits in `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a
+    slot, is written by a thread, waits in `_written` for its group's transaction and is answered
+    after it.
     Nothing but `ls` takes longer than one transaction at a time, so that a lookup never waits for a
     long load, store, sweep, eviction or verify.
     """
@@ -75,7 +101,7 @@ class StoreService:
         self._storing: Counter[bytes] = Counter()  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
-        self._sweep: Iterator[None] | None = None
+        self._sweep: Generator[None, None, SweepResult] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._done_loads: list[PageLoaded] = []
         self._done_stores: list[PageStored] = []
@@ -85,7 +111,9 @@ class StoreService:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._poke_fd, selectors.EVENT_READ, self._heed_poke)
         self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
-        self._threads = PayloadThreads(store, self._options, wake=self._poke)
+        self._readers = ThreadPoolExecutor(self._options.num_readers)
+        self._writers = ThreadPoolExecutor(self._options.num_writers)
+        self._moved: deque[ReadTask | WriteTask] = deque()
         ask_engine = None if argument.is_standalone else self._ask
         self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._writes.append)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
@@ -96,7 +124,8 @@ class StoreService:
         while not (self._is_closing and self._is_drained()):
             self._turn()
         self._server.close()
-        self._threads.close()
+        self._readers.shutdown()
+        self._writers.shutdown()
         self._collect()
         self._commit()
         self._flush_all_touches()
@@ -122,8 +151,9 @@ class StoreService:
         if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
             self._sweep = self._store.sweeping()
-        if self._sweep is not None:
-            self._attempt("sweep", self._continue_sweep)
+        if (sweep := self._sweep) is not None:
+            is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
+            self._sweep = None if is_over else sweep
         self._verbs.turn()
         self._server.turn()
         if os.getppid() != self._argument.parent_pid:
@@ -250,7 +280,7 @@ class StoreService:
             self._end_load(job, item, "identity")
             return
         self._num_reading += 1
-        self._threads.read(ReadTask(job, item, located, self._page(item.page_id)))
+        self._readers.submit(self._move, ReadTask(job, item, located))
 
     def _end_read(self, task: ReadTask) -> None:
         self._num_reading -= 1
@@ -297,7 +327,7 @@ class StoreService:
         while self._num_writing < max_writing:
             if self._reserved:
                 self._num_writing += 1
-                self._threads.write(self._reserved.popleft())
+                self._writers.submit(self._move, self._reserved.popleft())
             elif self._writes and not callable(self._writes[0]):
                 if not self._reserve():
                     return
@@ -331,7 +361,7 @@ class StoreService:
         waiting = []
         for (job, item), slot in zip(batch, slots, strict=True):
             if slot is not None:
-                self._reserved.append(WriteTask(job, item, slot, self._page(item.page_id)))
+                self._reserved.append(WriteTask(job, item, slot))
             elif self._reserved or self._num_writing or self._written:
                 waiting.append((job, item))  # room comes when these are committed
             else:
@@ -357,15 +387,14 @@ class StoreService:
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
-        if task.checksum is not None:
+        if task.error is None:
             if not self._written:
                 self._written_since = time.monotonic()
             self._written.append(task)
         else:
             self._store.abandon(task.slot)
             self._end_store(task.job, task.item, "io_error")
-            if task.error is not None:
-                self._report("store", task.error)
+            self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
@@ -379,7 +408,7 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
-        rows = [(task.slot, task.item.record, task.checksum or b"") for task in group]
+        rows = [(task.slot, task.item.record, task.checksum) for task in group]
         stored = self._attempt("commit", lambda: self._store.commit(rows))
         for i, task in enumerate(group):
             reason = "io_error" if stored is None else "" if stored[i] else "expired"
@@ -395,7 +424,8 @@ class StoreService:
     # --- index -------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        for task in self._threads.collect():
+        while self._moved:
+            task = self._moved.popleft()
             self._end_read(task) if isinstance(task, ReadTask) else self._end_write(task)
 
     def _gather(self, touches: list[TouchItem]) -> None:
@@ -427,13 +457,6 @@ class StoreService:
         while self._touches:
             self._flush_touches()
 
-    def _continue_sweep(self) -> None:
-        assert self._sweep is not None, "a sweep is under way"
-        sweep, self._sweep = self._sweep, None
-        for _ in sweep:
-            self._sweep = sweep  # not at its end, and no fault ended it
-            break
-
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
 
@@ -445,9 +468,22 @@ class StoreService:
             self._report(cause, error)
             return None
 
-    def _page(self, page_id: int) -> memoryview:
-        assert self._arena is not None, "the engine lends no pages without an arena"
-        return self._arena.page(page_id)
+    def _move(self, task: ReadTask | WriteTask) -> None:
+        """Read or write a payload, on a thread of its own; `_collect` takes what came of it."""
+        try:
+            assert self._arena is not None, "the engine lends no pages without an arena"
+            page = self._arena.page(task.item.page_id)
+            if isinstance(task, ReadTask):
+                self._store.read_payload(task.located, page)
+            else:
+                task.checksum = self._store.write_payload(task.slot, task.item.record, page)
+        except StorageError as error:
+            task.error = error
+        except Exception as error:
+            logger.exception("a payload's thread broke")
+            task.error = StorageError(f"a payload's thread broke: {error!r}")
+        self._moved.append(task)
+        self._poke()
 
     def _report(self, cause: str, error: Exception) -> None:
         """Log the first failure of each cause; the counters have the rest.

@@ -9,7 +9,6 @@ from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import IndexTxn, Totals
-from tieredkv.storage.payloads import check_header, read_block
 from tieredkv.storage.results import VerifyResult
 
 Repair = Callable[[bytes, Located | None], None]
@@ -51,8 +50,8 @@ def verifying(
 def _fault_of(files: SegmentFiles, located: Located) -> str | None:
     """Read header and payload of a slot; the reason why they are bad, or None."""
     try:
-        check_header(files, located)
-        read_block(files, located, aligned_buffer(padded_bytes(located.payload_bytes)))
+        files.check_header(located)
+        files.read_block(located, aligned_buffer(padded_bytes(located.payload_bytes)))
     except CorruptBlockError as error:
         return error.reason
     except StorageError:

@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # the folder went away, or its disk: the next start tries again
         logger.error("the store of `%s` failed: %s", argument.options.path, error)
         return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
+    finally:
+        channel.close()  # or a thread that its disk holds up would keep the engine waiting too
     return 0
 
 
