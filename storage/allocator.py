@@ -6,7 +6,7 @@ before heads, no more than needed.
 
 import errno
 import logging
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TypeVar
@@ -37,6 +37,14 @@ def headroom_bytes(index_bytes: int) -> int:
     return min(4 * TXN_BLOCKS * _INDEX_PAGE_BYTES, index_bytes) + 48 * _INDEX_PAGE_BYTES
 
 
+Item = TypeVar("Item")
+
+
+def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Cut a list into what one transaction may change."""
+    return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
+
+
 class SlotAllocator:
     """Hands out slots, takes them back, and keeps what files occupy within the budget.
 
@@ -58,7 +66,7 @@ class SlotAllocator:
         self.budget_bytes = budget_bytes
         self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
-        self.dirty: dict[int, dict[Extent, None]] = {}
+        self.dirty: dict[Extent, int] = {}
         self.segments: dict[int, SegmentState] = {}
         self.is_disk_full = False
         self.directory = directory
@@ -120,11 +128,11 @@ class SlotAllocator:
     @property
     def pending_bytes(self) -> int:
         """Bytes of the slots that are lent or dirty."""
-        return sum(self.lent.values()) + sum(size * len(few) for size, few in self.dirty.items())
+        return sum(self.lent.values()) + sum(self.dirty.values())
 
     def idle_bytes(self, slot_bytes: int) -> int:
         """What `release_idle` can give back for slots of this size."""
-        dirty = sum(size * len(few) for size, few in self.dirty.items() if size != slot_bytes)
+        dirty = sum(size for size in self.dirty.values() if size != slot_bytes)
         others = [state for state in self.segments.values() if state.slot_bytes != slot_bytes]
         return dirty + sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
 
@@ -164,13 +172,13 @@ class SlotAllocator:
     def add_dirty(self, extent: Extent) -> None:
         """Note a pending slot as waiting to be reused or erased."""
         state = self.segments.get(extent.segment)
-        self.dirty.setdefault(state.slot_bytes if state else 0, {})[extent] = None
+        self.dirty[extent] = state.slot_bytes if state else 0
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
-        dirty = self.dirty.get(slot_bytes, {})
-        taken = [extent for extent in islice(dirty, count) if extent.segment in self.files]
+        fits = (e for e, size in self.dirty.items() if size == slot_bytes)
+        taken = [extent for extent in islice(fits, count) if extent.segment in self.files]
         for extent in taken:
-            del dirty[extent]
+            del self.dirty[extent]
         return taken
 
     def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
@@ -245,36 +253,31 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erasing(self, *, keep: int | None = None) -> Generator[None, None, int]:
-        """Erase the dirty slots, but those of size `keep`, in steps; answer how many bytes went."""
-        sizes = [size for size in self.dirty if size != keep]
-        waiting = [(size, extent) for size in sizes for extent in self.dirty[size]]
-        erased_bytes = 0
-        for start in range(0, len(waiting), TXN_BLOCKS):
-            # NOTE: since the last step a slot may have been lent again.
-            batch = waiting[start : start + TXN_BLOCKS]
-            batch = [(size, extent) for size, extent in batch if extent in self.dirty.get(size, {})]
+    def erasing(self, *, keep: int | None = None) -> Iterator[None]:
+        """Erase the dirty slots, but those of size `keep`, in steps."""
+        waiting = [extent for extent, slot_bytes in self.dirty.items() if slot_bytes != keep]
+        for batch in batches(waiting):
             self.failpoint("erase:before")
-            erased = [(size, extent) for size, extent in batch if self.erase(extent)]
+            # NOTE: since the last step a slot may have been lent again.
+            erased = [extent for extent in batch if extent in self.dirty and self.erase(extent)]
             self.failpoint("erase:done")
             with self.index.writing() as txn:
-                for slot_bytes, extent in erased:
+                for extent in erased:
                     txn.drop_pending(extent)
                     if extent.segment in self.segments:
-                        txn.add_free(slot_bytes, extent)
+                        txn.add_free(self.dirty[extent], extent)
             self.failpoint("erase:committed")
-            for slot_bytes, extent in erased:
-                del self.dirty[slot_bytes][extent]
-                erased_bytes += slot_bytes
+            for extent in erased:
+                del self.dirty[extent]
             yield
         if waiting:
             self.measure()
-        return erased_bytes
 
     def release_idle(self, *, keep: int | None = None) -> bool:
         """Give back all space that no block needs; slots of size `keep` stay reusable."""
-        before = self.files.occupied_bytes
-        erased = run_to_end(self.erasing(keep=keep))
+        occupied_bytes, num_dirty = self.files.occupied_bytes, len(self.dirty)
+        for _ in self.erasing(keep=keep):
+            pass
         states = [(s, state) for s, state in self.segments.items() if state.slot_bytes != keep]
         unused = {s: state.num_used for s, state in states if state.num_slots > state.num_used}
         if unused:
@@ -284,12 +287,12 @@ class SlotAllocator:
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment])
         self.remove_empty_segments(keep=keep)
-        return bool(erased or unused or self.files.occupied_bytes < before)
+        has_erased = len(self.dirty) < num_dirty
+        return has_erased or bool(unused) or self.files.occupied_bytes < occupied_bytes
 
     def remove_empty_segments(self, *, keep: int | None = None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
-        busy = {extent.segment for extent in self.lent}
-        busy |= {extent.segment for extents in self.dirty.values() for extent in extents}
+        busy = {extent.segment for extent in (*self.lent, *self.dirty)}
         with self.index.reading() as txn:
             states = txn.segments()
         for segment, state in states.items():
@@ -395,16 +398,3 @@ class SlotAllocator:
         if self.occupied_bytes > self.budget_bytes:
             what = f"the emptied store at `{self.index.path}` occupies {self.occupied_bytes} bytes"
             raise StoreFullError(f"{what} of a budget of {self.budget_bytes}; raise the disk size")
-
-
-Answer = TypeVar("Answer")
-
-
-def run_to_end(steps: Generator[None, None, Answer]) -> Answer:
-    """Do all steps at once and return their answer."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer

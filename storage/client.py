@@ -127,17 +127,14 @@ class StoreClient:
 
     def load(self, items: Sequence[LoadItem]) -> int:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        blocks = [(item.block_hash, item.page_id) for item in items]
-        sizes = [item.size_bytes for item in items]
-        call = messages.LoadCall
-        return self._lend(PageLoaded, blocks, sizes, lambda job: call(job, list(items)))
+        blocks = [(item.block_hash, item.page_id, item.size_bytes) for item in items]
+        return self._lend(PageLoaded, blocks, lambda job: messages.LoadCall(job, list(items)))
 
     def store(self, items: Sequence[StoreItem]) -> int:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        blocks = [(item.record.block_hash, item.page_id) for item in items]
-        sizes = [item.record.size_bytes for item in items]
-        call = messages.StoreCall
-        return self._lend(PageStored, blocks, sizes, lambda job: call(job, list(items)))
+        records = [(item.record, item.page_id) for item in items]
+        blocks = [(record.block_hash, page_id, record.size_bytes) for record, page_id in records]
+        return self._lend(PageStored, blocks, lambda job: messages.StoreCall(job, list(items)))
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -223,16 +220,15 @@ class StoreClient:
     def _lend(
         self,
         kind: type[PageLoaded] | type[PageStored],
-        blocks: list[tuple[bytes, int]],
-        sizes: list[int],
+        blocks: list[tuple[bytes, int, int]],
         call_of: Callable[[int], messages.EngineMessage],
     ) -> int:
         with self._lock:
             job = next(self._jobs)
             fault = "worker_died" if self._accepts else "worker_down"
-            endings: list[Ending] = [kind(job, *block, False, fault) for block in blocks]
+            endings: list[Ending] = [kind(job, *block[:2], False, fault) for block in blocks]
             if self._accepts:
-                self._check_lendable([page for _, page in blocks], max(sizes, default=0))
+                self._check_lendable(blocks)
                 self._loans.update((ending.page_id, ending) for ending in endings)
                 self._num_lent += len(endings)
                 self._send(call_of(job))
@@ -241,7 +237,9 @@ class StoreClient:
         self._wake()
         return job
 
-    def _check_lendable(self, pages: list[int], max_size_bytes: int) -> None:
+    def _check_lendable(self, blocks: list[tuple[bytes, int, int]]) -> None:
+        pages = [page_id for _, page_id, _ in blocks]
+        max_size_bytes = max((size_bytes for *_, size_bytes in blocks), default=0)
         if self.arena is None:
             raise IntegrityError("this client has no arena to lend pages of")
         if any(not 0 <= page < self.arena.num_pages for page in pages):

@@ -7,7 +7,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Literal, Self
 
@@ -16,13 +16,13 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery, results
-from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes
+from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.listing import list_chains, select_blocks
-from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats, SweepResult
+from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats
 from tieredkv.storage.verify import find_problems, verifying
 from tieredkv.types import BlockRecord
 
@@ -230,8 +230,7 @@ class BlockStore:
             if self._sync:
                 with storage_errors(self.path):
                     self._files.sync({slot.extent.segment for slot, _, _ in writes})
-            while len(stored) < len(writes):
-                batch = writes[len(stored) : len(stored) + TXN_BLOCKS]
+            for batch in batches(writes):
                 now = self._clock.now()
                 with self._slots.changing() as txn:
                     owners = [self._insert(txn, *write, now) for write in batch]
@@ -259,9 +258,9 @@ class BlockStore:
         Times only move forward; what has expired stays expired. Answers how many were found.
         """
         now, found = self._clock.now(), 0
-        for start in range(0, len(items), TXN_BLOCKS):
+        for batch in batches(items):
             with self._slots.changing() as txn:
-                for block_hash, last_used, expires_at, retention in items[start:][:TXN_BLOCKS]:
+                for block_hash, last_used, expires_at, retention in batch:
                     old = self._get(txn, block_hash)
                     if old is None or now >= old.record.expires_at:
                         continue
@@ -281,34 +280,31 @@ class BlockStore:
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
         """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
         num_deleted, now = 0, self._clock.now()
-        for start in range(0, len(hashes), TXN_BLOCKS):
-            batch = [(None, block_hash) for block_hash in hashes[start : start + TXN_BLOCKS]]
-            num_deleted += self._drop(batch, now)
+        for batch in batches(hashes):
+            num_deleted += self._drop([(None, block_hash) for block_hash in batch], now)
         self._deleted[reason] += num_deleted
         return num_deleted
 
-    def sweeping(self) -> Generator[None, None, SweepResult]:
+    def sweeping(self) -> Iterator[None]:
         """Drop what has expired and erase every slot that holds bytes of no stored block, in steps.
 
         Costs in proportion to what expires; after a damaged record was met, the index's secondary
         keys are made again once.
         """
         now = self._clock.now()
-        num_expired, is_more = 0, True
+        is_more = True
         while is_more:
             with self._index.reading() as txn:
                 due = txn.expired(now, TXN_BLOCKS)
-            num_expired += self._drop(due, now)
+            self._num_expired += self._drop(due, now)
             is_more = len(due) == TXN_BLOCKS
             yield
         with self._index.reading() as txn:
             needs_rebuild = txn.meta("needs_rebuild") is not None
         if needs_rebuild:
             self._rebuild()
-        erased_bytes = yield from self._slots.erasing()
+        yield from self._slots.erasing()
         self._slots.remove_empty_segments()
-        self._num_expired += num_expired
-        return SweepResult(num_expired, erased_bytes)
 
     def select(self, which: EvictFilter) -> list[bytes]:
         """Name the blocks that `evicting` would drop."""
@@ -325,8 +321,8 @@ class BlockStore:
         if which.dry_run:
             return EvictResult(len(hashes), freed_bytes, unknown_ids)
         num_evicted = 0
-        for start in range(0, len(hashes), TXN_BLOCKS):
-            num_evicted += self.delete(hashes[start : start + TXN_BLOCKS], "operator")
+        for batch in batches(hashes):
+            num_evicted += self.delete(batch, "operator")
             yield
         yield from self._slots.erasing()
         self._slots.remove_empty_segments()

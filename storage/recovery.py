@@ -6,7 +6,7 @@ All but the rebuilding of a lost index costs in proportion to what was under way
 import logging
 
 from tieredkv.clock import Clock
-from tieredkv.storage.allocator import SlotAllocator, run_to_end
+from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
@@ -66,7 +66,8 @@ def recover(slots: SlotAllocator, now: float) -> None:
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
     slots.reload()
-    run_to_end(slots.erasing())
+    for _ in slots.erasing():
+        pass
     slots.remove_empty_segments()
 
 

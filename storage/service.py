@@ -9,9 +9,10 @@ import os
 import selectors
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import lmdb
@@ -25,7 +26,7 @@ from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
-from tieredkv.storage.results import Slot, SweepResult
+from tieredkv.storage.results import Slot
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -101,7 +102,7 @@ class StoreService:
         self._storing: Counter[bytes] = Counter()  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
-        self._sweep: Generator[None, None, SweepResult] | None = None
+        self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._done_loads: list[PageLoaded] = []
         self._done_stores: list[PageStored] = []
@@ -109,7 +110,8 @@ class StoreService:
 
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._poke_fd, selectors.EVENT_READ, self._heed_poke)
+        heed_poke = partial(os.eventfd_read, self._poke_fd)
+        self._selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
         self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
         self._readers = ThreadPoolExecutor(self._options.num_readers)
         self._writers = ThreadPoolExecutor(self._options.num_writers)
@@ -179,9 +181,6 @@ class StoreService:
     def _poke(self) -> None:
         os.eventfd_write(self._poke_fd, 1)
 
-    def _heed_poke(self) -> None:
-        os.eventfd_read(self._poke_fd)
-
     # --- the engine's channel ----------------------------------------------------------------
 
     def _send(self, message: messages.WorkerMessage) -> None:
@@ -228,7 +227,9 @@ class StoreService:
                 self._verbs.hear_engine(job, body)
             case messages.CloseCall():
                 self._is_closing = True
-                self._refuse_loads("closing")
+                for job, load_item in self._loads:
+                    self._end_load(job, load_item, "closing")
+                self._loads.clear()
 
     def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
         self._send(messages.ControlRequest(job, verb, args))
@@ -300,11 +301,6 @@ class StoreService:
         ok = record is not None
         ending = PageLoaded(job, item.block_hash, item.page_id, ok, reason, record)
         self._done_loads.append(ending)
-
-    def _refuse_loads(self, reason: str) -> None:
-        while self._loads:
-            job, item = self._loads.popleft()
-            self._end_load(job, item, reason)
 
     # --- stores ------------------------------------------------------------------------------
 

@@ -91,7 +91,7 @@ def _slot_problems(txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent])
     if shared := [extent for extent, count in owners.items() if count > 1]:
         problems.append(f"records share the slots {shared[:3]}")
     pending = set(txn.pending())
-    dirty = {extent for extents in slots.dirty.values() for extent in extents}
+    dirty = slots.dirty.keys()
     if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
         problems.append("pending slots are not those lent and those to be erased")
     free_keys = txn.keys("free")

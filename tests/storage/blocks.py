@@ -5,15 +5,14 @@ import mmap
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tests.fakes import FakeClock
 from tieredkv.errors import StorageError
-from tieredkv.storage.allocator import run_to_end
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import EvictFilter, EvictResult, Slot, SweepResult, VerifyResult
+from tieredkv.storage.results import EvictFilter, EvictResult, Slot, VerifyResult
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 8192
@@ -82,14 +81,32 @@ def reserve(store: BlockStore, record: BlockRecord) -> Slot | None:
     return slot
 
 
+class SweepResult(NamedTuple):
+    """What the counters say of one sweep."""
+
+    expired_blocks: int
+    erased_bytes: int
+
+
 def sweep(store: BlockStore) -> SweepResult:
     """All steps of a sweep."""
-    return run_to_end(store.sweeping())
+    before = store.stats()
+    for _ in store.sweeping():
+        pass
+    after = store.stats()
+    expired_blocks = after.num_expired - before.num_expired
+    return SweepResult(expired_blocks, after.bytes_erased - before.bytes_erased)
 
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
     """All steps of an eviction."""
-    return run_to_end(store.evicting(which))
+    steps = store.evicting(which)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: EvictResult = end.value
+            return result
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

@@ -27,7 +27,7 @@ def test_messages_larger_than_the_socket_arrive_in_order_and_nobody_waits() -> N
         left.push_queued()
         received += right.receive()
     assert received == sent
-    assert left.num_queued_bytes == 0
+    assert not left.has_queued
     assert right.receive() == []
     left.close()
     right.close()
