@@ -47,7 +47,10 @@ class FrameChannel(Generic[Incoming]):
     """
 
     def __init__(
-        self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Incoming], max_bytes: int
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Incoming],
+        max_bytes: int = MAX_ENGINE_FRAME_BYTES,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock

@@ -19,7 +19,7 @@ import msgspec
 
 from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError
 from tieredkv.storage import messages
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions, TouchItem, WorkerMessage
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
@@ -326,7 +326,7 @@ class StoreClient:
 
     def _serve(self, worker: WorkerProcess) -> float:
         """Talk until the channel ends; for how many seconds the worker served."""
-        channel = FrameChannel(worker.channel, _decoder, MAX_ENGINE_FRAME_BYTES)
+        channel = FrameChannel(worker.channel, _decoder)
         served_since = None
         with self._lock:
             self._worker = worker
@@ -365,16 +365,12 @@ class StoreClient:
     def _receive(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         with self._lock:
             num_before = len(self._events)
-            if isinstance(message, WorkerUp) and self._is_closing:
-                self._poke()
-            elif isinstance(message, WorkerUp):
-                self._channel = channel
-            self._handle(message)
+            self._handle(message, channel)
             has_news = len(self._events) > num_before
         if has_news:
             self._wake()
 
-    def _handle(self, message: WorkerMessage) -> None:
+    def _handle(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         match message:
             case messages.Completions(loads, stores, stats):
                 endings: list[Ending] = [*loads, *stores]
@@ -388,6 +384,10 @@ class StoreClient:
             case messages.Refused():
                 self._refused = messages.error_of(message)
             case messages.WorkerUp(stats, notes):
+                if self._is_closing:
+                    self._poke()
+                else:
+                    self._channel = channel
                 for note in notes:
                     logger.warning("%s", note)
                 self._stats = stats

@@ -16,7 +16,7 @@ import msgspec
 
 from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError
 from tieredkv.storage import messages
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel, Incoming
+from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import SOCKET_NAME, socket_address
 from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions, WorkerMessage
 from tieredkv.storage.process import WorkerProcess, describe_exit
@@ -105,7 +105,7 @@ class StoreControl:
             StorageError: what the worker refused with, or died of.
         """
         worker = WorkerProcess(self._options, is_standalone=True)
-        channel = FrameChannel(worker.channel, _start_decoder, MAX_ENGINE_FRAME_BYTES)
+        channel = FrameChannel(worker.channel, _start_decoder)
         worker.channel.settimeout(self._answer_timeout_s)
         body = None
         try:
@@ -129,7 +129,7 @@ class StoreControl:
     def _converse(
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None
     ) -> dict[str, Any]:
-        channel = FrameChannel(sock, _decoder, MAX_ENGINE_FRAME_BYTES)
+        channel = FrameChannel(sock, _decoder)
         sock.settimeout(self._answer_timeout_s)
         channel.send(call)
         while True:

@@ -92,10 +92,6 @@ class SegmentFiles:
         self._files[segment] = _File(path, fd, slot_bytes)
         self.refresh(segment)
 
-    def close_segment(self, segment: int) -> None:
-        """Close one file that no thread is in."""
-        os.close(self._files.pop(segment).fd)
-
     def size_bytes(self, segment: int) -> int:
         """Length of a file."""
         return os.fstat(self._files[segment].fd).st_size

@@ -21,9 +21,8 @@ from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.listing import list_chains, select_blocks
+from tieredkv.storage.inspection import find_problems, list_chains, select_blocks, verifying
 from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats
-from tieredkv.storage.verify import find_problems, verifying
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)

@@ -96,7 +96,8 @@ def rebuild_keys(txn: IndexTxn, lent: set[Extent]) -> None:
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
     """Open one segment; of a missing or short file no unwritten slot is handed out any more."""
     try:
-        files.open(segment, state.slot_bytes)
+        if segment not in files:
+            files.open(segment, state.slot_bytes)
         num_slots = files.size_bytes(segment) // state.slot_bytes
     except FileNotFoundError:
         logger.warning("segment %d is missing: its blocks are misses", segment)
@@ -125,7 +126,6 @@ def _adopt_slots(index: Index, files: SegmentFiles, now: float) -> None:
             other = found.get(record.block_hash)
             if other is None or other.record.computed_at < record.computed_at:
                 found[record.block_hash] = located
-        files.close_segment(segment)
     is_clock_sound = now >= latest - CLOCK_TOLERANCE_S
     sound = [each for each in found.values() if is_clock_sound and now < each.record.expires_at]
     with index.writing() as txn:

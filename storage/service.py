@@ -130,7 +130,8 @@ class StoreService:
         self._writers.shutdown()
         self._collect()
         self._commit()
-        self._flush_all_touches()
+        while self._touches:
+            self._flush_touches()
         self._send_done()
         self._store.close()
         while self._channel.push_queued() and not self._is_orphan:
@@ -163,8 +164,8 @@ class StoreService:
 
     def _wait(self, timeout_s: float) -> None:
         for key, ready in self._selector.select(timeout_s):
-            if ready & selectors.EVENT_WRITE:
-                self._push()
+            if ready & selectors.EVENT_WRITE and not self._channel.push_queued():
+                self._listen(selectors.EVENT_READ)
             if ready & selectors.EVENT_READ:
                 key.data()
 
@@ -186,10 +187,6 @@ class StoreService:
     def _send(self, message: messages.WorkerMessage) -> None:
         if self._channel.send(message):
             self._listen(selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _push(self) -> None:
-        if not self._channel.push_queued():
-            self._listen(selectors.EVENT_READ)
 
     def _listen(self, mask: int) -> None:
         if not self._is_orphan:
@@ -448,10 +445,6 @@ class StoreService:
             claim = (item.expires_at, item.retention) if is_claim else (None, None)
             rows.append((item.block_hash, item.last_used, *claim))
         self._attempt("touch", lambda: self._store.claim_or_touch(rows))
-
-    def _flush_all_touches(self) -> None:
-        while self._touches:
-            self._flush_touches()
 
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))

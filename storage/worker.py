@@ -19,7 +19,7 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.control_server import SOCKET_NAME
 from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
     sock = socket.socket(fileno=argument.channel_fd)
-    channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage), MAX_ENGINE_FRAME_BYTES)
+    channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     try:
         service = _open(argument, channel)
     except TieredKVError as error:
