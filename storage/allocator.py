@@ -1,16 +1,18 @@
-"""Slots under a byte budget: which is lent, which waits to be erased, how much room is left.
+"""Slots under a byte budget: which is lent, which waits to be erased, which block gives way.
 
-It knows segments, slot sizes and the budget; it does not know which block deserves to stay.
+It knows segments, slot sizes and the budget. Blocks give way least recently used first, tails
+before heads, no more than needed.
 """
 
 import errno
 import logging
-from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import islice
 from typing import TypeVar
 
-from tieredkv.errors import IntegrityError, StoreFullError
+from tieredkv.clock import Clock
+from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
 from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
@@ -35,6 +37,14 @@ def headroom_bytes(index_bytes: int) -> int:
     return min(4 * TXN_BLOCKS * _INDEX_PAGE_BYTES, index_bytes) + 48 * _INDEX_PAGE_BYTES
 
 
+Item = TypeVar("Item")
+
+
+def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Cut a list into what one transaction may change."""
+    return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
+
+
 class SlotAllocator:
     """Hands out slots, takes them back, and keeps what files occupy within the budget.
 
@@ -50,16 +60,19 @@ class SlotAllocator:
         files: SegmentFiles,
         index: Index,
         budget_bytes: int,
+        clock: Clock,
         failpoint: Callable[[str], None],
     ) -> None:
         self.budget_bytes = budget_bytes
+        self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
-        self.dirty: dict[int, dict[Extent, None]] = {}
+        self.dirty: dict[Extent, int] = {}
         self.segments: dict[int, SegmentState] = {}
         self.is_disk_full = False
         self.directory = directory
         self.files = files
         self.index = index
+        self.clock = clock
         self.failpoint = failpoint
         self.overhead_bytes = 0  # what everything but the segment files occupies
 
@@ -115,11 +128,11 @@ class SlotAllocator:
     @property
     def pending_bytes(self) -> int:
         """Bytes of the slots that are lent or dirty."""
-        return sum(self.lent.values()) + sum(size * len(few) for size, few in self.dirty.items())
+        return sum(self.lent.values()) + sum(self.dirty.values())
 
     def idle_bytes(self, slot_bytes: int) -> int:
         """What `release_idle` can give back for slots of this size."""
-        dirty = sum(size * len(few) for size, few in self.dirty.items() if size != slot_bytes)
+        dirty = sum(size for size in self.dirty.values() if size != slot_bytes)
         others = [state for state in self.segments.values() if state.slot_bytes != slot_bytes]
         return dirty + sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
 
@@ -148,12 +161,6 @@ class SlotAllocator:
                 taken += found
         return taken
 
-    def lend(self, extents: Iterable[Extent], slot_bytes: int) -> list[Slot]:
-        """Note slots as lent, once the transaction that took them is committed."""
-        slots = [Slot(extent, slot_bytes) for extent in extents]
-        self.lent.update((slot.extent, slot_bytes) for slot in slots)
-        return slots
-
     def take_back(self, slot: Slot, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
         if self.lent.pop(slot.extent, None) is None:
@@ -165,13 +172,13 @@ class SlotAllocator:
     def add_dirty(self, extent: Extent) -> None:
         """Note a pending slot as waiting to be reused or erased."""
         state = self.segments.get(extent.segment)
-        self.dirty.setdefault(state.slot_bytes if state else 0, {})[extent] = None
+        self.dirty[extent] = state.slot_bytes if state else 0
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
-        dirty = self.dirty.get(slot_bytes, {})
-        taken = [extent for extent in islice(dirty, count) if extent.segment in self.files]
+        fits = (e for e, size in self.dirty.items() if size == slot_bytes)
+        taken = [extent for extent in islice(fits, count) if extent.segment in self.files]
         for extent in taken:
-            del dirty[extent]
+            del self.dirty[extent]
         return taken
 
     def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
@@ -246,36 +253,31 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erasing(self, *, keep: int | None = None) -> Generator[None, None, int]:
-        """Erase the dirty slots, but those of size `keep`, in steps; answer how many bytes went."""
-        sizes = [size for size in self.dirty if size != keep]
-        waiting = [(size, extent) for size in sizes for extent in self.dirty[size]]
-        erased_bytes = 0
-        for start in range(0, len(waiting), TXN_BLOCKS):
-            # NOTE: since the last step a slot may have been lent again.
-            batch = waiting[start : start + TXN_BLOCKS]
-            batch = [(size, extent) for size, extent in batch if extent in self.dirty.get(size, {})]
+    def erasing(self, *, keep: int | None = None) -> Iterator[None]:
+        """Erase the dirty slots, but those of size `keep`, in steps."""
+        waiting = [extent for extent, slot_bytes in self.dirty.items() if slot_bytes != keep]
+        for batch in batches(waiting):
             self.failpoint("erase:before")
-            erased = [(size, extent) for size, extent in batch if self.erase(extent)]
+            # NOTE: since the last step a slot may have been lent again.
+            erased = [extent for extent in batch if extent in self.dirty and self.erase(extent)]
             self.failpoint("erase:done")
             with self.index.writing() as txn:
-                for slot_bytes, extent in erased:
+                for extent in erased:
                     txn.drop_pending(extent)
                     if extent.segment in self.segments:
-                        txn.add_free(slot_bytes, extent)
+                        txn.add_free(self.dirty[extent], extent)
             self.failpoint("erase:committed")
-            for slot_bytes, extent in erased:
-                del self.dirty[slot_bytes][extent]
-                erased_bytes += slot_bytes
+            for extent in erased:
+                del self.dirty[extent]
             yield
         if waiting:
             self.measure()
-        return erased_bytes
 
     def release_idle(self, *, keep: int | None = None) -> bool:
         """Give back all space that no block needs; slots of size `keep` stay reusable."""
-        before = self.files.occupied_bytes
-        erased = run_to_end(self.erasing(keep=keep))
+        occupied_bytes, num_dirty = self.files.occupied_bytes, len(self.dirty)
+        for _ in self.erasing(keep=keep):
+            pass
         states = [(s, state) for s, state in self.segments.items() if state.slot_bytes != keep]
         unused = {s: state.num_used for s, state in states if state.num_slots > state.num_used}
         if unused:
@@ -285,12 +287,12 @@ class SlotAllocator:
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment])
         self.remove_empty_segments(keep=keep)
-        return bool(erased or unused or self.files.occupied_bytes < before)
+        has_erased = len(self.dirty) < num_dirty
+        return has_erased or bool(unused) or self.files.occupied_bytes < occupied_bytes
 
     def remove_empty_segments(self, *, keep: int | None = None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
-        busy = {extent.segment for extent in self.lent}
-        busy |= {extent.segment for extents in self.dirty.values() for extent in extents}
+        busy = {extent.segment for extent in (*self.lent, *self.dirty)}
         with self.index.reading() as txn:
             states = txn.segments()
         for segment, state in states.items():
@@ -311,15 +313,88 @@ class SlotAllocator:
             return False
         return True
 
+    # --- evicting ---------------------------------------------------------------------------
 
-Answer = TypeVar("Answer")
+    def obtain(self, slot_bytes: int, count: int) -> list[Slot]:
+        """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
+        slots: list[Slot] = []
+        while len(slots) < count:
+            short = min(count - len(slots), TXN_BLOCKS)
+            with self.changing() as txn:
+                taken = self.take(txn, slot_bytes, short)
+                if len(taken) < short and not self.is_disk_full:
+                    self._evict_for(txn, slot_bytes, short - len(taken))
+                    taken += self.take(txn, slot_bytes, short - len(taken))
+                self.failpoint("reserve:before")
+            self.failpoint("reserve:done")
+            slots += [Slot(extent, slot_bytes) for extent in taken]
+            self.lent.update((extent, slot_bytes) for extent in taken)
+            if len(taken) < short and not self.release_idle(keep=slot_bytes):
+                break
+        return slots
 
+    def _evict_for(self, txn: IndexTxn, slot_bytes: int, count: int) -> None:
+        """Evict by LRU until `count` slots of a size are there or can be made of other sizes'."""
+        gained = max(self.room_bytes, 0) + self.idle_bytes(slot_bytes)
+        victims: list[Located] = []
+        count -= gained // slot_bytes
+        gained %= slot_bytes
+        for located in self._victims(txn):
+            if count <= 0 or len(victims) >= TXN_BLOCKS:
+                break
+            victims.append(located)
+            if located.slot_bytes == slot_bytes:
+                count -= 1
+            else:
+                gained += located.slot_bytes
+                count -= gained // slot_bytes
+                gained %= slot_bytes
+        self._evict(txn, victims)
 
-def run_to_end(steps: Generator[None, None, Answer]) -> Answer:
-    """Do all steps at once and return their answer."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as end:
-            answer: Answer = end.value
-            return answer
+    def _victims(self, txn: IndexTxn) -> Iterator[Located]:
+        """Blocks in the order of their eviction: protected ones last."""
+        now = self.clock.now()
+        protected: list[Located] = []
+        for block_hash in txn.longest_unused():
+            with suppress(CorruptBlockError):
+                located = txn.get(block_hash)
+                if located is not None and located.record.protect_until > now:
+                    protected.append(located)
+                elif located is not None:
+                    yield located
+        yield from protected
+
+    def _evict(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
+        for located in victims:
+            self.remove(txn, located)
+        self.num_evicted += len(victims)
+
+    def enforce_budget(self) -> None:
+        """Bring what files occupy down to the budget, less room for the index to grow."""
+        while self.room_bytes < 0:
+            if self.release_idle():
+                continue
+            excess = -self.room_bytes
+            victims: list[Located] = []
+            with self.changing() as txn:
+                for located in self._victims(txn):
+                    if excess <= 0 or len(victims) >= TXN_BLOCKS:
+                        break
+                    victims.append(located)
+                    excess -= located.slot_bytes
+                self._evict(txn, victims)
+            if not victims:
+                break
+
+    def reach_budget(self) -> None:
+        """Shrink a store that was given less room than it takes, its index as well."""
+        if self.room_bytes < 0 and self.index.wasted_bytes > self.index.occupied_bytes // 2:
+            self.index.compact()
+            self.measure()
+        self.enforce_budget()
+        if self.room_bytes < 0:
+            self.index.compact()
+            self.measure()
+        if self.occupied_bytes > self.budget_bytes:
+            what = f"the emptied store at `{self.index.path}` occupies {self.occupied_bytes} bytes"
+            raise StoreFullError(f"{what} of a budget of {self.budget_bytes}; raise the disk size")

@@ -47,7 +47,10 @@ class FrameChannel(Generic[Incoming]):
     """
 
     def __init__(
-        self, sock: socket.socket, decoder: msgspec.msgpack.Decoder[Incoming], max_bytes: int
+        self,
+        sock: socket.socket,
+        decoder: msgspec.msgpack.Decoder[Incoming],
+        max_bytes: int = MAX_ENGINE_FRAME_BYTES,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
@@ -55,7 +58,11 @@ class FrameChannel(Generic[Incoming]):
         self._max_bytes = max_bytes
         self._inbound = bytearray()
         self._outbound: deque[memoryview] = deque()
-        self.num_queued_bytes = 0
+
+    @property
+    def has_queued(self) -> bool:
+        """Whether something waits for the other side to read."""
+        return bool(self._outbound)
 
     def fileno(self) -> int:
         """Return the descriptor, for a selector."""
@@ -67,9 +74,7 @@ class FrameChannel(Generic[Incoming]):
 
     def send(self, message: msgspec.Struct) -> bool:
         """Send what the other side takes at once, queue the rest; whether something is queued."""
-        frame = memoryview(encode_frame(message))
-        self._outbound.append(frame)
-        self.num_queued_bytes += len(frame)
+        self._outbound.append(memoryview(encode_frame(message)))
         return len(self._outbound) > 1 or self.push_queued()
 
     def push_queued(self) -> bool:
@@ -82,9 +87,7 @@ class FrameChannel(Generic[Incoming]):
                 return True
             except OSError:  # the other side is gone, as `receive` will find out
                 self._outbound.clear()
-                self.num_queued_bytes = 0
                 return False
-            self.num_queued_bytes -= sent
             if sent == len(frame):
                 self._outbound.popleft()
             else:

@@ -13,14 +13,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import msgspec
 
 from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError
 from tieredkv.storage import messages
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions, TouchItem, WorkerMessage
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
@@ -57,8 +56,8 @@ _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 class StoreClient:
     """The disk tier as the engine sees it.
 
-    Every method may be called from any thread and none waits for the disk, but for the constructor,
-    `flush()` and `close()`. A thread of its own does the talking and the restarting; it calls
+    Every method may be called from any thread and none waits for the disk, but for the constructor
+    and `close()`. A thread of its own does the talking and the restarting; it calls
     `wake` when there is something to `poll()`.
 
     Invariants, verified by `check()`:
@@ -92,7 +91,6 @@ class StoreClient:
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._num_lent = 0
         self._num_returned = 0
-        self._flushes: dict[int, SimpleQueue[bool]] = {}
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
         self._is_closing = False
@@ -129,17 +127,14 @@ class StoreClient:
 
     def load(self, items: Sequence[LoadItem]) -> int:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        blocks = [(item.block_hash, item.page_id) for item in items]
-        sizes = [item.size_bytes for item in items]
-        call = messages.LoadCall
-        return self._lend(PageLoaded, blocks, sizes, lambda job: call(job, list(items)))
+        blocks = [(item.block_hash, item.page_id, item.size_bytes) for item in items]
+        return self._lend(PageLoaded, blocks, lambda job: messages.LoadCall(job, list(items)))
 
     def store(self, items: Sequence[StoreItem]) -> int:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        blocks = [(item.record.block_hash, item.page_id) for item in items]
-        sizes = [item.record.size_bytes for item in items]
-        call = messages.StoreCall
-        return self._lend(PageStored, blocks, sizes, lambda job: call(job, list(items)))
+        records = [(item.record, item.page_id) for item in items]
+        blocks = [(record.block_hash, page_id, record.size_bytes) for record, page_id in records]
+        return self._lend(PageStored, blocks, lambda job: messages.StoreCall(job, list(items)))
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -152,10 +147,6 @@ class StoreClient:
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
         """Keep what `ls` shows about the chains under `root`."""
         self._tell(messages.DescribeCall(root, description))
-
-    def request_stats(self) -> None:
-        """Have `stats()` refreshed soon."""
-        self._tell(messages.StatsCall())
 
     def reply_control(self, id: int, body: dict[str, Any]) -> None:
         """Answer a `ControlRequest`; after about five seconds nobody listens any more."""
@@ -186,22 +177,6 @@ class StoreClient:
         """Pages on loan."""
         with self._lock:
             return frozenset(self._loans)
-
-    def flush(self, timeout_s: float = 30.0) -> bool:
-        """Wait until every earlier store and touch is written; False if that was not to be."""
-        answer: SimpleQueue[bool] = SimpleQueue()
-        with self._lock:
-            if not self._accepts:
-                return False
-            job = next(self._jobs)
-            self._flushes[job] = answer
-            self._send(messages.FlushCall(job))
-        try:
-            return answer.get(timeout=timeout_s)
-        except Empty:
-            with self._lock:
-                self._flushes.pop(job, None)
-            return False
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker finish its writes and exit; twice is fine.
@@ -239,22 +214,21 @@ class StoreClient:
             num_pages = self.arena.num_pages if self.arena is not None else 0
             if any(not 0 <= page < num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
-            if self._worker is None and (self._loans or self._lookups or self._flushes):
+            if self._worker is None and (self._loans or self._lookups):
                 raise IntegrityError("jobs are open though no worker process exists")
 
     def _lend(
         self,
         kind: type[PageLoaded] | type[PageStored],
-        blocks: list[tuple[bytes, int]],
-        sizes: list[int],
+        blocks: list[tuple[bytes, int, int]],
         call_of: Callable[[int], messages.EngineMessage],
     ) -> int:
         with self._lock:
             job = next(self._jobs)
             fault = "worker_died" if self._accepts else "worker_down"
-            endings: list[Ending] = [kind(job, *block, False, fault) for block in blocks]
+            endings: list[Ending] = [kind(job, *block[:2], False, fault) for block in blocks]
             if self._accepts:
-                self._check_lendable([page for _, page in blocks], max(sizes, default=0))
+                self._check_lendable(blocks)
                 self._loans.update((ending.page_id, ending) for ending in endings)
                 self._num_lent += len(endings)
                 self._send(call_of(job))
@@ -263,7 +237,9 @@ class StoreClient:
         self._wake()
         return job
 
-    def _check_lendable(self, pages: list[int], max_size_bytes: int) -> None:
+    def _check_lendable(self, blocks: list[tuple[bytes, int, int]]) -> None:
+        pages = [page_id for _, page_id, _ in blocks]
+        max_size_bytes = max((size_bytes for *_, size_bytes in blocks), default=0)
         if self.arena is None:
             raise IntegrityError("this client has no arena to lend pages of")
         if any(not 0 <= page < self.arena.num_pages for page in pages):
@@ -350,7 +326,7 @@ class StoreClient:
 
     def _serve(self, worker: WorkerProcess) -> float:
         """Talk until the channel ends; for how many seconds the worker served."""
-        channel = FrameChannel(worker.channel, _decoder, MAX_ENGINE_FRAME_BYTES)
+        channel = FrameChannel(worker.channel, _decoder)
         served_since = None
         with self._lock:
             self._worker = worker
@@ -389,16 +365,12 @@ class StoreClient:
     def _receive(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         with self._lock:
             num_before = len(self._events)
-            if isinstance(message, WorkerUp) and self._is_closing:
-                self._poke()
-            elif isinstance(message, WorkerUp):
-                self._channel = channel
-            self._handle(message)
+            self._handle(message, channel)
             has_news = len(self._events) > num_before
         if has_news:
             self._wake()
 
-    def _handle(self, message: WorkerMessage) -> None:
+    def _handle(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         match message:
             case messages.Completions(loads, stores, stats):
                 endings: list[Ending] = [*loads, *stores]
@@ -407,14 +379,15 @@ class StoreClient:
             case messages.LookupDone(job):
                 if self._lookups.pop(job, None) is not None:
                     self._events.append(message)
-            case messages.FlushReply(job):
-                if job in self._flushes:
-                    self._flushes.pop(job).put(True)
             case messages.ControlRequest():
                 self._events.append(message)
             case messages.Refused():
                 self._refused = messages.error_of(message)
             case messages.WorkerUp(stats, notes):
+                if self._is_closing:
+                    self._poke()
+                else:
+                    self._channel = channel
                 for note in notes:
                     logger.warning("%s", note)
                 self._stats = stats
@@ -438,12 +411,9 @@ class StoreClient:
             self._worker = None
             self._events += self._loans.values()
             self._events += [LookupDone(job, [None] * num) for job, num in self._lookups.items()]
-            for flush in self._flushes.values():
-                flush.put(False)
             self._num_returned += len(self._loans)
             self._loans.clear()
             self._lookups.clear()
-            self._flushes.clear()
             if self._started.is_set() and not self._is_closing:
                 self._events.append(WorkerDown(reason))
         self._wake()

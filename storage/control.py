@@ -6,7 +6,6 @@ the same worker and talks to that. It knows no tables and no exit codes.
 
 import contextlib
 import os
-import selectors
 import socket
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import msgspec
 
 from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError
 from tieredkv.storage import messages
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel, Incoming
+from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import SOCKET_NAME, socket_address
 from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions, WorkerMessage
 from tieredkv.storage.process import WorkerProcess, describe_exit
@@ -106,7 +105,8 @@ class StoreControl:
             StorageError: what the worker refused with, or died of.
         """
         worker = WorkerProcess(self._options, is_standalone=True)
-        channel = FrameChannel(worker.channel, _start_decoder, MAX_ENGINE_FRAME_BYTES)
+        channel = FrameChannel(worker.channel, _start_decoder)
+        worker.channel.settimeout(self._answer_timeout_s)
         body = None
         try:
             for message in self._next(channel):
@@ -129,7 +129,8 @@ class StoreControl:
     def _converse(
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None
     ) -> dict[str, Any]:
-        channel = FrameChannel(sock, _decoder, MAX_ENGINE_FRAME_BYTES)
+        channel = FrameChannel(sock, _decoder)
+        sock.settimeout(self._answer_timeout_s)
         channel.send(call)
         while True:
             for reply in self._next(channel):
@@ -149,19 +150,17 @@ class StoreControl:
             EOFError: the worker has gone.
             StoreUnreachableError: it says nothing.
         """
-        deadline = time.monotonic() + self._answer_timeout_s
-        with selectors.DefaultSelector() as selector:
-            selector.register(channel, selectors.EVENT_READ)
-            while (left_s := deadline - time.monotonic()) > 0:
-                is_queued = channel.push_queued()
-                if selector.select(min(left_s, 0.05) if is_queued else left_s):
-                    received = channel.receive()
-                    if received:
-                        return received
-        raise StoreUnreachableError(
-            f"the store worker of `{self._path}` has said nothing for {self._answer_timeout_s:g} s"
-            "\nhint: it may be stopped, or its disk may hang"
-        )
+        try:
+            while not (received := channel.receive()):
+                pass
+        except EOFError as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+            raise StoreUnreachableError(
+                f"the store worker of `{self._path}` has said nothing for "
+                f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
+            ) from error
+        return received
 
 
 def _open_folder(path: str) -> int:

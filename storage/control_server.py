@@ -44,7 +44,7 @@ class ControlClient:
 
     def progress(self, done: int, total: int) -> None:
         """Report on a long verb; left out while the client does not read."""
-        if not self.is_gone and not self.channel.num_queued_bytes:
+        if not self.is_gone and not self.channel.has_queued:
             self.channel.send(ControlProgress(done, total))
 
     def answer(self, body: dict[str, object]) -> None:
@@ -105,16 +105,16 @@ class ControlServer:
         """Push what clients have not read yet and drop those that are silent for too long."""
         now = time.monotonic()
         for client in list(self._clients):
-            if client.channel.num_queued_bytes and not client.channel.push_queued():
+            if client.channel.has_queued and not client.channel.push_queued():
                 client.last_heard = now
-            is_waiting = client.is_busy and not client.channel.num_queued_bytes
+            is_waiting = client.is_busy and not client.channel.has_queued
             if not is_waiting and now - client.last_heard > _SILENCE_S:
                 self._drop(client)
 
     @property
     def has_queued(self) -> bool:
         """Whether a client has answers to read yet."""
-        return any(client.channel.num_queued_bytes for client in self._clients)
+        return any(client.channel.has_queued for client in self._clients)
 
     def close(self) -> None:
         """Hang up and remove the socket."""

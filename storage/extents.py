@@ -1,7 +1,8 @@
 """Segment files: preallocated slots that are written, read and erased with O_DIRECT.
 
-It knows file descriptors, alignment, hole punching and what files occupy; it does not know which
-slot is whose. `read` and `write` are called from any thread, everything else from the owner's.
+It knows file descriptors, alignment, hole punching, what files occupy and what a block's bytes must
+be; it does not know which slot is whose. What reads and writes bytes may be called from any thread,
+everything else is the owner's.
 """
 
 import ctypes
@@ -16,19 +17,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from tieredkv.errors import StorageError
-from tieredkv.storage.codec import HEADER_BYTES, Extent
-from tieredkv.types import PAGE_ALIGNMENT_BYTES
+from tieredkv.storage import codec
+from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
+from tieredkv.storage.index import storage_errors
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-def address_of(buffer: memoryview) -> int:
-    """The address of a buffer's first byte."""
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
-    return address
 
 
 def aligned_buffer(size_bytes: int) -> memoryview:
@@ -38,7 +35,7 @@ def aligned_buffer(size_bytes: int) -> memoryview:
 
 @dataclass(slots=True)
 class _File:
-    """One open segment file. `users` counts the threads inside `read` and `write`."""
+    """One open segment file. `users` counts the threads that read or write it."""
 
     path: str
     fd: int
@@ -62,7 +59,6 @@ class SegmentFiles:
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
-        self._local = threading.local()
 
     # --- life of a file ---------------------------------------------------------------------
 
@@ -96,10 +92,6 @@ class SegmentFiles:
         self._files[segment] = _File(path, fd, slot_bytes)
         self.refresh(segment)
 
-    def close_segment(self, segment: int) -> None:
-        """Close one file that no thread is in."""
-        os.close(self._files.pop(segment).fd)
-
     def size_bytes(self, segment: int) -> int:
         """Length of a file."""
         return os.fstat(self._files[segment].fd).st_size
@@ -127,7 +119,7 @@ class SegmentFiles:
         return len(unknown)
 
     def close(self) -> None:
-        """Close every file; no thread may be inside `read` or `write`."""
+        """Close every file; no thread may be reading or writing."""
         for file in self._files.values():
             os.close(file.fd)
         self._files.clear()
@@ -192,26 +184,68 @@ class SegmentFiles:
 
     # --- bytes, from any thread -------------------------------------------------------------
 
-    def header_buffer(self) -> memoryview:
-        """A header-sized aligned buffer of the calling thread."""
-        buffer: memoryview | None = getattr(self._local, "header", None)
-        if buffer is None:
-            buffer = self._local.header = aligned_buffer(HEADER_BYTES)
-        return buffer
+    def write_block(self, extent: Extent, record: BlockRecord, payload: memoryview) -> bytes:
+        """Write header and payload into a slot and answer the payload's checksum.
 
-    def write(self, extent: Extent, header: memoryview, payload: memoryview, padded: int) -> None:
-        """Write header and padded payload into a slot, in place where `payload` is aligned."""
+        An aligned page is written in place; what it holds beyond the block becomes zeroes.
+        """
+        size, padded = record.size_bytes, padded_bytes(record.size_bytes)
+        checksum = codec.payload_checksum(payload[:size])
+        header = aligned_buffer(HEADER_BYTES)
+        codec.encode_header_into(header, Located(record, extent, size, checksum))
         body = self._direct_view(payload, padded)
         if body is None:
             body = aligned_buffer(padded)
-            body[:] = payload[:padded]
-        with self._using(extent.segment) as file:
+            body[:size] = payload[:size]
+        body[size:] = bytes(padded - size)
+        with storage_errors(self.directory), self._using(extent.segment) as file:
             _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
         with self._lock:
-            self.bytes_written += len(header) + padded
+            self.bytes_written += HEADER_BYTES + padded
+        return checksum
 
-    def read(self, extent: Extent, offset: int, into: memoryview, size: int, padded: int) -> int:
+    def read_block(self, located: Located, into: memoryview) -> None:
+        """Read a payload and check the bytes in `into`; see `BlockStore.read_payload`."""
+        block_hash, size = located.record.block_hash, located.payload_bytes
+        if located.codec != codec.CODEC_RAW or size != located.record.size_bytes:
+            raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
+        count = self._read_of(located, HEADER_BYTES, into, size)
+        if count < size:
+            raise corrupt(block_hash, "truncated", f"{count} of {size} bytes are there")
+        if codec.payload_checksum(into[:size]) != located.payload_checksum:
+            raise corrupt(block_hash, "checksum", "the payload fails its checksum")
+
+    def check_header(self, located: Located) -> None:
+        """Read a slot's header and compare it with the index entry.
+
+        Raises:
+            CorruptBlockError, StorageError: as `read_block`, and reason `header`.
+        """
+        header, block_hash = aligned_buffer(HEADER_BYTES), located.record.block_hash
+        if self._read_of(located, 0, header, HEADER_BYTES) < HEADER_BYTES:
+            raise corrupt(block_hash, "truncated", "its slot is not there")
+        if not codec.is_header_of(codec.decode_header(header), located):
+            raise corrupt(block_hash, "header", "the slot header is another one's or damaged")
+
+    def header_at(self, extent: Extent) -> Located | None:
+        """Say what a slot's header claims to lie there; None where nothing sound stands."""
+        header = aligned_buffer(HEADER_BYTES)
+        self._read(extent, 0, header, HEADER_BYTES)
+        found = codec.decode_header(header)
+        return found if found and found.extent == extent else None
+
+    def _read_of(self, located: Located, offset: int, into: memoryview, size: int) -> int:
+        try:
+            return self._read(located.extent, offset, into, size)
+        except FileNotFoundError as error:
+            raise corrupt(located.record.block_hash, "missing_segment", str(error)) from error
+        except OSError as error:
+            what = f"`{self.directory}`: {located.extent}: {error.strerror}"
+            raise StorageError(error.errno or errno.EIO, what) from error
+
+    def _read(self, extent: Extent, offset: int, into: memoryview, size: int) -> int:
         """Read `size` bytes from `offset` within a slot; answer how many there were."""
+        padded = padded_bytes(size)
         body = self._direct_view(into, padded)
         bounce = aligned_buffer(padded) if body is None else body
         with self._using(extent.segment) as file:
@@ -224,15 +258,16 @@ class SegmentFiles:
                     break
         with self._lock:
             self.bytes_read += count
+        count = min(size, count)
         if body is None:
-            into[: min(size, count)] = bounce[: min(size, count)]
-        return min(size, count)
+            into[:count] = bounce[:count]
+        return count
 
     def _direct_view(self, buffer: memoryview, padded: int) -> memoryview | None:
         """The padded length of a buffer if O_DIRECT can use it in place, else None."""
         if len(buffer) < padded or buffer.readonly:
             return None
-        if self.direct_io and address_of(buffer) % PAGE_ALIGNMENT_BYTES:
+        if self.direct_io and np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_ALIGNMENT_BYTES:
             return None
         return buffer[:padded]
 

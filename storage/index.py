@@ -228,7 +228,7 @@ class IndexTxn:
         """Hashes across namespaces, the longest unused first; change nothing while it walks."""
         self.flush_counters()
         prefixes = [codec.lru_prefix(namespace) for namespace, _ in self._walk("namespaces")]
-        orders = [self._keys_with(prefix, "lru", prefix) for prefix in prefixes]
+        orders = [self._keys_with(prefix, "lru") for prefix in prefixes]
         return (codec.lru_hash(key) for key in merge(*orders, key=codec.lru_order))
 
     # --- slots ------------------------------------------------------------------------------
@@ -253,18 +253,16 @@ class IndexTxn:
         """Take a slot off the free list."""
         self._txn.delete(_free_key(slot_bytes, extent), db=self._dbs["free"])
 
-    def free(self, slot_bytes: int, segment: int = 0) -> Iterator[Extent]:
-        """Free slots of one size from a segment on; change nothing while it walks."""
-        prefix = _FREE_CLASS.pack(slot_bytes)
-        keys = self._keys_with(prefix, "free", prefix + extent_key(Extent(segment, 0)))
+    def free(self, slot_bytes: int) -> Iterator[Extent]:
+        """Free slots of one size; change nothing while it walks."""
+        keys = self._keys_with(_FREE_CLASS.pack(slot_bytes), "free")
         return (split_extent_key(key[_FREE_CLASS.size :]) for key in keys)
 
     def segments(self) -> dict[int, SegmentState]:
         """Every segment that the index knows."""
-        found = [
-            (key, SegmentState(*_SEGMENT.unpack(data))) for key, data in self._walk("segments")
-        ]
-        return {int.from_bytes(key, "big"): state for key, state in found}
+        walk = self._walk("segments")
+        states = {key: SegmentState(*_SEGMENT.unpack(data)) for key, data in walk}
+        return {int.from_bytes(key, "big"): state for key, state in states.items()}
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
         """Add or change a segment."""
@@ -277,10 +275,9 @@ class IndexTxn:
 
     def remove_segment(self, segment: int, slot_bytes: int) -> None:
         """Forget a segment without live and pending slots, with its free slots."""
-        for extent in list(self.free(slot_bytes, segment)):
-            if extent.segment != segment:
-                break
-            self.drop_free(slot_bytes, extent)
+        prefix = _FREE_CLASS.pack(slot_bytes) + segment.to_bytes(4, "big")
+        for key in list(self._keys_with(prefix, "free")):
+            self._txn.delete(key, db=self._dbs["free"])
         self._txn.delete(segment.to_bytes(4, "big"), db=self._dbs["segments"])
 
     # --- counters, roots, meta --------------------------------------------------------------
@@ -314,10 +311,6 @@ class IndexTxn:
         """Raise the latest time seen; lower it only where nothing is stored any more."""
         if is_empty or now > (self.clock_mark() or 0.0):
             self.set_meta("clock", _TIME.pack(now))
-
-    def roots(self) -> dict[bytes, dict[str, str]]:
-        """What each root stands for, as its writer described it."""
-        return {key: json.loads(data) for key, data in self._walk("roots")}
 
     def put_root(self, root: bytes, description: dict[str, str]) -> None:
         """Describe a root; the same description again writes nothing."""
@@ -397,8 +390,8 @@ class IndexTxn:
         for extent in lent - owned:
             self.add_pending(extent)
 
-    def _keys_with(self, prefix: bytes, name: str, start: bytes) -> Iterator[bytes]:
-        keys = (key for key, _ in self._walk(name, start))
+    def _keys_with(self, prefix: bytes, name: str) -> Iterator[bytes]:
+        keys = (key for key, _ in self._walk(name, prefix))
         return takewhile(lambda key: key.startswith(prefix), keys)
 
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:

@@ -7,7 +7,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from typing import Literal, Self
 
@@ -16,16 +16,13 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery, results
-from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, headroom_bytes, run_to_end
+from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
-from tieredkv.storage.eviction import Evictor
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.listing import list_chains, select_blocks
-from tieredkv.storage.payloads import read_block, read_owner, write_block
-from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats, SweepResult
-from tieredkv.storage.verify import find_problems, verifying
+from tieredkv.storage.inspection import find_problems, list_chains, select_blocks, verifying
+from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -59,7 +56,6 @@ class BlockStore:
         self._files = slots.files
         self._slots = slots
         self._clock = clock
-        self._evictor = Evictor(slots, clock)
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
@@ -105,11 +101,11 @@ class BlockStore:
                 undo.callback(files.close)
                 num_expired = recovery.settle_clock(index, clock)
                 budget = recovery.settle_budget(index, budget_bytes)
-                slots = SlotAllocator(directory, files, index, budget, failpoint)
+                slots = SlotAllocator(directory, files, index, budget, clock, failpoint)
                 recovery.recover(slots, clock.now())
             store = cls(slots, clock, sync=sync == "commit")
             store._num_expired = num_expired
-            store._evictor.reach_budget()
+            slots.reach_budget()
             undo.pop_all()
         return store
 
@@ -132,35 +128,13 @@ class BlockStore:
 
     # --- finding and reading ------------------------------------------------------------------
 
-    def lookup(self, hashes: Sequence[bytes], now: float | None = None) -> list[BlockRecord | None]:
+    def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
         """Answer what is stored and not expired, in the order asked; touches no payload."""
-        return [located and located.record for located in self._find(hashes, now)]
+        return [located and located.record for located in self._find(hashes, self._clock.now())]
 
-    def locate(
-        self,
-        block_hash: bytes,
-        now: float | None = None,
-        *,
-        parent_hash: bytes | None = None,
-        root: bytes | None = None,
-        position: int | None = None,
-        size_bytes: int | None = None,
-    ) -> Located | None:
-        """Answer where a block lies, for `read_payload`; None is a miss.
-
-        What the caller expects of the block may be given; a stored block that differs is a miss,
-        counted as `mismatch`.
-        """
-        (located,) = self._find([block_hash], now)
-        if located is None:
-            return None
-        record = located.record
-        expected = (parent_hash, root, position, size_bytes)
-        stored = (record.parent_hash, record.root, record.position, record.size_bytes)
-        if any(e is not None and e != s for e, s in zip(expected, stored, strict=True)):
-            self._count_fault("mismatch", f"block {block_hash.hex()[:12]} is not as expected")
-            return None
-        return located
+    def locate(self, block_hash: bytes) -> Located | None:
+        """Answer where a block lies, for `read_payload`; None is a miss."""
+        return self._find([block_hash], self._clock.now())[0]
 
     def read_payload(self, located: Located, into: memoryview) -> None:
         """Read a block's payload into `into` and check the bytes there; any thread may call this.
@@ -175,7 +149,7 @@ class BlockStore:
             StorageError: the system could not read; nothing is known about the bytes.
             Hand either to `read_failed`.
         """
-        read_block(self._files, located, into)
+        self._files.read_block(located, into)
 
     def read_failed(self, located: Located, error: StorageError) -> str:
         """Count a failed read and drop the block if its bytes are to blame; answer the reason.
@@ -183,7 +157,7 @@ class BlockStore:
         A block that was evicted or replaced since `locate` is `evicted`, and no fault.
         """
         block_hash = located.record.block_hash
-        current = self.locate(block_hash, located.record.computed_at)
+        (current,) = self._find([block_hash], located.record.computed_at)
         if current is None or current[1:] != located[1:]:
             return "evicted"
         if not isinstance(error, CorruptBlockError):
@@ -194,10 +168,6 @@ class BlockStore:
         return error.reason
 
     # --- storing ------------------------------------------------------------------------------
-
-    def reserve(self, record: BlockRecord) -> Slot | None:
-        """Lend a slot for one block: `reserve_many` of one."""
-        return self.reserve_many([record])[0]
 
     def reserve_many(self, records: Sequence[BlockRecord]) -> list[Slot | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
@@ -211,13 +181,11 @@ class BlockStore:
         for record in records:
             check_record(record)
             self._slots.check_fits(slot_bytes_for(record.size_bytes))
-        self._evictor.enforce_budget()
+        self._slots.enforce_budget()
         sizes = [slot_bytes_for(record.size_bytes) for record in records]
         lent_before = set(self._slots.lent)
         try:
-            lent = {
-                size: iter(self._evictor.obtain(size, sizes.count(size))) for size in set(sizes)
-            }
+            lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
             answer = [next(lent[size], None) for size in sizes]
         except BaseException:
             for extent in self._slots.lent.keys() - lent_before:
@@ -241,7 +209,7 @@ class BlockStore:
             StoreFullError, StorageError: not written; hand the slot to `abandon`.
         """
         self._failpoint("write:before")
-        checksum = write_block(self._files, slot, record, payload)
+        checksum = self._files.write_block(slot.extent, record, payload)
         self._failpoint("write:done")
         return checksum
 
@@ -261,8 +229,7 @@ class BlockStore:
             if self._sync:
                 with storage_errors(self.path):
                     self._files.sync({slot.extent.segment for slot, _, _ in writes})
-            while len(stored) < len(writes):
-                batch = writes[len(stored) : len(stored) + TXN_BLOCKS]
+            for batch in batches(writes):
                 now = self._clock.now()
                 with self._slots.changing() as txn:
                     owners = [self._insert(txn, *write, now) for write in batch]
@@ -277,7 +244,7 @@ class BlockStore:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
             raise
-        self._evictor.enforce_budget()
+        self._slots.enforce_budget()
         return stored
 
     def abandon(self, slot: Slot) -> None:
@@ -290,16 +257,16 @@ class BlockStore:
         Times only move forward; what has expired stays expired. Answers how many were found.
         """
         now, found = self._clock.now(), 0
-        for start in range(0, len(items), TXN_BLOCKS):
+        for batch in batches(items):
             with self._slots.changing() as txn:
-                for block_hash, last_used, expires_at, retention in items[start:][:TXN_BLOCKS]:
+                for block_hash, last_used, expires_at, retention in batch:
                     old = self._get(txn, block_hash)
                     if old is None or now >= old.record.expires_at:
                         continue
                     found += 1
                     self._refresh(txn, old, last_used, expires_at, retention)
                 txn.set_clock_mark(now)
-        self._evictor.enforce_budget()
+        self._slots.enforce_budget()
         return found
 
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
@@ -307,61 +274,45 @@ class BlockStore:
         with self._slots.changing() as txn:
             txn.put_root(root, description)
 
-    def roots(self) -> dict[bytes, dict[str, str]]:
-        """What `describe_root` was told."""
-        with self._index.reading() as txn:
-            return txn.roots()
-
     # --- dropping -----------------------------------------------------------------------------
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
         """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
         num_deleted, now = 0, self._clock.now()
-        for start in range(0, len(hashes), TXN_BLOCKS):
-            batch = [(None, block_hash) for block_hash in hashes[start : start + TXN_BLOCKS]]
-            num_deleted += self._drop(batch, now)
+        for batch in batches(hashes):
+            num_deleted += self._drop([(None, block_hash) for block_hash in batch], now)
         self._deleted[reason] += num_deleted
         return num_deleted
 
-    def sweep(self, now: float | None = None) -> SweepResult:
-        """Drop what has expired and erase every slot that holds bytes of no stored block.
+    def sweeping(self) -> Iterator[None]:
+        """Drop what has expired and erase every slot that holds bytes of no stored block, in steps.
 
         Costs in proportion to what expires; after a damaged record was met, the index's secondary
         keys are made again once.
         """
-        return run_to_end(self.sweeping(now))
-
-    def sweeping(self, now: float | None = None) -> Generator[None, None, SweepResult]:
-        """`sweep` in steps, for a thread that has other work in between."""
-        now = self._clock.now() if now is None else now
-        num_expired, is_more = 0, True
+        now = self._clock.now()
+        is_more = True
         while is_more:
             with self._index.reading() as txn:
                 due = txn.expired(now, TXN_BLOCKS)
-            num_expired += self._drop(due, now)
+            self._num_expired += self._drop(due, now)
             is_more = len(due) == TXN_BLOCKS
             yield
         with self._index.reading() as txn:
             needs_rebuild = txn.meta("needs_rebuild") is not None
         if needs_rebuild:
             self._rebuild()
-        erased_bytes = yield from self._slots.erasing()
+        yield from self._slots.erasing()
         self._slots.remove_empty_segments()
-        self._num_expired += num_expired
-        return SweepResult(num_expired, erased_bytes)
 
     def select(self, which: EvictFilter) -> list[bytes]:
-        """Name the blocks that `evict` would drop."""
+        """Name the blocks that `evicting` would drop."""
         with self._index.reading() as txn:
             located, _ = select_blocks(txn, which, self._clock.now())
         return [each.record.block_hash for each in located]
 
-    def evict(self, which: EvictFilter) -> EvictResult:
-        """Drop and erase what an operator chose; blocks of a chain go tail first."""
-        return run_to_end(self.evicting(which))
-
     def evicting(self, which: EvictFilter) -> Generator[None, None, EvictResult]:
-        """`evict` in steps, for a thread that has other work in between."""
+        """Drop and erase what an operator chose, tails of chains first, in steps."""
         with self._index.reading() as txn:
             located, unknown_ids = select_blocks(txn, which, self._clock.now())
         hashes = [each.record.block_hash for each in located]
@@ -369,8 +320,8 @@ class BlockStore:
         if which.dry_run:
             return EvictResult(len(hashes), freed_bytes, unknown_ids)
         num_evicted = 0
-        for start in range(0, len(hashes), TXN_BLOCKS):
-            num_evicted += self.delete(hashes[start : start + TXN_BLOCKS], "operator")
+        for batch in batches(hashes):
+            num_evicted += self.delete(batch, "operator")
             yield
         yield from self._slots.erasing()
         self._slots.remove_empty_segments()
@@ -383,13 +334,8 @@ class BlockStore:
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
 
-    def verify(self, *, repair: bool = True) -> results.VerifyResult:
-        """Read every payload again and check it, then check the index against itself."""
-        *_, result = self.verifying(repair=repair)
-        return result
-
     def verifying(self, *, repair: bool) -> Generator[results.VerifyResult, None, None]:
-        """`verify` in steps, for a thread that has other work in between."""
+        """Read every payload again and check it, then the index against itself, in steps."""
         return verifying(self._slots, self._clock, self._repair if repair else None)
 
     def stats(self) -> StoreStats:
@@ -408,7 +354,7 @@ class BlockStore:
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
-            num_evicted=self._evictor.num_evicted,
+            num_evicted=self._slots.num_evicted,
             num_namespaces=num_namespaces,
             num_segments=len(self._slots.segments),
             faults=dict(self._faults),
@@ -439,9 +385,8 @@ class BlockStore:
             txn.remove_damaged(block_hash)
             return None
 
-    def _find(self, hashes: Sequence[bytes], now: float | None) -> list[Located | None]:
+    def _find(self, hashes: Sequence[bytes], now: float) -> list[Located | None]:
         """Entries that have not expired, in the order asked; damaged ones are dropped."""
-        now = self._clock.now() if now is None else now
         damaged: list[bytes] = []
         found: list[Located | None] = []
         with self._index.reading() as txn:
@@ -544,9 +489,12 @@ class BlockStore:
     def _drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""
         block_hash = located.record.block_hash
-        owner = read_owner(self._files, located.extent)
+        owner = None
+        with suppress(OSError):
+            owner = self._files.header_at(located.extent)
         with self._slots.changing() as txn:
-            other = None if owner in (None, block_hash) else self._get(txn, owner)
+            owner_hash = block_hash if owner is None else owner.record.block_hash
+            other = None if owner_hash == block_hash else self._get(txn, owner_hash)
             if other is not None and other.extent == located.extent:
                 txn.remove_damaged(block_hash)
             else:

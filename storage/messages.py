@@ -146,16 +146,6 @@ class DescribeCall(msgspec.Struct, frozen=True, array_like=True, tag="describe")
     description: dict[str, str]
 
 
-class StatsCall(msgspec.Struct, frozen=True, array_like=True, tag="stats"):
-    pass
-
-
-class FlushCall(msgspec.Struct, frozen=True, array_like=True, tag="flush"):
-    """Answered once every store sent before it is acknowledged and every touch is written."""
-
-    job: int
-
-
 class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """What the engine says to a `ControlRequest`."""
 
@@ -168,7 +158,7 @@ class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 
 _StoreCalls = LookupCall | LoadCall | StoreCall | TouchCall | DeleteCall | DescribeCall
-EngineMessage = _StoreCalls | StatsCall | FlushCall | EngineAnswer | CloseCall
+EngineMessage = _StoreCalls | EngineAnswer | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------
 
@@ -200,10 +190,6 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     stats: StoreStats
 
 
-class FlushReply(msgspec.Struct, frozen=True, array_like=True, tag="flushed"):
-    job: int
-
-
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer."""
 
@@ -212,7 +198,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     args: dict[str, Any]
 
 
-WorkerMessage = WorkerUp | Refused | LookupDone | Completions | FlushReply | ControlRequest
+WorkerMessage = WorkerUp | Refused | LookupDone | Completions | ControlRequest
 
 # --- Command line and worker -----------------------------------------------------------------
 

@@ -84,7 +84,6 @@ class WorkerProcess:
         # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
         # ends when its channel does.
         self._process, self.channel = start_process("tieredkv.storage.worker", argument_of, *fds)
-        self.channel.setblocking(False)
         self.pid = self._process.pid
 
     def kill(self) -> None:

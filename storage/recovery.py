@@ -6,9 +6,9 @@ All but the rebuilding of a lost index costs in proportion to what was under way
 import logging
 
 from tieredkv.clock import Clock
-from tieredkv.storage.allocator import SlotAllocator, run_to_end
-from tieredkv.storage.codec import FORMAT_VERSION, HEADER_BYTES, Extent, Located, decode_header
-from tieredkv.storage.extents import SegmentFiles, aligned_buffer
+from tieredkv.storage.allocator import SlotAllocator
+from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
+from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,8 @@ def recover(slots: SlotAllocator, now: float) -> None:
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
     slots.reload()
-    run_to_end(slots.erasing())
+    for _ in slots.erasing():
+        pass
     slots.remove_empty_segments()
 
 
@@ -95,7 +96,8 @@ def rebuild_keys(txn: IndexTxn, lent: set[Extent]) -> None:
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
     """Open one segment; of a missing or short file no unwritten slot is handed out any more."""
     try:
-        files.open(segment, state.slot_bytes)
+        if segment not in files:
+            files.open(segment, state.slot_bytes)
         num_slots = files.size_bytes(segment) // state.slot_bytes
     except FileNotFoundError:
         logger.warning("segment %d is missing: its blocks are misses", segment)
@@ -111,23 +113,19 @@ def _adopt_slots(index: Index, files: SegmentFiles, now: float) -> None:
     found: dict[bytes, Located] = {}
     segments: dict[int, SegmentState] = {}
     latest = 0.0
-    header = aligned_buffer(HEADER_BYTES)
     for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
         for slot in range(num_slots):
-            extent = Extent(segment, slot)
-            files.read(extent, 0, header, HEADER_BYTES, HEADER_BYTES)
-            located = decode_header(header)
-            if located is None or (located.extent, located.slot_bytes) != (extent, slot_bytes):
+            located = files.header_at(Extent(segment, slot))
+            if located is None or located.slot_bytes != slot_bytes:
                 continue
             record = located.record
             latest = max(latest, record.computed_at, record.last_used)
             other = found.get(record.block_hash)
             if other is None or other.record.computed_at < record.computed_at:
                 found[record.block_hash] = located
-        files.close_segment(segment)
     is_clock_sound = now >= latest - CLOCK_TOLERANCE_S
     sound = [each for each in found.values() if is_clock_sound and now < each.record.expires_at]
     with index.writing() as txn:

@@ -14,13 +14,6 @@ class Slot(NamedTuple):
     slot_bytes: int
 
 
-class SweepResult(NamedTuple):
-    """What one sweep did."""
-
-    expired_blocks: int
-    erased_bytes: int
-
-
 class EvictResult(NamedTuple):
     """What an operator's eviction freed; `unknown_ids` matched no chain."""
 

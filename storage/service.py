@@ -10,6 +10,9 @@ import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import lmdb
@@ -18,11 +21,12 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.codec import Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
-from tieredkv.storage.payload_threads import PayloadThreads, ReadTask, WriteTask
+from tieredkv.storage.results import Slot
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -36,14 +40,37 @@ _TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
 Answer = TypeVar("Answer")
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
+_OVER = object()
+
+
+@dataclass(slots=True)
+class ReadTask:
+    """One payload to be read into a page by a thread; `error` says how it ended."""
+
+    job: int
+    item: LoadItem
+    located: Located
+    error: StorageError | None = None
+
+
+@dataclass(slots=True)
+class WriteTask:
+    """One payload to be written from a page by a thread; `error` says how it ended."""
+
+    job: int
+    item: StoreItem
+    slot: Slot
+    checksum: bytes = b""
+    error: StorageError | None = None
 
 
 class StoreService:
     """One store being served.
 
-    Every method runs on the index thread. Work in hand moves through queues: a load waits in
-    `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a slot, is
-    written by a thread, waits in `_written` for its group's transaction and is answered after it.
+    Every method but `_move` runs on the index thread. Work in hand moves through queues: a load
+    waits in `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a
+    slot, is written by a thread, waits in `_written` for its group's transaction and is answered
+    after it.
     Nothing but `ls` takes longer than one transaction at a time, so that a lookup never waits for a
     long load, store, sweep, eviction or verify.
     """
@@ -83,9 +110,12 @@ class StoreService:
 
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._poke_fd, selectors.EVENT_READ, self._heed_poke)
+        heed_poke = partial(os.eventfd_read, self._poke_fd)
+        self._selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
         self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
-        self._threads = PayloadThreads(store, self._options, wake=self._poke)
+        self._readers = ThreadPoolExecutor(self._options.num_readers)
+        self._writers = ThreadPoolExecutor(self._options.num_writers)
+        self._moved: deque[ReadTask | WriteTask] = deque()
         ask_engine = None if argument.is_standalone else self._ask
         self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._writes.append)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
@@ -96,10 +126,12 @@ class StoreService:
         while not (self._is_closing and self._is_drained()):
             self._turn()
         self._server.close()
-        self._threads.close()
+        self._readers.shutdown()
+        self._writers.shutdown()
         self._collect()
         self._commit()
-        self._flush_all_touches()
+        while self._touches:
+            self._flush_touches()
         self._send_done()
         self._store.close()
         while self._channel.push_queued() and not self._is_orphan:
@@ -122,8 +154,9 @@ class StoreService:
         if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
             self._sweep = self._store.sweeping()
-        if self._sweep is not None:
-            self._attempt("sweep", self._continue_sweep)
+        if (sweep := self._sweep) is not None:
+            is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
+            self._sweep = None if is_over else sweep
         self._verbs.turn()
         self._server.turn()
         if os.getppid() != self._argument.parent_pid:
@@ -131,8 +164,8 @@ class StoreService:
 
     def _wait(self, timeout_s: float) -> None:
         for key, ready in self._selector.select(timeout_s):
-            if ready & selectors.EVENT_WRITE:
-                self._push()
+            if ready & selectors.EVENT_WRITE and not self._channel.push_queued():
+                self._listen(selectors.EVENT_READ)
             if ready & selectors.EVENT_READ:
                 key.data()
 
@@ -149,18 +182,11 @@ class StoreService:
     def _poke(self) -> None:
         os.eventfd_write(self._poke_fd, 1)
 
-    def _heed_poke(self) -> None:
-        os.eventfd_read(self._poke_fd)
-
     # --- the engine's channel ----------------------------------------------------------------
 
     def _send(self, message: messages.WorkerMessage) -> None:
         if self._channel.send(message):
             self._listen(selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _push(self) -> None:
-        if not self._channel.push_queued():
-            self._listen(selectors.EVENT_READ)
 
     def _listen(self, mask: int) -> None:
         if not self._is_orphan:
@@ -194,15 +220,13 @@ class StoreService:
                     self._writes.append(lambda: self._delete(hashes, reason))
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
-            case messages.StatsCall():
-                self._send(messages.Completions([], [], self._store.stats()))
-            case messages.FlushCall(job):
-                self._writes.append(lambda: self._end_flush(job))
             case messages.EngineAnswer(job, body):
                 self._verbs.hear_engine(job, body)
             case messages.CloseCall():
                 self._is_closing = True
-                self._refuse_loads("closing")
+                for job, load_item in self._loads:
+                    self._end_load(job, load_item, "closing")
+                self._loads.clear()
 
     def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
         self._send(messages.ControlRequest(job, verb, args))
@@ -254,7 +278,7 @@ class StoreService:
             self._end_load(job, item, "identity")
             return
         self._num_reading += 1
-        self._threads.read(ReadTask(job, item, located, self._page(item.page_id)))
+        self._readers.submit(self._move, ReadTask(job, item, located))
 
     def _end_read(self, task: ReadTask) -> None:
         self._num_reading -= 1
@@ -274,11 +298,6 @@ class StoreService:
         ok = record is not None
         ending = PageLoaded(job, item.block_hash, item.page_id, ok, reason, record)
         self._done_loads.append(ending)
-
-    def _refuse_loads(self, reason: str) -> None:
-        while self._loads:
-            job, item = self._loads.popleft()
-            self._end_load(job, item, reason)
 
     # --- stores ------------------------------------------------------------------------------
 
@@ -301,7 +320,7 @@ class StoreService:
         while self._num_writing < max_writing:
             if self._reserved:
                 self._num_writing += 1
-                self._threads.write(self._reserved.popleft())
+                self._writers.submit(self._move, self._reserved.popleft())
             elif self._writes and not callable(self._writes[0]):
                 if not self._reserve():
                     return
@@ -335,7 +354,7 @@ class StoreService:
         waiting = []
         for (job, item), slot in zip(batch, slots, strict=True):
             if slot is not None:
-                self._reserved.append(WriteTask(job, item, slot, self._page(item.page_id)))
+                self._reserved.append(WriteTask(job, item, slot))
             elif self._reserved or self._num_writing or self._written:
                 waiting.append((job, item))  # room comes when these are committed
             else:
@@ -361,15 +380,14 @@ class StoreService:
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
-        if task.checksum is not None:
+        if task.error is None:
             if not self._written:
                 self._written_since = time.monotonic()
             self._written.append(task)
         else:
             self._store.abandon(task.slot)
             self._end_store(task.job, task.item, "io_error")
-            if task.error is not None:
-                self._report("store", task.error)
+            self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
@@ -383,7 +401,7 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
-        rows = [(task.slot, task.item.record, task.checksum or b"") for task in group]
+        rows = [(task.slot, task.item.record, task.checksum) for task in group]
         stored = self._attempt("commit", lambda: self._store.commit(rows))
         for i, task in enumerate(group):
             reason = "io_error" if stored is None else "" if stored[i] else "expired"
@@ -396,15 +414,11 @@ class StoreService:
             del self._storing[block_hash]
         self._done_stores.append(PageStored(job, block_hash, item.page_id, not reason, reason))
 
-    def _end_flush(self, job: int) -> None:
-        self._flush_all_touches()
-        self._send_done()
-        self._send(messages.FlushReply(job))
-
     # --- index -------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        for task in self._threads.collect():
+        while self._moved:
+            task = self._moved.popleft()
             self._end_read(task) if isinstance(task, ReadTask) else self._end_write(task)
 
     def _gather(self, touches: list[TouchItem]) -> None:
@@ -432,17 +446,6 @@ class StoreService:
             rows.append((item.block_hash, item.last_used, *claim))
         self._attempt("touch", lambda: self._store.claim_or_touch(rows))
 
-    def _flush_all_touches(self) -> None:
-        while self._touches:
-            self._flush_touches()
-
-    def _continue_sweep(self) -> None:
-        assert self._sweep is not None, "a sweep is under way"
-        sweep, self._sweep = self._sweep, None
-        for _ in sweep:
-            self._sweep = sweep  # not at its end, and no fault ended it
-            break
-
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
 
@@ -454,9 +457,22 @@ class StoreService:
             self._report(cause, error)
             return None
 
-    def _page(self, page_id: int) -> memoryview:
-        assert self._arena is not None, "the engine lends no pages without an arena"
-        return self._arena.page(page_id)
+    def _move(self, task: ReadTask | WriteTask) -> None:
+        """Read or write a payload, on a thread of its own; `_collect` takes what came of it."""
+        try:
+            assert self._arena is not None, "the engine lends no pages without an arena"
+            page = self._arena.page(task.item.page_id)
+            if isinstance(task, ReadTask):
+                self._store.read_payload(task.located, page)
+            else:
+                task.checksum = self._store.write_payload(task.slot, task.item.record, page)
+        except StorageError as error:
+            task.error = error
+        except Exception as error:
+            logger.exception("a payload's thread broke")
+            task.error = StorageError(f"a payload's thread broke: {error!r}")
+        self._moved.append(task)
+        self._poke()
 
     def _report(self, cause: str, error: Exception) -> None:
         """Log the first failure of each cause; the counters have the rest.

@@ -19,7 +19,7 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.control_server import SOCKET_NAME
 from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
         Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
     sock = socket.socket(fileno=argument.channel_fd)
-    channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage), MAX_ENGINE_FRAME_BYTES)
+    channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     try:
         service = _open(argument, channel)
     except TieredKVError as error:
@@ -59,6 +59,8 @@ def main(arguments: list[str]) -> int:
     except OSError as error:  # the folder went away, or its disk: the next start tries again
         logger.error("the store of `%s` failed: %s", argument.options.path, error)
         return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
+    finally:
+        channel.close()  # or a thread that its disk holds up would keep the engine waiting too
     return 0
 
 

@@ -5,13 +5,14 @@ import mmap
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from tests.fakes import FakeClock
 from tieredkv.errors import StorageError
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.results import EvictFilter, EvictResult, Slot, VerifyResult
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 8192
@@ -72,6 +73,46 @@ def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
             (slot, record, store.write_payload(slot, record, page_with(payload_of(record))))
         )
     return store.commit(writes)
+
+
+def reserve(store: BlockStore, record: BlockRecord) -> Slot | None:
+    """Lend one slot."""
+    (slot,) = store.reserve_many([record])
+    return slot
+
+
+class SweepResult(NamedTuple):
+    """What the counters say of one sweep."""
+
+    expired_blocks: int
+    erased_bytes: int
+
+
+def sweep(store: BlockStore) -> SweepResult:
+    """All steps of a sweep."""
+    before = store.stats()
+    for _ in store.sweeping():
+        pass
+    after = store.stats()
+    expired_blocks = after.num_expired - before.num_expired
+    return SweepResult(expired_blocks, after.bytes_erased - before.bytes_erased)
+
+
+def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
+    """All steps of an eviction."""
+    steps = store.evicting(which)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            result: EvictResult = end.value
+            return result
+
+
+def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
+    """All steps of a verification."""
+    *_, result = store.verifying(repair=repair)
+    return result
 
 
 def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:

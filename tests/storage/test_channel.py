@@ -7,7 +7,7 @@ import pytest
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.messages import EngineMessage, FlushCall, LookupCall
+from tieredkv.storage.messages import EngineMessage, LookupCall
 
 _decoder = msgspec.msgpack.Decoder(EngineMessage)
 
@@ -27,7 +27,7 @@ def test_messages_larger_than_the_socket_arrive_in_order_and_nobody_waits() -> N
         left.push_queued()
         received += right.receive()
     assert received == sent
-    assert left.num_queued_bytes == 0
+    assert not left.has_queued
     assert right.receive() == []
     left.close()
     right.close()
@@ -35,12 +35,12 @@ def test_messages_larger_than_the_socket_arrive_in_order_and_nobody_waits() -> N
 
 def test_a_frame_split_anywhere_is_the_same_frame() -> None:
     channel, sock = _pair()
-    body = msgspec.msgpack.encode(FlushCall(7))
+    body = msgspec.msgpack.encode(LookupCall(7, []))
     frame = struct.pack("<I", len(body)) + body
     for byte in frame + frame:
         assert len(received := channel.receive()) <= 1
         sock.send(bytes([byte]))
-    assert (received or channel.receive()) == [FlushCall(7)]
+    assert (received or channel.receive()) == [LookupCall(7, [])]
     channel.close()
     sock.close()
 
@@ -68,7 +68,7 @@ def test_nonsense_is_an_error_and_nothing_is_kept_for_it(garbage: bytes) -> None
 def test_the_end_of_the_other_side_is_an_eof() -> None:
     channel, sock = _pair()
     sock.close()
-    assert channel.send(FlushCall(1)) is False
+    assert channel.send(LookupCall(1, [])) is False
     with pytest.raises(EOFError):
         channel.receive()
     channel.close()

@@ -20,6 +20,8 @@ from tests.storage.blocks import (
     payload_of,
     put,
     segment_files,
+    sweep,
+    verify,
 )
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
@@ -130,7 +132,7 @@ def take_step(store: BlockStore, clock: FakeClock, step: Step) -> None:
         assert num_deleted == len(step[1])
     else:
         clock.advance(step[1])
-        store.sweep()
+        sweep(store)
 
 
 def in_child(work: Callable[[Callable[[str], None]], None]) -> tuple[int, list[str]]:
@@ -270,10 +272,10 @@ def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES)
         store.check()
         assert occupied_bytes(path) <= budget_bytes
         assert_right_blocks(store, died)
-        store.sweep()
+        sweep(store)
         store.check()
         assert_right_blocks(store, died)
-        assert store.verify().bad == 0
+        assert verify(store).bad == 0
         assert_no_strangers_bytes(path, store)
         assert occupied_bytes(path) <= budget_bytes
         assert store.stats().bytes_files == occupied_bytes(path)

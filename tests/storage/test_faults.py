@@ -21,6 +21,8 @@ from tests.storage.blocks import (
     payload_of,
     put,
     segment_files,
+    sweep,
+    verify,
 )
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, decode_record, encode_record
 from tieredkv.types import BlockRecord
@@ -288,7 +290,7 @@ def test_a_load_finds_it_drops_the_block_and_counts_it(tmp_path: Path, damage: D
         for block_hash, _, _ in broken:
             assert load(store, record_of(block_hash)) is None, "it is still there"
         assert store.stats().faults == Counter(victim.on_load or "record" for victim in broken)
-        store.sweep()
+        sweep(store)
         store.check()
         for record in survivors(victims):
             assert load(store, record) == payload_of(record), "an undamaged block is lost"
@@ -308,14 +310,14 @@ def test_the_place_is_used_again_and_the_store_stays_sound(tmp_path: Path, damag
             for record in [*fresh, *RECORDS]:
                 assert load(store, record) == payload_of(record)
             store.delete([record.block_hash for record in fresh], "request")
-            store.sweep()
+            sweep(store)
             store.check()
     with open_store(filled.path) as store:
         for record in RECORDS:
             assert load(store, record) == payload_of(record)
         unseen = Counter(victim.on_verify for victim in victims if victim.on_load == "")
-        assert store.verify().by_reason == unseen
-        assert store.verify().bad == 0
+        assert verify(store).by_reason == unseen
+        assert verify(store).bad == 0
 
 
 @damages
@@ -324,23 +326,23 @@ def test_verify_finds_and_repairs_it_once(tmp_path: Path, damage: Damage) -> Non
     victims = damage(filled)
     expected = Counter(victim.on_verify for victim in victims)
     with open_store(filled.path) as store:
-        found = store.verify(repair=False)
+        found = verify(store, repair=False)
         assert Counter(found.by_reason) - Counter(index=1) == expected
         assert found.repaired == 0
-        assert store.verify(repair=False) == found, "looking has changed it"
-        repaired = store.verify()
+        assert verify(store, repair=False) == found, "looking has changed it"
+        repaired = verify(store)
         assert Counter(repaired.by_reason) - Counter(index=1) == expected
         assert repaired.repaired == repaired.bad
         store.check()
-        again = store.verify()
+        again = verify(store)
         assert (again.bad, again.by_reason) == (0, {})
         assert again.checked == len(survivors(victims))
-        store.sweep()
+        sweep(store)
         store.check()
         for record in survivors(victims):
             assert load(store, record) == payload_of(record), "an undamaged block is lost"
     with open_store(filled.path) as store:
-        assert store.verify().bad == 0
+        assert verify(store).bad == 0
 
 
 @pytest.mark.parametrize("name", ["expiry", "lru", "namespaces", "segments", "free", "pending"])
@@ -348,14 +350,14 @@ def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) ->
     filled = Filled(tmp_path / "store")
     with open_store(filled.path) as store:  # so that something is free
         store.delete([FIRST], "request")
-        store.sweep()
+        sweep(store)
     with plain_index(filled.path, name) as (txn, database):
         txn.drop(database, delete=False)
     with open_store(filled.path) as store:
         is_lost = name == "segments"  # without their slot size no file can be read
-        store.verify()
+        verify(store)
         store.check()
-        assert store.verify().bad == 0
+        assert verify(store).bad == 0
         for record in RECORDS:
             is_there = record.block_hash != FIRST and not is_lost
             assert load(store, record) == (payload_of(record) if is_there else None)
@@ -388,33 +390,33 @@ def test_a_disk_that_cannot_be_read_for_a_moment_costs_a_miss_and_no_block(tmp_p
     with open_store(path) as store:
         with failing_reads(path):
             assert [load(store, record) for record in SMALL] == ["io_error"] * len(SMALL)
-            result = store.verify()
+            result = verify(store)
             assert (result.by_reason, result.repaired) == ({"io_error": len(RECORDS)}, 0)
         assert store.stats().faults == {"io_error": len(SMALL)}
         for record in RECORDS:
             assert load(store, record) == payload_of(record)
         store.check()
-        assert store.verify().bad == 0
+        assert verify(store).bad == 0
 
 
 def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> None:
     filled = Filled(tmp_path / "store")
     with open_store(filled.path) as store:
         store.delete([OTHER], "request")
-        store.sweep()
+        sweep(store)
     filled.file_of(FIRST).unlink()
     with open_store(filled.path) as store:
         store.check()  # a free slot was lost with its file
         assert load(store, SMALL[1]) == "missing_segment"
-        store.sweep()
+        sweep(store)
         store.check()
         assert put(store, *SMALL[:2]) == [True, True]
         assert load(store, SMALL[1]) == payload_of(SMALL[1])
         assert load(store, SMALL[2]) == "missing_segment"
-        store.verify()
-        store.sweep()
+        verify(store)
+        sweep(store)
         store.check()
-        assert store.verify().bad == 0
+        assert verify(store).bad == 0
     with open_store(filled.path) as store:
         assert load(store, SMALL[1]) == payload_of(SMALL[1])
         assert len(segment_files(filled.path)) == 2

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.fakes import FakeClock
-from tests.storage.blocks import load, make_record, open_store, payload_of, put, segment_files
+from tests.storage.blocks import (
+    evict,
+    load,
+    make_record,
+    open_store,
+    payload_of,
+    put,
+    segment_files,
+    sweep,
+)
 from tieredkv.errors import StoreFullError
 from tieredkv.storage.results import EvictFilter
 from tieredkv.types import BlockRecord
@@ -61,7 +70,7 @@ def test_expired_bytes_go_although_the_index_cannot_grow(small_disk: Path) -> No
     with open_store(small_disk / "s", clock, budget_bytes=64 << 20) as store:
         assert [load(store, each) for each in stored] == [payload_of(each) for each in stored]
         clock.advance(10)
-        assert store.sweep().expired_blocks == len(stored)
+        assert sweep(store).expired_blocks == len(stored)
         assert segment_files(small_disk / "s") == []
         store.check()
         assert put(store, make_record("after")) == [True]
@@ -71,6 +80,6 @@ def test_an_operator_can_evict_to_free_a_full_disk(small_disk: Path) -> None:
     clock = FakeClock()
     stored = fill(small_disk, clock)
     with open_store(small_disk / "s", clock, budget_bytes=64 << 20) as store:
-        assert store.evict(EvictFilter(all=True)).evicted_blocks == len(stored)
+        assert evict(store, EvictFilter(all=True)).evicted_blocks == len(stored)
         assert segment_files(small_disk / "s") == []
         store.check()

@@ -12,12 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
+    evict,
     load,
     make_record,
     occupied_bytes,
     open_store,
     page_with,
     payload_of,
+    sweep,
+    verify,
 )
 from tieredkv.storage.results import EvictFilter
 from tieredkv.types import BlockRecord
@@ -142,9 +145,9 @@ class StoreMachine(RuleBasedStateMachine):
         leaves = {record.block_hash for record in self.model.values()}
         leaves -= {record.parent_hash for record in self.model.values()}
         which = EvictFilter(older_than_s=unused_s)
-        foreseen = self.store.evict(msgspec.structs.replace(which, dry_run=True))
+        foreseen = evict(self.store, msgspec.structs.replace(which, dry_run=True))
         num_unswept = self.store.stats().blocks - len(self.model)
-        done = self.store.evict(which)
+        done = evict(self.store, which)
         assert done == foreseen
         before = set(self.model)
         self._keep_stored()
@@ -157,7 +160,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self.store.sweep()
+        sweep(self.store)
         stats = self.store.stats()
         assert stats.blocks == len(self.model)
         assert stats.bytes_live == sum(each.size_bytes for each in self.model.values())
@@ -188,7 +191,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def verify(self) -> None:
-        result = self.store.verify()
+        result = verify(self.store)
         assert (result.checked, result.bad) == (len(self.model), 0)
 
     # --- what holds after each ----------------------------------------------------------------

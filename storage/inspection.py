@@ -1,4 +1,7 @@
-"""Proof reading of a store: every payload against its record, and the index against itself."""
+"""A store as its operator sees it: its chains, what an eviction means, and proof reading.
+
+It reads the index and payloads; what it finds bad is dropped by who called it.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -9,11 +12,91 @@ from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import IndexTxn, Totals
-from tieredkv.storage.payloads import check_header, read_block
-from tieredkv.storage.results import VerifyResult
+from tieredkv.storage.results import ChainInfo, EvictFilter, VerifyResult
+from tieredkv.types import BlockRecord
 
 Repair = Callable[[bytes, Located | None], None]
 """Drops a block that is bad; without a hash, makes the secondary keys again."""
+
+# --- chains -----------------------------------------------------------------------------------
+
+
+def list_chains(txn: IndexTxn, now: float) -> list[ChainInfo]:
+    """List every chain of blocks that have not expired, the last used first."""
+    sound = (located.record for _, located in txn.blocks() if located is not None)
+    stored = [record for record in sound if now < record.expires_at]
+    parents = {record.parent_hash for record in stored}
+    chains: dict[bytes, ChainInfo] = {}
+    for record in sorted(stored, key=lambda record: record.position):
+        chains[record.block_hash] = _extend(chains.get(record.parent_hash), record)
+    leaves = [chain for block_hash, chain in chains.items() if block_hash not in parents]
+    return sorted(leaves, key=lambda chain: (-chain.last_used_max, chain.id))
+
+
+def select_blocks(
+    txn: IndexTxn, which: EvictFilter, now: float
+) -> tuple[list[Located], tuple[str, ...]]:
+    """The blocks that a filter means, tails of chains first, and the ids that match nothing."""
+    stored = {key: located for key, located in txn.blocks() if located is not None}
+    unknown: tuple[str, ...] = ()
+    chosen = set(stored)
+    if which.ids:
+        chosen, unknown = _only_in_chains(stored, which.ids)
+    elif not (which.all or which.older_than_s is not None or which.namespace_prefix):
+        return [], ()
+    selected = [stored[block_hash] for block_hash in chosen]
+    selected = [located for located in selected if _matches(located.record, which, now)]
+    return sorted(selected, key=lambda each: -each.record.position), unknown
+
+
+def _matches(record: BlockRecord, which: EvictFilter, now: float) -> bool:
+    if which.older_than_s is not None and now - record.last_used < which.older_than_s:
+        return False
+    return record.namespace.hex().startswith((which.namespace_prefix or "").lower())
+
+
+def _only_in_chains(
+    stored: dict[bytes, Located], ids: tuple[str, ...]
+) -> tuple[set[bytes], tuple[str, ...]]:
+    """Blocks that no chain but the named ones uses: walk up until another chain joins."""
+    num_children = Counter(located.record.parent_hash for located in stored.values())
+    leaves = [block_hash for block_hash in stored if block_hash not in num_children]
+    chosen: set[bytes] = set()
+    unknown = []
+    for chain_id in ids:
+        named = [leaf for leaf in leaves if leaf.hex().startswith(chain_id.lower())]
+        if not named or not chain_id:
+            unknown.append(chain_id)
+            continue
+        for leaf in named:
+            block_hash = leaf
+            while block_hash in stored and not num_children.get(block_hash):
+                if block_hash in chosen:
+                    break
+                chosen.add(block_hash)
+                block_hash = stored[block_hash].record.parent_hash
+                num_children[block_hash] = num_children.get(block_hash, 1) - 1
+    return chosen, tuple(unknown)
+
+
+def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
+    return ChainInfo(
+        id=record.block_hash.hex(),
+        namespace=record.namespace.hex(),
+        root=record.root.hex(),
+        blocks=1 + (before.blocks if before else 0),
+        last_position=record.position,
+        bytes=record.size_bytes + (before.bytes if before else 0),
+        retention=record.retention,
+        computed_at_min=min(record.computed_at, before.computed_at_min if before else 1e300),
+        computed_at_max=max(record.computed_at, before.computed_at_max if before else 0.0),
+        expires_at_min=min(record.expires_at, before.expires_at_min if before else 1e300),
+        last_used_max=max(record.last_used, before.last_used_max if before else 0.0),
+        hits=record.hits + (before.hits if before else 0),
+    )
+
+
+# --- proof reading ----------------------------------------------------------------------------
 
 
 def verifying(
@@ -51,8 +134,8 @@ def verifying(
 def _fault_of(files: SegmentFiles, located: Located) -> str | None:
     """Read header and payload of a slot; the reason why they are bad, or None."""
     try:
-        check_header(files, located)
-        read_block(files, located, aligned_buffer(padded_bytes(located.payload_bytes)))
+        files.check_header(located)
+        files.read_block(located, aligned_buffer(padded_bytes(located.payload_bytes)))
     except CorruptBlockError as error:
         return error.reason
     except StorageError:
@@ -92,7 +175,7 @@ def _slot_problems(txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent])
     if shared := [extent for extent, count in owners.items() if count > 1]:
         problems.append(f"records share the slots {shared[:3]}")
     pending = set(txn.pending())
-    dirty = {extent for extents in slots.dirty.values() for extent in extents}
+    dirty = slots.dirty.keys()
     if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
         problems.append("pending slots are not those lent and those to be erased")
     free_keys = txn.keys("free")
