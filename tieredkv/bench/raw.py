@@ -48,21 +48,24 @@ def hardware() -> dict[str, object]:
 def commit() -> str:
     """Return the commit of the source tree, marked where it is dirty; the version without one."""
     root = Path(tieredkv.__file__).resolve().parent.parent
+    words = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        run = ["git", "-C", str(root)]
-        head = subprocess.run(
-            [*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            [*run, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        return head + ("-dirty" if dirty else "")
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     return f"v{tieredkv.__version__}"
 
 
-def head(commit_told: str | None) -> dict[str, Any]:
-    """Return what a report begins with."""
-    command = shlex.join(["tieredkv", *sys.argv[1:]])
+def head(commit_told: str | None, command: str | None) -> dict[str, Any]:
+    """Return what a report begins with; the command is this process's own if None."""
+    command = command or shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
 
 
