@@ -1,6 +1,7 @@
 """The physical limits of this machine, measured in the same run as what is compared with them."""
 
 import contextlib
+import hashlib
 import mmap
 import os
 import platform
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,22 +110,22 @@ def gemm_TFLOPs(dtype: str) -> float:
     return round(10 * 2 * size**3 / took_s / 1e12, 3)
 
 
+def sha256_GBps() -> float:
+    """Return the rate of SHA-256 over a large buffer on one core."""
+    data = bytes(16 << 20)
+    return round(len(data) / median_s(lambda: hashlib.sha256(data).digest(), repeats=5) / 1e9, 3)
+
+
 def h2d_GBps() -> float:
     """Return the rate of one large copy from host memory to the device, best of five.
 
     On a machine without a GPU the "device" is ordinary memory, and so is this copy.
     """
-    on_gpu = torch.cuda.is_available()
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=on_gpu).random_()
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
-    best = 0.0
-    for _ in range(6):
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-        best = max(best, COPY_BYTES / (time.perf_counter() - start) / 1e9)
-    return round(best, 2)
+    is_pinned = torch.cuda.is_available()
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=is_pinned).random_()
+    target = torch.empty_like(source, device=device())
+    copy = partial(target.copy_, source, non_blocking=True)
+    return round(COPY_BYTES / min(median_s(copy, repeats=1) for _ in range(5)) / 1e9, 2)
 
 
 def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:

@@ -141,6 +141,35 @@ def transfer(**options: Any) -> int:
 
 
 @bench.command()
+@click.option("--prompt-tokens", type=POSITIVE, default=131072, show_default=True, help="Length.")
+@click.option(
+    "--block-sizes", default="16,64", show_default=True, callback=_counts, help="Tokens a block."
+)
+@click.option(
+    "--cached-blocks",
+    default="10000,100000,1000000",
+    show_default=True,
+    callback=_counts,
+    help="Blocks that are cached when 2048 of them are looked up.",
+)
+@click.option("--repeats", type=POSITIVE, default=5, show_default=True, help="Behind a median.")
+@report_options
+def host(**options: Any) -> int:
+    """Measure what a long prompt costs the engine's thread beside its kernels.
+
+    Hashing, lookup and admission, the wait for blocks, completion and release, in milliseconds: of
+    a prompt that is nowhere, in VRAM, in host memory. Blocks are of a few bytes and no model runs.
+    Us per hash is lookup and admission of 2048 blocks, over their number, while so many blocks are
+    cached. Exit 1 if a prompt is not found where it should be.
+
+    \b
+    Example, a few seconds:
+      tieredkv bench host --prompt-tokens 32768 --cached-blocks 10000,100000
+    """
+    return measure("host", **options)[0]
+
+
+@bench.command()
 @click.option("--shape", default="llama-3.1-8b", show_default=True, help="As after `random:`.")
 @click.option("--block-size", type=POSITIVE, default=16, show_default=True, help="Tokens a block.")
 @click.option("--cases", help="What to attend; a choice for this device if not told.")
