@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tieredkv.bench import raw
+from tieredkv.bench.progress import tracked
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
 from tieredkv.cache.tiered import Prefix, TieredCache
@@ -51,13 +52,11 @@ def run(progress: Progress, *, prompt_tokens: int, repeats: int, **counts: list[
     if prompt_tokens < max(sizes):
         raise ConfigError(f"`prompt_tokens` = {prompt_tokens} must fill a block of each size")
     cases = [(size, 0) for size in sizes] + [(sizes[0], count) for count in counts["cached_blocks"]]
-    for done, (block_size, cached_blocks) in enumerate(cases):
-        progress("measuring", done, len(cases))
+    for block_size, cached_blocks in tracked(progress, "measuring", cases):
         if cached_blocks:
             rows.append(_measure_filled(cached_blocks, block_size, repeats))
         else:
             rows += _measure_states(prompt_tokens, block_size, repeats)
-    progress("measuring", 1, 1)
     problems = [
         f"{row['state']}, blocks of {row['block_size']}: the tokens came from {row['by_tier']}"
         for row in rows

@@ -29,15 +29,9 @@ READ_THREADS = 4
 
 def hardware() -> dict[str, object]:
     """Return what this machine is: processor, cores, memory, GPU, software."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu,
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": os.cpu_count(),
         "memory_GiB": round(memory / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -171,10 +165,12 @@ def has_block_device(folder: Path) -> bool:
 
 def read_bytes_of(pid: int | None) -> int:
     """Return how many bytes a process has had fetched from storage."""
-    if pid is None:
-        return 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-            if line.startswith("read_bytes:"):
-                return int(line.split()[1])
-    return 0
+    return int(_field(f"/proc/{pid}/io", "read_bytes") or 0)
+
+
+def _field(path: str, name: str) -> str | None:
+    """Return a field of a file of the kernel's, None if one of them is not there."""
+    with contextlib.suppress(OSError):
+        fields = (line.partition(":") for line in Path(path).read_text().splitlines())
+        return next((value.strip() for key, _, value in fields if key.strip() == name), None)
+    return None

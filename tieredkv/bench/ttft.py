@@ -34,7 +34,7 @@ import numpy.typing as npt
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.progress import terminal_progress, tracked
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
@@ -156,8 +156,7 @@ def measure(spec: Spec) -> Measured:
         facts = {"model": core.info.model, "dtype": kv_spec.dtype, "block_size": kv_spec.block_size}
         measured = Measured(facts, kv_spec.token_bytes, {}, {})
         cases = [(length, index) for length in spec.prefix_tokens for index in range(spec.repeats)]
-        for done, (length, repeat) in enumerate(cases):
-            progress("measuring", done, len(cases))
+        for length, repeat in tracked(progress, "measuring", cases):
             prompt = bench.prompt(length, repeat)
             measured.samples.setdefault(("cold", length), []).append(bench.serve(prompt))
             core.evict()
@@ -171,7 +170,6 @@ def measure(spec: Spec) -> Measured:
                     measured.samples.setdefault((arm, length), []).append(bench.serve(prompt))
                     core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
             core.evict()
-        progress("measuring", 1, 1)
     return measured
 
 
