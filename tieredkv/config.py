@@ -5,6 +5,7 @@ that reads the environment. A settings object never changes once it is made; wha
 time, such as the number of blocks, lives elsewhere.
 """
 
+import contextlib
 import difflib
 import math
 import os
@@ -25,6 +26,7 @@ ENVIRONMENT_PREFIX = "TIEREDKV_"
 CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
 
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
+Fingerprint = Literal["full", "sample"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 Restore = Literal["auto", "load", "compute"]
@@ -71,33 +73,21 @@ class Settings:
     model: str = _model("", "folder with a checkpoint, hub id, `tiny-random` or `random:SHAPE`")
     dtype: str = _model("auto", "auto, float32, bfloat16 or float16")
     device: str = _model("auto", "auto, cuda or cpu")
-    max_model_len: int | None = _model(
-        None, "longest prompt and answer together, in tokens; the model's own if not set"
-    )
-    fingerprint: Literal["full", "sample"] = _model(
-        "full", "hash all bytes of the weights, or a sample of them"
-    )
+    max_model_len: int | None = _model(None, "tokens of prompt and answer; the model's if not set")
+    fingerprint: Fingerprint = _model("full", "hash all bytes of the weights, or a sample of them")
     served_model_name: str | None = _model(None, "name in the API; the model if not set")
     seed: int = _model(0, "seed of requests that name none")
 
     block_size: int = _cache(16, "tokens a block, a power of two from 16 to 256")
     device_size: int | None = _cache(
-        None,
-        "KV cache in VRAM; if not set, from gpu_memory_utilization, or 256 MiB without a GPU",
-        "bytes",
+        None, "VRAM for blocks; gpu_memory_utilization if not set, 256 MiB without a GPU", "bytes"
     )
-    gpu_memory_utilization: float = _cache(
-        0.9, "share of VRAM that weights, activations and KV cache may take together"
-    )
+    gpu_memory_utilization: float = _cache(0.9, "share of VRAM for weights, activations and blocks")
     host_size: int = _cache(1 << 30, "pinned host memory for blocks", "bytes")
     disk_dir: str | None = _cache(None, "folder of the disk tier; none if not set")
     disk_size: int = _cache(20 << 30, "what the disk tier's files may occupy", "bytes")
-    disk_write: DiskWrite = _cache(
-        "on_evict", "write to disk on eviction from host memory, or soon after computing"
-    )
-    disk_sync: DiskSync = _cache(
-        "commit", "flush payload and index at each group commit, or leave it to the system"
-    )
+    disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
+    disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
     hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
     isolate_by: IsolateBy = _cache(
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
@@ -108,9 +98,7 @@ class Settings:
     )
     load_timeout: float = _cache(30.0, "a block that takes longer to load is computed", "seconds")
     drain_timeout: float = _cache(30.0, "time to write what 24h promised when stopping", "seconds")
-    sweep_interval: float = _cache(
-        10.0, "expired bytes are erased from disk within this time", "seconds"
-    )
+    sweep_interval: float = _cache(10.0, "expired bytes are erased within this time", "seconds")
 
     max_num_seqs: int = _scheduler(256, "requests that run at once")
     max_num_batched_tokens: int | None = _scheduler(
@@ -129,15 +117,13 @@ class Settings:
         for setting in fields(self):
             if get_origin(setting.type) is Literal:
                 _check_one_of(setting.name, getattr(self, setting.name), get_args(setting.type))
-        size, share = self.block_size, self.gpu_memory_utilization
+        size, share, drain = self.block_size, self.gpu_memory_utilization, self.drain_timeout
         is_size = 16 <= size <= 256 and not size & (size - 1)
         _check("block_size", size, is_size, "a power of two from 16 to 256")
         for name in _POSITIVE:
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 0 < value < math.inf, "above 0")
-        _check(
-            "drain_timeout", self.drain_timeout, 0 <= self.drain_timeout < math.inf, "at least 0"
-        )
+        _check("drain_timeout", drain, 0 <= drain < math.inf, "at least 0")
         _check("gpu_memory_utilization", share, 0 < share <= 1, "above 0 and at most 1")
         _check("port", self.port, 0 <= self.port <= 65535, "from 0 to 65535")
         _check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
@@ -195,14 +181,12 @@ class LoadedSettings(NamedTuple):
             text = "" if value is None else UNITS[setting.metadata["unit"]].show(value)
             if setting.name == "api_keys":
                 text = f"{len(value)} configured"
-            section = setting.metadata["section"]
-            rows.append((section, setting.name, text, self.sources[setting.name]))
+            source = self.sources[setting.name]
+            rows.append((setting.metadata["section"], setting.name, text, source))
         for policy in self.settings.policies:
-            text = (
-                f"idle {format_duration(policy.idle_s)}, "
-                f"absolute {format_duration(policy.absolute_s)}, "
-                f"tiers {' '.join(tier for tier in Tier if tier in policy.tiers)}"
-            )
+            idle, absolute = map(format_duration, (policy.idle_s, policy.absolute_s))
+            tiers = " ".join(tier for tier in Tier if tier in policy.tiers)
+            text = f"idle {idle}, absolute {absolute}, tiers {tiers}"
             section = f"retention.{policy.name}"
             rows.append((section, "policy", text, self.sources.get(section, "default")))
         return rows
@@ -298,20 +282,17 @@ def _read_policy(path: Path, name: str, row: object) -> RetentionPolicy:
     keys = ("idle", "absolute", "tiers")
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table with {', '.join(keys)}")
-    values: dict[str, Any] = {}
-    for known in DEFAULT_POLICIES:
-        if known.name == name:
-            values = {"idle": known.idle_s, "absolute": known.absolute_s, "tiers": known.tiers}
+    known = [(p.idle_s, p.absolute_s, p.tiers) for p in DEFAULT_POLICIES if p.name == name]
+    values: dict[str, Any] = dict(zip(keys, known[0], strict=True)) if known else {}
     for key, value in row.items():
         if key not in keys:
             raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, keys)}")
         try:
             values[key] = _parse_tiers(value) if key == "tiers" else parse_duration(value)
         except (ConfigError, OverflowError) as error:
-            raise ConfigError(f"`{path}`: `retention.{name}.{key}`: {error}") from error
-    for key in keys:
-        if key not in values:
-            raise ConfigError(f"{where} lacks `{key}`")
+            raise ConfigError(f"{where[:-1]}.{key}`: {error}") from error
+    if missing := [key for key in keys if key not in values]:
+        raise ConfigError(f"{where} lacks `{missing[0]}`")
     idle_s, absolute_s, tiers = (values[key] for key in keys)
     return RetentionPolicy(name=name, idle_s=idle_s, absolute_s=absolute_s, tiers=tiers)
 
@@ -332,25 +313,18 @@ def _parse_tiers(value: object) -> frozenset[Tier]:
 
 def _parse(setting: Any, value: object, *, where: str = "") -> object:
     """Return a value in the field's type, from TOML, the environment or an argument."""
-    where = where or f"`{setting.name}`"
-    unit = setting.metadata["unit"]
-    kind = setting.type
+    unit, kind = setting.metadata["unit"], setting.type
+    parse = UNITS[unit].parse if unit else _PARSERS.get(kind, _parse_text)
     try:
-        if unit:
-            return UNITS[unit].parse(value)
-        if kind in (int, int | None):
-            return _parse_int(value)
-        if kind is float:
-            return _parse_float(value)
-        if kind == tuple[str, ...]:
-            return _parse_texts(value.split(",") if isinstance(value, str) else value)
-        if isinstance(value, os.PathLike):
-            value = os.fspath(value)
-        if not isinstance(value, str):
-            raise ConfigError(f"`{value}` is not a text")
-        return None if kind == str | None and not value else value
+        return (parse(value) or None) if kind == str | None else parse(value)
     except (ConfigError, OverflowError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where or f'`{setting.name}`'}: {error}") from error
+
+
+def _parse_text(value: object) -> str:
+    if isinstance(value, str | os.PathLike):
+        return str(os.fspath(value))
+    raise ConfigError(f"`{value}` is not a text")
 
 
 def _parse_int(value: object) -> int:
@@ -362,18 +336,25 @@ def _parse_int(value: object) -> int:
 
 
 def _parse_float(value: object) -> float:
-    try:
-        if isinstance(value, int | float | str) and not isinstance(value, bool):
+    if isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
             return float(value)
-    except ValueError:
-        pass
     raise ConfigError(f"`{value}` is not a number")
 
 
 def _parse_texts(value: object) -> tuple[str, ...]:
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
-        return tuple(part.strip() for part in value)
+    parts = value.split(",") if isinstance(value, str) else value
+    if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
+        return tuple(part.strip() for part in parts)
     raise ConfigError(f"`{value}` is not a list of texts")
+
+
+_PARSERS: dict[object, Callable[[object], object]] = {
+    int: _parse_int,
+    int | None: _parse_int,
+    float: _parse_float,
+    tuple[str, ...]: _parse_texts,
+}
 
 
 def _home(name: str) -> str:

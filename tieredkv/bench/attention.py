@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tieredkv.bench import raw
+from tieredkv.bench.progress import tracked
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import launch, reference
@@ -48,14 +49,11 @@ def run(
     """
     names = (cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)).split(",")
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
-    lens = [_lens(name) for name in names]
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
-    for done, name in enumerate(names):
-        progress("measuring", done, len(names))
-        paged = _Paged(lens[done], model, block_size)
+    for name, lens in tracked(progress, "measuring", [(name, _lens(name)) for name in names]):
+        paged = _Paged(lens, model, block_size)
         rows.append(_measure(name, paged, limits, repeats))
         del paged  # its pool, before the next one
-    progress("measuring", 1, 1)
     bad = [r for r in rows if not r["relative_error"] <= MAX_ERROR[model.dtype]]  # NaN is bad too
     problems = [f"{row['case']}: relative error {row['relative_error']:.1e}" for row in bad]
     report = {"shape": shape, "dtype": model.dtype, "block_size": block_size}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tieredkv.bench import raw
+from tieredkv.bench.progress import tracked
 from tieredkv.config import DEFAULT_POLICIES, Settings
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.loader import find_model
@@ -106,21 +107,17 @@ class _Bench:
 
     def serving(self, workloads: Sequence[Workload], repeats: int) -> None:
         """Serve workloads: the ITL of one request alone, the throughput of several."""
-        for done, workload in enumerate(workloads):
-            self.progress("serving", done, len(workloads))
+        for workload in tracked(self.progress, "serving", workloads):
             self.serve("", Workload(min(4, workload.requests), workload.given, 4))  # warms up
             part, times = ("throughput", repeats) if workload.requests > 1 else ("itl", 1)
             self.add_median([self.serve(part, workload) for _ in range(times)])
-        self.progress("serving", 1, 1)
 
     def demotion(self, workload: Workload, pairs: int) -> None:
         """Serve a workload with demotion and without it, in pairs of changing order."""
         runs: dict[str, list[Row]] = {mode: [] for mode in RETENTIONS}
-        for pair in range(pairs + 1):  # the first warms up
-            self.progress("pairs", pair, pairs + 1)
+        for pair in tracked(self.progress, "pairs", range(pairs + 1)):  # the first warms up
             for mode in sorted(runs, reverse=pair % 2 == 0):
                 runs[mode].append(self.serve(f"tiers {mode}", workload, RETENTIONS[mode]))
-        self.progress("pairs", 1, 1)
         on, off = (self.add_median(several[1:]) for several in runs.values())
         waits = sum(row["allocation_waits"] for row in runs["on"][1:])
         self.report["demotion"] = {"pairs": pairs, "demoted_GBps": on["demoted_GBps"]}
@@ -145,8 +142,7 @@ class _Bench:
         self.run(lambda: self.since(before, "promoted_host_blocks") > 0)
         self.settle()
         is_released = self.counts()["held"] == before["held"]
-        for done in range(repeats):
-            self.progress("promotion", done, repeats)
+        for _ in tracked(self.progress, "promotion", range(repeats)):
             self.to_host()
             before = self.counts()
             two = [[*prefix, *self.prompt(SUFFIX_TOKENS)] for _ in range(2)]
@@ -161,7 +157,6 @@ class _Bench:
             busy += self.gaps_ms(decoding, came, ended)
             loaded.add(self.since(before, "promoted_host_blocks"))
             waits_ms.append((min(self.times[name][0] for name in loading) - came) * 1e3)
-        self.progress("promotion", 1, 1)
         spec, rows = self.core.kv_spec, [_itl(quiet), _itl(busy)]
         blocks, wait_ms = num_tokens // spec.block_size, statistics.median(waits_ms)
         limit_ms = blocks * spec.block_bytes / self.report["raw"]["h2d_GBps"] / 1e6

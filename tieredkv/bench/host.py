@@ -1,19 +1,25 @@
 """`bench host`: what the engine's thread spends on a long prompt before and beside its kernels.
 
 The scheduler and the tiered cache are the real ones; the blocks are of a few bytes, so that what is
-measured is the work on hashes, blocks and tables. Each state is measured with a prompt of its own:
+measured is the work on hashes, blocks and tables. A prompt is measured in each state:
 
     none      nothing of it is cached
     device    all of it is in VRAM
     host      all of it is in host memory
+
+A shorter one is looked up in VRAM among more and more other blocks: what a hash costs then.
 """
 
+import itertools
 import random
+import statistics
 import time
 from typing import Any
 
 import torch
 
+from tieredkv.bench import raw
+from tieredkv.bench.progress import tracked
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
 from tieredkv.cache.tiered import Prefix, TieredCache
@@ -23,15 +29,44 @@ from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
+from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockHash, Tier
+from tieredkv.types import BlockHash, Progress, Tier
 
 BLOCK_BYTES = 8
 VOCAB_SIZE = 128_256
+FILLED_PROMPT_BLOCKS = 2048
 ROOT = BlockHash(b"bench host".ljust(32, b"\0"))
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
+PARTS = ("hash_ms", "lookup_ms", "load_ms", "complete_ms", "release_ms")
+
+Row = dict[str, Any]
+
+
+def run(progress: Progress, *, prompt_tokens: int, repeats: int, **counts: list[int]) -> Row:
+    """Measure a prompt in each state at each of `block_sizes`; a hit at each of `cached_blocks`."""
+    sizes, rows = counts["block_sizes"], list[Row]()
+    if prompt_tokens < max(sizes):
+        raise ConfigError(f"`prompt_tokens` = {prompt_tokens} must fill a block of each size")
+    cases = [(size, 0) for size in sizes] + [(sizes[0], count) for count in counts["cached_blocks"]]
+    for block_size, cached_blocks in tracked(progress, "measuring", cases):
+        if cached_blocks:
+            rows.append(_measure_filled(cached_blocks, block_size, repeats))
+        else:
+            rows += _measure_states(prompt_tokens, block_size, repeats)
+    problems = [
+        f"{row['state']}, blocks of {row['block_size']}: the tokens came from {row['by_tier']}"
+        for row in rows
+        if row["by_tier"] != _expected(row["state"], row["prompt_tokens"])
+    ]
+    return {"raw": {"sha256_GBps": raw.sha256_GBps()}, "rows": rows, "problems": problems}
+
+
+def _expected(state: str, num_tokens: int) -> dict[str, int]:
+    return {tier: num_tokens if tier == state else 0 for tier in ("device", "host")}
 
 
 class _Host:
@@ -39,14 +74,16 @@ class _Host:
 
     def __init__(self, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
         memories = [torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8) for _ in range(2)]
-        transfer = BlockTransfer[Any](
-            BlockCopier(*memories), device=torch.device("cpu"), block_bytes=BLOCK_BYTES
+        copier, cpu = BlockCopier(*memories), torch.device("cpu")
+        device, host = (
+            BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h))
+            for _ in memories
         )
         self.tiers = Tiers(
-            device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
-            host=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
+            device=device,
+            host=host,
             directory=Directory(RetentionPolicies()),
-            transfer=transfer,
+            transfer=BlockTransfer[Any](copier, device=cpu, block_bytes=BLOCK_BYTES),
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,
@@ -59,21 +96,25 @@ class _Host:
             max_num_batched_tokens=num_prompt_tokens,
             hash_algo="sha256",
         )
-        self._block_size = block_size
+        self.block_size = block_size
+        self.random = random.Random(0)
 
-    def serve(self, token_ids: list[int]) -> dict[str, float]:
-        """Serve a prompt to its first token; return milliseconds of each part."""
+    def prompt(self, num_tokens: int) -> list[int]:
+        """Return tokens that were never seen."""
+        return self.random.choices(range(VOCAB_SIZE), k=num_tokens)
+
+    def serve(self, token_ids: list[int]) -> Row:
+        """Serve a prompt to its first token; return milliseconds of each part, and its tiers."""
         marks = [time.perf_counter()]
-        hashes = chain_hashes(ROOT, token_ids, self._block_size)
+        hashes = chain_hashes(ROOT, token_ids, self.block_size)
         marks.append(time.perf_counter())
-        params = SamplingParams(max_tokens=1, temperature=0.0)
         request = Request(
             request_id="r",
-            params=params,
+            params=PARAMS,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             prefix=Prefix(root=ROOT, namespace=b"", hashes=hashes, retention="in_memory"),
-            sampler=SamplerState.from_params(params, 0),
+            sampler=SamplerState.from_params(PARAMS, 0),
             max_output_tokens=1,
         )
         self.scheduler.add(request)
@@ -88,37 +129,58 @@ class _Host:
         marks.append(time.perf_counter())
         for row in rows:
             self.scheduler.complete(row)
-        request.measure_usage(self._block_size, 0)
+        usage = request.measure_usage(self.block_size, 0)
         self.cache.touch(request.prefix)
         marks.append(time.perf_counter())
         self.scheduler.remove(request)
         self.cache.pump()
         marks.append(time.perf_counter())
-        parts = ("hash_ms", "lookup_ms", "load_ms", "complete_ms", "release_ms")
-        result = {
-            name: 1e3 * (after - before)
-            for name, before, after in zip(parts, marks[:-1], marks[1:], strict=True)
-        }
-        return result | {"until_first_token_ms": 1e3 * (marks[3] - marks[0])}
+        parts_ms = [1e3 * (end - start) for start, end in itertools.pairwise(marks)]
+        until_first_token = {"until_first_token_ms": sum(parts_ms[:3])}
+        by_tier = {"device": usage.device, "host": usage.host}
+        return dict(zip(PARTS, parts_ms, strict=True)) | until_first_token | {"by_tier": by_tier}
 
 
-def measure(num_tokens: int, block_size: int, repeats: int) -> list[dict[str, Any]]:
+def _measure_states(num_tokens: int, block_size: int, repeats: int) -> list[Row]:
     """Measure a prompt in each state; medians of the repeats."""
-    num_blocks = num_tokens // block_size
-    host = _Host(2 * num_blocks + 2, block_size, num_tokens)
-    generator = random.Random(0)
-    found: dict[str, list[dict[str, float]]] = {}
+    num_full = num_tokens // block_size * block_size
+    host = _Host(2 * num_tokens // block_size + 2, block_size, num_tokens + block_size)
+    runs: dict[str, list[Row]] = {"none": [], "device": [], "host": []}
     for _ in range(repeats):
-        prompt = generator.choices(range(VOCAB_SIZE), k=num_tokens)
-        longer = [*prompt, *generator.choices(range(VOCAB_SIZE), k=block_size)]
-        found.setdefault("none", []).append(host.serve(prompt))
-        found.setdefault("device", []).append(host.serve(longer[:-1]))
+        prompt = host.prompt(num_full)
+        longer = [*prompt, *host.prompt(block_size - 1)]  # its last token is never cached
+        runs["none"].append(host.serve(prompt))
+        runs["device"].append(host.serve(longer))
         if not host.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
-            raise RuntimeError("the prompt did not reach host memory")
-        found.setdefault("host", []).append(host.serve(longer[:-1]))
+            raise TieredKVError("The prompt did not reach host memory")
+        runs["host"].append(host.serve(longer))
         host.cache.evict(lambda _: True)
-    return [
-        {"state": state, "prompt_tokens": num_tokens, "block_size": block_size}
-        | {name: sorted(run[name] for run in runs)[len(runs) // 2] for name in runs[0]}
-        for state, runs in found.items()
-    ]
+    return [_row(state, num_full, block_size, several) for state, several in runs.items()]
+
+
+def _measure_filled(num_blocks: int, block_size: int, repeats: int) -> Row:
+    """Measure what a hit in VRAM costs a hash, when so many blocks are cached."""
+    prompt_blocks = min(FILLED_PROMPT_BLOCKS, num_blocks)
+    num_tokens = prompt_blocks * block_size
+    host = _Host(num_blocks + 2, block_size, num_tokens + block_size)
+    for _ in range(num_blocks // prompt_blocks - 1):
+        host.serve(host.prompt(num_tokens))
+    prompt = host.prompt(num_tokens)
+    host.serve(prompt)
+    longer = [*prompt, *host.prompt(block_size - 1)]
+    row = _row("device", num_tokens, block_size, [host.serve(longer) for _ in range(repeats)])
+    return row | {
+        "cached_blocks": num_blocks,
+        "us_per_hash": 1e3 * row["lookup_ms"] / prompt_blocks,
+    }
+
+
+def _row(state: str, num_tokens: int, block_size: int, runs: list[Row]) -> Row:
+    """Return medians, and the tiers of a run that is not what the state says, if there is one."""
+    expected = _expected(state, num_tokens)
+    wrong = [run["by_tier"] for run in runs if run["by_tier"] != expected]
+    times = {
+        name: statistics.median(run[name] for run in runs) for name in runs[0] if "_ms" in name
+    }
+    shape = {"state": state, "block_size": block_size, "prompt_tokens": num_tokens}
+    return shape | times | {"by_tier": (wrong or [expected])[0]}

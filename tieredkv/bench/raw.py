@@ -1,6 +1,7 @@
 """The physical limits of this machine, measured in the same run as what is compared with them."""
 
 import contextlib
+import hashlib
 import mmap
 import os
 import platform
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +29,9 @@ READ_THREADS = 4
 
 def hardware() -> dict[str, object]:
     """Return what this machine is: processor, cores, memory, GPU, software."""
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                cpu = line.split(":", 1)[1].strip()
-                break
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cpu": cpu,
+        "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
         "cores": os.cpu_count(),
         "memory_GiB": round(memory / 2**30, 1),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
@@ -48,21 +44,24 @@ def hardware() -> dict[str, object]:
 def commit() -> str:
     """Return the commit of the source tree, marked where it is dirty; the version without one."""
     root = Path(tieredkv.__file__).resolve().parent.parent
+    words = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        run = ["git", "-C", str(root)]
-        head = subprocess.run(
-            [*run, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = subprocess.run(
-            [*run, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        return head + ("-dirty" if dirty else "")
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
     return f"v{tieredkv.__version__}"
 
 
-def head(commit_told: str | None) -> dict[str, Any]:
-    """Return what a report begins with."""
-    command = shlex.join(["tieredkv", *sys.argv[1:]])
+def head(commit_told: str | None, command: str | None) -> dict[str, Any]:
+    """Return what a report begins with; the command is this process's own if None."""
+    command = command or shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
 
 
@@ -105,22 +104,22 @@ def gemm_TFLOPs(dtype: str) -> float:
     return round(10 * 2 * size**3 / took_s / 1e12, 3)
 
 
+def sha256_GBps() -> float:
+    """Return the rate of SHA-256 over a large buffer on one core."""
+    data = bytes(16 << 20)
+    return round(len(data) / median_s(lambda: hashlib.sha256(data).digest(), repeats=5) / 1e9, 3)
+
+
 def h2d_GBps() -> float:
     """Return the rate of one large copy from host memory to the device, best of five.
 
     On a machine without a GPU the "device" is ordinary memory, and so is this copy.
     """
-    on_gpu = torch.cuda.is_available()
-    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=on_gpu).random_()
-    target = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
-    best = 0.0
-    for _ in range(6):
-        start = time.perf_counter()
-        target.copy_(source, non_blocking=True)
-        if on_gpu:
-            torch.cuda.synchronize()
-        best = max(best, COPY_BYTES / (time.perf_counter() - start) / 1e9)
-    return round(best, 2)
+    is_pinned = torch.cuda.is_available()
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=is_pinned).random_()
+    target = torch.empty_like(source, device=device())
+    copy = partial(target.copy_, source, non_blocking=True)
+    return round(COPY_BYTES / min(median_s(copy, repeats=1) for _ in range(5)) / 1e9, 2)
 
 
 def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:
@@ -166,10 +165,12 @@ def has_block_device(folder: Path) -> bool:
 
 def read_bytes_of(pid: int | None) -> int:
     """Return how many bytes a process has had fetched from storage."""
-    if pid is None:
-        return 0
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path(f"/proc/{pid}/io").read_text().splitlines():
-            if line.startswith("read_bytes:"):
-                return int(line.split()[1])
-    return 0
+    return int(_field(f"/proc/{pid}/io", "read_bytes") or 0)
+
+
+def _field(path: str, name: str) -> str | None:
+    """Return a field of a file of the kernel's, None if one of them is not there."""
+    with contextlib.suppress(OSError):
+        fields = (line.partition(":") for line in Path(path).read_text().splitlines())
+        return next((value.strip() for key, _, value in fields if key.strip() == name), None)
+    return None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from tieredkv.bench import raw
+from tieredkv.bench.progress import tracked
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.host import HostArena
@@ -35,12 +36,10 @@ def run(progress: Progress, *, block_size_bytes: str, total: str, repeats: int) 
     if min(sizes) < 1 or total_bytes < 2 * max(sizes):
         raise ConfigError(f"`total` = `{total}` must hold two blocks of each size")
     rows: list[dict[str, Any]] = []
-    for done, size in enumerate(sizes):
-        progress("measuring", done, len(sizes))
+    for size in tracked(progress, "measuring", sizes):
         with contextlib.ExitStack() as stack:
             memories = _Memories(total_bytes // size, size, stack)
             rows += [_measure(memories, direction, repeats) for direction in DIRECTIONS]
-    progress("measuring", 1, 1)
     limits = {
         name: max(r["raw_GBps"] for r in rows if r["direction"] == name) for name in DIRECTIONS
     }

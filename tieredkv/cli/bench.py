@@ -1,8 +1,6 @@
 """`tieredkv bench`."""
 
 import importlib
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,8 @@ from tieredkv.config import Settings
 
 ARMS = "cold,device,host,disk,restart"
 POSITIVE = click.IntRange(min=1)
+PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "host": "until_first_token_ms"}
+"""What `--plot` draws; the ratio to a raw limit where nothing is said."""
 
 
 def report_options(command: Command) -> Command:
@@ -25,34 +25,46 @@ def report_options(command: Command) -> Command:
     return click.option("--commit", help=commit_help)(json_option(command))
 
 
-def _measure(
-    name: str, *arguments: Any, plot: Path | None, commit: str | None, as_json: bool, **options: Any
-) -> int:
-    """Measure; print a table, the raw limits, what is wrong, JSON; return the exit code."""
+def measure(
+    name: str,
+    *arguments: Any,
+    as_json: bool,
+    plot: Path | None = None,
+    commit: str | None = None,
+    command: str | None = None,
+    **options: Any,
+) -> tuple[int, list[dict[str, Any]]]:
+    """Measure; print a table, the raw limits, what is wrong, JSON.
+
+    Returns:
+        The exit code, and the rows of the table.
+    """
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
 
     plots.check(plot)
-    run = importlib.import_module(f"tieredkv.bench.{name}").run
-    report = raw.head(commit) | run(*arguments, terminal_progress(), **options)
-    rows, hardware = report["rows"], report["hardware"]
+    module = importlib.import_module(f"tieredkv.bench.{name}")
+    report = raw.head(commit, command) | module.run(*arguments, terminal_progress(), **options)
+    rows = module.table(report["rows"]) if name == "ttft" else report["rows"]
     names = list(dict.fromkeys(key for row in rows for key in row if not key.endswith("_all")))
     cells = [{key.replace("_", " "): _cell(row.get(key)) for key in names} for row in rows]
     print_table(cells, numbers=len(names) - 2)
+    hardware, limits = report["hardware"], report["raw"]
     click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
-    for title in ("raw", "promotion", "demotion"):
-        if title in report:
-            click.echo(
-                f"{'raw limits of this run' if title == 'raw' else title}: {_cell(report[title])}"
-            )
+    facts = {key: report[key] for key in ("model", "dtype", "block_size") if key in report}
+    shown = {"raw limits of this run": limits, "served": facts}
+    shown |= {key: report[key] for key in ("promotion", "demotion") if key in report}
+    for title in filter(shown.get, shown):
+        click.echo(f"{title}: {_cell(shown[title])}")
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
-        y, limits = ("GBps", report["raw"]) if name == "transfer" else ("ratio", {"": 1.0})
-        plots.draw(plot, rows, (names[0], names[1], y), limits)
+        y = PLOTTED.get(name, "ratio")
+        lines = {"GBps": limits, "ratio": {"": 1.0}}.get(y, {})
+        plots.draw(plot, rows, (names[0], names[1], y), lines)
     if as_json:
         print_json(report)
-    return 1 if report["problems"] else 0
+    return (1 if report["problems"] else 0), rows
 
 
 def _cell(value: Any) -> str:
@@ -63,11 +75,19 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _lengths(_context: object, _option: object, text: str | None) -> list[int]:
-    try:
-        return [int(part) for part in (text or "").split(",") if part]
-    except ValueError:
-        raise click.BadParameter(f"'{text}' is not a list of lengths such as 512,2048.") from None
+def _counts(_context: object, _option: object, text: str | None) -> list[int]:
+    parts = [part for part in (text or "").split(",") if part]
+    if text is not None and not (parts and all(part.isdecimal() and int(part) for part in parts)):
+        raise click.BadParameter(f"'{text}' is not a list of counts such as 512,2048.")
+    return [int(part) for part in parts]
+
+
+def _settings(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the flags of settings out of the options; return all settings that are not defaults."""
+    told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
+    settings, sources = settings_of(told, config_path=options.pop("config_path"))
+    given = [name for name in Settings.__slots__ if sources.get(name, "default") != "default"]
+    return {name: getattr(settings, name) for name in (*given, "policies")}
 
 
 @click.group()
@@ -78,25 +98,14 @@ def bench() -> None:
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
 @click.option(
-    "--prefix-tokens", default="512,2048", show_default=True, callback=_lengths, help="Lengths."
+    "--prefix-tokens", default="512,2048", show_default=True, callback=_counts, help="Lengths."
 )
 @click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
-@click.option("--repeats", type=int, default=5, show_default=True, help="Prefixes of each length.")
+@click.option("--repeats", type=POSITIVE, default=5, show_default=True, help="Of each length.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
 @settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
 @report_options
-def ttft(
-    model: str,
-    prefix_tokens: list[int],
-    arms: str,
-    repeats: int,
-    bench_seed: int,
-    commit: str | None,
-    plot: Path | None,
-    config_path: str | None,
-    as_json: bool,
-    **settings: Any,
-) -> int:
+def ttft(arms: str, **options: Any) -> int:
     """Measure the time to the first token, cold and with the prefix in each tier.
 
     Every hit is proved: its tier, its KV bytes and its tokens are compared with the cold run; exit
@@ -106,31 +115,9 @@ def ttft(
     Example:
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
-    settings_of(settings, config_path=config_path, model=model)
-    disk_dir = settings.pop("disk_dir")
-    from tieredkv.bench import plots
-    from tieredkv.bench import ttft as run_ttft
-
-    plots.check(plot)
-    spec = run_ttft.TTFTSpec(
-        prefix_tokens=prefix_tokens,
-        arms=arms.split(","),
-        repeats=repeats,
-        seed=bench_seed,
-        settings={name: value for name, value in settings.items() if value is not None}
-        | {"model": model, "restore": "load"}
-        | ({"config": config_path} if config_path else {}),
-    )
-    report = run_ttft.run(
-        spec,
-        command=shlex.join(["tieredkv", *sys.argv[1:]]),
-        disk_dir=Path(disk_dir) if disk_dir else None,
-        commit=commit,
-    )
-    if plot is not None:
-        rows = [{**row, "TTFT_p50_ms": row["ttft_ms"]["p50"]} for row in report["rows"]]
-        plots.draw(plot, rows, ("arm", "prefix_tokens", "TTFT_p50_ms"), {})
-    return show_ttft(report, as_json=as_json)
+    return measure(
+        "ttft", _settings(options) | {"restore": "load"}, arms=arms.split(","), **options
+    )[0]
 
 
 @bench.command()
@@ -150,7 +137,36 @@ def transfer(**options: Any) -> int:
     Example, half a minute:
       tieredkv bench transfer --block-size-bytes 512KiB,2MiB,8MiB --total 1GiB
     """
-    return _measure("transfer", **options)
+    return measure("transfer", **options)[0]
+
+
+@bench.command()
+@click.option("--prompt-tokens", type=POSITIVE, default=131072, show_default=True, help="Length.")
+@click.option(
+    "--block-sizes", default="16,64", show_default=True, callback=_counts, help="Tokens a block."
+)
+@click.option(
+    "--cached-blocks",
+    default="10000,100000,1000000",
+    show_default=True,
+    callback=_counts,
+    help="Blocks that are cached when 2048 of them are looked up.",
+)
+@click.option("--repeats", type=POSITIVE, default=5, show_default=True, help="Behind a median.")
+@report_options
+def host(**options: Any) -> int:
+    """Measure what a long prompt costs the engine's thread beside its kernels.
+
+    Hashing, lookup and admission, the wait for blocks, completion and release, in milliseconds: of
+    a prompt that is nowhere, in VRAM, in host memory. Blocks are of a few bytes and no model runs.
+    Us per hash is lookup and admission of 2048 blocks, over their number, while so many blocks are
+    cached. Exit 1 if a prompt is not found where it should be.
+
+    \b
+    Example, a few seconds:
+      tieredkv bench host --prompt-tokens 32768 --cached-blocks 10000,100000
+    """
+    return measure("host", **options)[0]
 
 
 @bench.command()
@@ -172,12 +188,12 @@ def attention(**options: Any) -> int:
     Example, a minute:
       tieredkv bench attention --shape llama-3.1-8b --cases 8192+0,64+32768,64x4096
     """
-    return _measure("attention", **options)
+    return measure("attention", **options)[0]
 
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option("--contexts", callback=_lengths, help="ITL of one request, e.g. 1024,32768.")
+@click.option("--contexts", callback=_counts, help="ITL of one request, e.g. 1024,32768.")
 @click.option("--tokens", type=POSITIVE, default=200, show_default=True, help="Gaps behind an ITL.")
 @click.option("--workloads", help="Throughput, e.g. 128x1024+256,32x8192+128.")
 @click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Runs of a workload.")
@@ -204,47 +220,7 @@ def decode(**options: Any) -> int:
     Example, a minute without a GPU:
       tieredkv bench decode --model tiny-random --contexts 1024 --demotion 16x512+16
     """
-    told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
-    settings, sources = settings_of(told, config_path=options.pop("config_path"))
-    given = {name for name in Settings.__slots__ if sources.get(name, "default") != "default"}
+    settings = _settings(options)
     if not any(options[name] for name in ("contexts", "workloads", "demotion", "promotion")):
         options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
-    return _measure("decode", {name: getattr(settings, name) for name in given}, **options)
-
-
-def show_ttft(report: dict[str, Any], *, as_json: bool) -> int:
-    """Print a TTFT report as a table, what it proves wrong, and its JSON; return the exit code."""
-    from tieredkv.bench.ttft import problems
-
-    cold = {r["prefix_tokens"]: r["ttft_ms"]["p50"] for r in report["rows"] if r["arm"] == "cold"}
-    limits = report["raw"]
-    rows = [_ttft_row(row, cold.get(row["prefix_tokens"])) for row in report["rows"]]
-    print_table(rows, numbers=8)
-    disk = limits["disk_read_GBps"]
-    click.echo(
-        f"{report['model']}, {report['dtype']}, blocks of {report['block_size']} tokens; raw limits"
-        f" of this run: host to device {limits['h2d_GBps']} GB/s, disk "
-        f"{'not measured (no O_DIRECT)' if disk is None else f'{disk} GB/s'}"
-    )
-    found = problems(report)
-    for problem in found:
-        click.echo(f"error: {problem}", err=True)
-    if as_json:
-        print_json(report)
-    return 1 if found else 0
-
-
-def _ttft_row(row: dict[str, Any], cold_ms: float | None) -> dict[str, str]:
-    p50 = row["ttft_ms"]["p50"]
-    is_hit = row["arm"] != "cold"
-    return {
-        "arm": row["arm"],
-        "prefix tokens": str(row["prefix_tokens"]),
-        "TTFT p50 ms": f"{p50:.1f}",
-        "min ms": f"{row['ttft_ms']['min']:.1f}",
-        "vs cold": f"{cold_ms / p50:.1f}x" if is_hit and cold_ms else "-",
-        "cached tokens": str(row["cached_tokens"]),
-        "loaded GB/s": f"{row['bytes_loaded'] / p50 / 1e6:.2f}" if row["bytes_loaded"] else "-",
-        "tokens equal": ("yes" if row["tokens_equal_cold"] else "NO") if is_hit else "-",
-        "KV bytes equal": ("yes" if row["kv_bytes_equal"] else "NO") if is_hit else "-",
-    }
+    return measure("decode", settings, **options)[0]

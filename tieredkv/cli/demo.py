@@ -1,8 +1,10 @@
 """`tieredkv demo`: the main job on this machine, in a minute or two."""
 
+from typing import Any
+
 import click
 
-from tieredkv.cli.bench import ARMS, show_ttft
+from tieredkv.cli.bench import ARMS, measure
 from tieredkv.cli.output import json_option
 
 CPU_MODEL, CPU_PREFIX_TOKENS = "tiny-random", 2048
@@ -32,13 +34,10 @@ def demo(as_json: bool) -> int:
         "from disk in a new process.",
         err=True,
     )
-    settings, arms = {"model": model, "restore": "load"}, ARMS.split(",")
-    spec = ttft.TTFTSpec(prefix_tokens=[length], arms=arms, repeats=REPEATS, settings=settings)
+    told: dict[str, Any] = {"prefix_tokens": [length], "arms": ARMS.split(","), "repeats": REPEATS}
     command = f"tieredkv bench ttft --model {model} --prefix-tokens {length} --repeats {REPEATS}"
-    report = ttft.run(spec, command=command)
-    status = show_ttft(report, as_json=True)
-    p50 = {row["arm"]: row["ttft_ms"]["p50"] for row in report["rows"]}
-    slower = [arm for arm in p50 if arm != "cold" and p50[arm] >= p50["cold"]]
-    if slower:
+    status, rows = measure("ttft", {"model": model}, as_json=True, command=command, **told)
+    p50_ms = {row["arm"]: row["TTFT_p50_ms"] for row in rows}
+    if slower := [arm for arm in p50_ms if arm != "cold" and p50_ms[arm] >= p50_ms["cold"]]:
         click.echo(f"warning: not faster than cold: {', '.join(slower)}", err=True)
     return status

@@ -77,12 +77,10 @@ def _software() -> Iterator[Check]:
 def _memory(host_size: int) -> Iterator[Check]:
     needed = f"`host_size` is {format_bytes(host_size)}"
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if soft == resource.RLIM_INFINITY:
-        yield Check("memory that may be locked", "ok", "unlimited")
-    else:
-        status = "ok" if soft >= host_size else "warn"
-        detail = f"{format_bytes(soft)}; {needed} (see `ulimit -l`)"
-        yield Check("memory that may be locked", status, detail)
+    is_unlimited = soft == resource.RLIM_INFINITY
+    status = "ok" if is_unlimited or soft >= host_size else "warn"
+    detail = "unlimited" if is_unlimited else f"{format_bytes(soft)}; {needed} (see `ulimit -l`)"
+    yield Check("memory that may be locked", status, detail)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     status = "ok" if host_size < total else "fail"
     yield Check("host memory", status, f"{format_bytes(total)}; {needed}")
@@ -110,11 +108,8 @@ def _disk(folder: Path) -> Iterator[Check]:
     except OSError as error:
         yield Check("disk folder", "fail", f"cannot write: {error.strerror}")
         return
-    without = "not here: blocks go through the page cache"
-    yield _ability("O_DIRECT", has_direct_io, without)
-    without = "not here: expired bytes are overwritten with zeroes"
-    yield _ability("hole punching", can_punch, without)
-
-
-def _ability(name: str, is_there: bool, without: str) -> Check:
-    return Check(name, "ok", "works") if is_there else Check(name, "warn", without)
+    for name, is_there, without in (
+        ("O_DIRECT", has_direct_io, "blocks go through the page cache"),
+        ("hole punching", can_punch, "expired bytes are overwritten with zeroes"),
+    ):
+        yield Check(name, *(("ok", "works") if is_there else ("warn", f"not here: {without}")))

@@ -20,33 +20,6 @@ EXIT_USAGE = 2
 EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
 
-OVERVIEW = """\
-tieredkv serves language models and keeps their prompt cache: in GPU memory, in pinned host
-memory and on a local SSD, for as long as each request asked.
-
-Try it without a GPU or a checkpoint:
-  tieredkv demo                                        one prompt from every tier, timed
-  tieredkv generate tiny-random "Once upon a time" --max-tokens 8
-  tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
-
-Serve a model of yours to OpenAI clients:
-  tieredkv serve ./Llama-3.1-8B-Instruct --host-size 64GiB --disk-dir /nvme/kv --disk-size 500GiB
-  curl localhost:8000/v1/models
-
-See what is kept, and act on it, whether the server runs or not:
-  tieredkv df --disk-dir ./kv                          blocks and bytes of each tier
-  tieredkv ls --disk-dir ./kv                          prefixes on disk, until when they are kept
-  tieredkv evict --disk-dir ./kv --older-than 2h       drop what nobody used for two hours
-  tieredkv verify --disk-dir ./kv                      read every block back and compare
-
-Measure and check:
-  tieredkv bench ttft --model tiny-random              time to first token from every tier
-  tieredkv doctor --disk-dir ./kv                      what this machine can do
-  tieredkv config show                                 every setting, and where it comes from
-
-Every verb has --help and --json. Settings: flag > TIEREDKV_* > --config file.toml > default.
-"""
-
 
 @click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
@@ -54,10 +27,39 @@ Every verb has --help and --json. Settings: flag > TIEREDKV_* > --config file.to
 def cli(context: click.Context) -> None:
     """Serve language models with a prompt cache that keeps its promises.
 
-    Run `tieredkv` alone for examples.
+    \b
+    tieredkv serves language models and keeps their prompt cache: in GPU memory, in pinned host
+    memory and on a local SSD, for as long as each request asked.
+
+    \b
+    Try it without a GPU or a checkpoint:
+      tieredkv demo                                        one prompt from every tier, timed
+      tieredkv generate tiny-random "Once upon a time" --max-tokens 8
+      tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
+
+    \b
+    Serve a model of yours to OpenAI clients:
+      tieredkv serve ./Llama-3.1-8B-Instruct --host-size 64GiB --disk-dir /nvme/kv --disk-size 2TiB
+      curl localhost:8000/v1/models
+
+    \b
+    See what is kept, and act on it, whether the server runs or not:
+      tieredkv df --disk-dir ./kv                          blocks and bytes of each tier
+      tieredkv ls --disk-dir ./kv                          prefixes on disk, and until when
+      tieredkv evict --disk-dir ./kv --older-than 2h       drop what nobody used for two hours
+      tieredkv verify --disk-dir ./kv                      read every block back and compare
+
+    \b
+    Measure and check:
+      tieredkv bench ttft --model tiny-random              time to first token from every tier
+      tieredkv doctor --disk-dir ./kv                      what this machine can do
+      tieredkv config show                                 every setting, and where it comes from
+
+    \b
+    Every verb has --help and --json. Settings: flag > TIEREDKV_* > --config file.toml > default.
     """
     if context.invoked_subcommand is None:
-        click.echo(OVERVIEW, nl=False)
+        click.echo(context.get_help())
 
 
 verbs = [serve.serve, generate.generate, bench.bench, demo.demo, doctor.doctor, config.config]

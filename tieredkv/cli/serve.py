@@ -1,6 +1,5 @@
 """`tieredkv serve`."""
 
-import logging
 import sys
 from typing import Any
 
@@ -9,30 +8,17 @@ import click
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings_options import settings_of, settings_options
+from tieredkv.config import CLOCK_OFFSET_VARIABLE
 
-LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-
-logger = logging.getLogger(__name__)
+LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
 
 
 @click.command()
 @click.argument("model", required=False)
 @settings_options("model", "cache", "scheduler", "server")
-@click.option(
-    "--strict-params", is_flag=True, help="Refuse unknown request fields instead of ignoring them."
-)
-@click.option(
-    "--allow-open-access",
-    is_flag=True,
-    help="Listen on an address that others can reach without any API key.",
-)
-@click.option(
-    "--log-level",
-    type=click.Choice(LOG_LEVELS, case_sensitive=False),
-    default="INFO",
-    show_default=True,
-    help="What to log on stderr; never prompts.",
-)
+@click.option("--strict-params", is_flag=True, help="Refuse request fields that are unknown.")
+@click.option("--allow-open-access", is_flag=True, help="Let others reach it without an API key.")
+@click.option("--log-level", type=LEVELS, default="INFO", show_default=True, help="Never prompts.")
 @json_option
 def serve(
     model: str | None,
@@ -58,12 +44,8 @@ def serve(
         raise usage_error("Missing argument 'MODEL'.")
     set_up_logging(log_level)
     if loaded.settings.clock_offset_file:
-        click.echo(
-            "WARNING: TIEREDKV_TEST_CLOCK_OFFSET_FILE is set: the clock is turned by "
-            f"`{loaded.settings.clock_offset_file}` and retention times are not real. "
-            "This is for tests only.",
-            err=True,
-        )
+        turned = f"the clock is turned by `{loaded.settings.clock_offset_file}`, for tests only"
+        click.echo(f"WARNING: {CLOCK_OFFSET_VARIABLE} is set: {turned}", err=True)
     from tieredkv.engine.messages import EngineInfo
     from tieredkv.server.serve import Server
 

@@ -1,13 +1,13 @@
 """`tieredkv df`, `ls`, `evict` and `verify`, on a running server or a stopped store."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
 from tieredkv.cli.settings_options import config_option, settings_of
 from tieredkv.clock import Clock
@@ -166,22 +166,9 @@ def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_js
     Example:
       tieredkv verify --disk-dir ./kv
     """
-    store = _Store(disk_dir, config_path)
-    with Progress(
-        TextColumn("verifying"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        task = bar.add_task("verify", total=None)
-
-        def on_progress(done: int, total: int) -> None:
-            bar.update(task, completed=done, total=total)
-
-        answer = store.control.verify(repair=not no_repair, progress=on_progress)
+    control = _Store(disk_dir, config_path).control
+    progress = partial(terminal_progress(), "verifying")
+    answer = control.verify(repair=not no_repair, progress=progress)
     if as_json:
         print_json(answer)
     else:
