@@ -6,6 +6,7 @@ become views of the merged matrices, and computes what that model's own code com
 neither requests nor blocks, and leaves the choice of a kernel to `tieredkv.kernels`.
 """
 
+import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,27 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 
 from tieredkv.engine.attention import AttentionContext
 from tieredkv.kernels import layers
 
 logger = logging.getLogger(__name__)
 
-_CLASS_PREFIXES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-"""How transformers' classes are called in the families that are known, by `model_type`."""
-
-_MODEL_CLASSES = ("ForCausalLM", "Model", "RotaryEmbedding")
-_LAYER_CLASSES = ("DecoderLayer", "Attention", "MLP", "RMSNorm")
-_FIRST = "model.layers.0."
-_QKV = tuple(f"self_attn.{name}_proj" for name in "qkv")
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_LINEARS = (*_QKV, "self_attn.o_proj", *_GATE_UP, "mlp.down_proj")
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
-_EMBEDDING = "model.embed_tokens.weight"
-_OTHER_WEIGHTS = {_EMBEDDING, "model.norm.weight", "lm_head.weight"}
-
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _MAX_TABLE_BYTES = 1 << 30
 _NUM_TABLE_ROWS = 1 << 14
 """Positions whose cosines and sines are computed at a time."""
@@ -154,18 +141,19 @@ class FusedModel:
 
 
 def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Say what of a model is not known here, if anything is: a module, a parameter or a size."""
-    prefix = _CLASS_PREFIXES.get(config.model_type)
-    if prefix is None:
-        return f"only {', '.join(_CLASS_PREFIXES)} are fused"
-    names = {prefix + part for part in _MODEL_CLASSES + _LAYER_CLASSES}
-    plain = (nn.Linear, nn.Embedding, nn.ModuleList, type(ACT2FN["silu"]))
-    for path, module in model.named_modules():
-        if type(module) not in plain and type(module).__name__ not in names:
-            return f"`{path}` is a `{type(module).__name__}`"
-    found = dict(model.named_parameters(remove_duplicate=False))
-    if reason := _parameter_refusal(found, prefix, config.num_hidden_layers):
-        return reason
+    """Say what of a model is not as transformers makes it of this config, or not known here."""
+    if config.model_type not in _FAMILIES:
+        return f"only {', '.join(_FAMILIES)} are fused"
+    if config.hidden_act != "silu":
+        return f"its activation is `{config.hidden_act}`"
+    with torch.device("meta"):
+        plain = _parts(type(model)(copy.deepcopy(config)))
+    found = _parts(model)
+    for path in [*found, *plain]:
+        if found.get(path) != plain.get(path):
+            return f"`{path}` is a `{found.get(path)}`, not a `{plain.get(path)}`"
+    if len({(parameter.dtype, parameter.device) for parameter in model.parameters()}) > 1:
+        return "its parameters are of several dtypes or on several devices"
     whole: Any = model
     num_rotated = 2 * len(whole.model.rotary_emb.inv_freq)
     head_dim = whole.model.layers[0].self_attn.head_dim
@@ -178,30 +166,11 @@ def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _parameter_refusal(found: dict[str, nn.Parameter], prefix: str, num_layers: int) -> str | None:
-    """Say which parameter is missing, not known, or not as its like in the first layer."""
-    embedding = found[_EMBEDDING]
-    for name, parameter in found.items():
-        if (parameter.dtype, parameter.device) != (embedding.dtype, embedding.device):
-            return f"`{name}` is of another dtype or on another device than the embedding"
-    shapes = {name: parameter.shape for name, parameter in found.items()}
-    norms = _NORMS + _HEAD_NORMS if prefix == "Qwen3" else _NORMS
-    weights = {f"{name}.weight" for name in (*_LINEARS, *norms)}
-    first = {
-        name.removeprefix(_FIRST): shapes.pop(name) for name in found if name.startswith(_FIRST)
-    }
-    if strange := sorted({name for name in first if not name.endswith("_proj.bias")} ^ weights):
-        return f"the parameter `{_FIRST}{strange[0]}` is missing or not known"
-    for merged in (_QKV, _GATE_UP):
-        if len({f"{linear}.bias" in first for linear in merged}) > 1:
-            return f"of {', '.join(merged)} some have a bias and some have not"
-    for index in range(1, num_layers):
-        for name, shape in first.items():
-            if shapes.pop(f"model.layers.{index}.{name}", None) != shape:
-                return f"layers 0 and {index} differ in `{name}`"
-    if strange := sorted(shapes.keys() ^ _OTHER_WEIGHTS):
-        return f"the parameter `{strange[0]}` is missing or not known"
-    return None
+def _parts(model: nn.Module) -> dict[str, str]:
+    """Name the class of each module and the shape of each parameter."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    shapes = {name: str(tuple(parameter.shape)) for name, parameter in parameters}
+    return {path: type(module).__name__ for path, module in model.named_modules()} | shapes
 
 
 def _merge_layer(layer: Any) -> _Layer:

@@ -16,7 +16,6 @@ from typing import Any
 import huggingface_hub
 import torch
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -113,8 +112,13 @@ class FoundModel:
         progress = progress or _ignore_progress
         if self.folder is None:
             return _load_random(self, progress)
-        cache_dir = None if cache_dir is None else cache_dir.expanduser()
-        return _load_folder(self, self.folder, progress, fingerprint, cache_dir)
+        files = _weight_files(self.name, self.folder)
+        tokenizer = _load_tokenizer(self.name, self.folder)
+        cache_dir = cache_dir and cache_dir.expanduser()
+        digest = files_fingerprint(
+            self.config.to_dict(), files, mode=fingerprint, cache_dir=cache_dir, progress=progress
+        )
+        return _load_folder(self, self.folder, tokenizer, digest, progress)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,22 +157,17 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
     target = _resolve_device(device)
     if dtype not in (None, "auto", *DTYPE_BYTES):
         raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
-    folder = None
-    if name == tiny.TINY_NAME:
-        config: PreTrainedConfig = tiny.tiny_config()
-    elif name.startswith(RANDOM_PREFIX):
-        config = _random_config(name)
-    else:
+    config, folder = _drawn_config(name), None
+    if config is None:
         folder = _find_folder(name)
         config = _read_config(name, folder)
     check_config(name, config)
     if folder is not None:
         _weight_files(name, folder)
     elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
-        raise ModelError(
-            f"model `{name}`: a vocabulary of {config.vocab_size} tokens has no room for the "
-            f"{tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
-        )
+        size = f"a vocabulary of {config.vocab_size} tokens"
+        what = f"{size} has no room for the {tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
+        raise _refused(name, what)
     return FoundModel(
         name=name,
         config=config,
@@ -185,10 +184,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: the model or its tokenizer cannot be found or read.
     """
-    if name == tiny.TINY_NAME or name.startswith(RANDOM_PREFIX):
-        config = tiny.tiny_config() if name == tiny.TINY_NAME else _random_config(name)
-        return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
-    return _load_tokenizer(name, _find_folder(name))
+    config = _drawn_config(name)
+    if config is None:
+        return _load_tokenizer(name, _find_folder(name))
+    return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -214,8 +213,12 @@ def _resolve_dtype(dtype: str | None, config: PreTrainedConfig, device: torch.de
     return stored if stored in DTYPE_BYTES else "bfloat16"
 
 
-def _random_config(name: str) -> PreTrainedConfig:
-    """Find the shape that `random:<shape>` names."""
+def _drawn_config(name: str) -> PreTrainedConfig | None:
+    """Find the shape that `tiny-random` or `random:<shape>` names; None for a checkpoint."""
+    if name == tiny.TINY_NAME:
+        return tiny.tiny_config()
+    if not name.startswith(RANDOM_PREFIX):
+        return None
     shape = name.removeprefix(RANDOM_PREFIX)
     if shape.lower() in KNOWN_SHAPES:
         table = dict(KNOWN_SHAPES[shape.lower()])
@@ -223,10 +226,8 @@ def _random_config(name: str) -> PreTrainedConfig:
     path = Path(shape).expanduser()
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        raise ModelError(
-            f"model `{name}`: `{shape}` is neither a config.json nor a known shape; "
-            f"known are {', '.join(KNOWN_SHAPES)}"
-        )
+        known = f"known are {', '.join(KNOWN_SHAPES)}"
+        raise _refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
     return _read_config(name, path)
 
 
@@ -236,17 +237,16 @@ def _read_config(name: str, path: Path) -> PreTrainedConfig:
     try:
         table = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"model `{name}`: `{path}` has no config.json") from None
+        raise _refused(name, f"`{path}` has no config.json") from None
     except (OSError, ValueError) as error:
-        raise ModelError(f"model `{name}`: `{file}` cannot be read: {error}") from error
+        raise _refused(name, f"`{file}` cannot be read: {error}") from error
     if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
-        raise ModelError(f"model `{name}`: `{file}` names no model_type")
+        raise _refused(name, f"`{file}` names no model_type")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
     except Exception as error:  # transformers raises KeyError, ValueError and its own by the field
-        raise ModelError(
-            f"model `{name}`: transformers cannot read its config: {_first_line(error)}"
-        ) from error
+        what = f"transformers cannot read its config: {_first_line(error)}"
+        raise _refused(name, what) from error
     return config
 
 
@@ -258,21 +258,16 @@ def _find_folder(name: str) -> Path:
     if name.strip() and folder.exists():
         raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
-        raise ModelError(f"model `{name}`: there is no such folder")
+        raise _refused(name, "there is no such folder")
     try:
         fetched = Path(huggingface_hub.snapshot_download(name, allow_patterns=_CONFIG_FILES))
         check_config(name, _read_config(name, fetched))
-        weights = [*_CONFIG_FILES, "*.safetensors"]
-        return Path(
-            huggingface_hub.snapshot_download(
-                name, allow_patterns=weights, ignore_patterns=["*/*.safetensors", "consolidated*"]
-            )
-        )
+        wanted, others = [*_CONFIG_FILES, "*.safetensors"], ["*/*.safetensors", "consolidated*"]
+        download = huggingface_hub.snapshot_download
+        return Path(download(name, allow_patterns=wanted, ignore_patterns=others))
     except _HUB_ERRORS as error:
-        raise ModelError(
-            f"model `{name}` is not a local folder and cannot be fetched from the hub: "
-            f"{_first_line(error)}"
-        ) from error
+        what = "is not a local folder and cannot be fetched from the hub"
+        raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
 
 
 def _weight_files(name: str, folder: Path) -> list[Path]:
@@ -282,36 +277,27 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise ModelError(
-            f"model `{name}`: `{folder}` has no model.safetensors; other weight formats are not "
-            "loaded, since they can run code"
-        )
+        others = "other weight formats are not loaded, since they can run code"
+        raise _refused(name, f"`{folder}` has no model.safetensors; {others}")
     try:
         shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ModelError(f"model `{name}`: `{index}` cannot be read: {error!r}") from error
+        raise _refused(name, f"`{index}` cannot be read: {error!r}") from error
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
-        raise ModelError(
-            f"model `{name}`: {len(missing)} of {len(shards)} weight files are missing from "
-            f"`{folder}`, the first is `{missing[0]}`"
-        )
+        what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"
+        raise _refused(name, f"{what}, the first is `{missing[0]}`")
     return [folder / shard for shard in shards]
 
 
 def _load_folder(
     found: FoundModel,
     folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    digest: bytes,
     progress: Progress,
-    mode: FingerprintMode,
-    cache_dir: Path | None,
 ) -> LoadedModel:
     name, config, device = found.name, found.config, found.device
-    files = _weight_files(name, folder)
-    tokenizer = _load_tokenizer(name, folder)
-    digest = files_fingerprint(
-        config.to_dict(), files, mode=mode, cache_dir=cache_dir, progress=progress
-    )
     progress("loading weights", 0.0)
     try:
         with _without_progress_bars():
@@ -326,18 +312,17 @@ def _load_folder(
                 output_loading_info=True,
             )
     except Exception as error:  # safetensors, torch and transformers each raise their own
-        raise ModelError(
-            f"model `{name}`: its weights cannot be loaded: {_first_line(error)}"
-        ) from error
+        raise _refused(name, f"its weights cannot be loaded: {_first_line(error)}") from error
     # NOTE: transformers draws what a checkpoint lacks at random, and warns.
     if absent := sorted(info["missing_keys"]):
-        raise ModelError(
-            f"model `{name}`: its weights do not fit its config: {len(absent)} tensors are "
-            f"missing, the first is `{absent[0]}`"
-        )
+        what = f"{len(absent)} tensors are missing, the first is `{absent[0]}`"
+        raise _refused(name, f"its weights do not fit its config: {what}")
     model = model.to(device)
     if device.type == "cpu":
-        _own_weights(model)
+        # Copied out of the memory-mapped file, one by one: a file that is overwritten then cannot
+        # change a running model, and results do not depend on where a tensor stood in its file.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
     progress("loading weights", 1.0)
     eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
     return _finish(found, model, tokenizer, digest, eos_token_ids)
@@ -356,25 +341,13 @@ def _without_progress_bars() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _own_weights(model: nn.Module) -> None:
-    """Copy weights out of the memory-mapped file, one by one.
-
-    A file that is overwritten then cannot change a running model, and matrices lie aligned, so
-    that results do not depend on where a tensor stood in its file.
-    """
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
 def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     except Exception as error:  # a missing or malformed file shows as nearly any type
-        raise ModelError(
-            f"model `{name}`: its tokenizer cannot be loaded: {_first_line(error)}"
-        ) from error
+        raise _refused(name, f"its tokenizer cannot be loaded: {_first_line(error)}") from error
     return tokenizer
 
 
@@ -387,12 +360,10 @@ def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
         model = _AUTO_MODEL.from_config(
             config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
         )
-    if found.name == tiny.TINY_NAME:
-        seed = tiny.TINY_SEED
-        tiny.init_tiny_weights(model)
-    else:
-        seed = RANDOM_SEED
-        _draw_weights(model, seed)
+    is_tiny = found.name == tiny.TINY_NAME
+    seed = tiny.TINY_SEED if is_tiny else RANDOM_SEED
+    draw = tiny.init_tiny_weights if is_tiny else _draw_weights
+    draw(model)
     digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
     tokenizer = tiny.byte_tokenizer(found.vocab_size, found.max_model_len)
     progress("drawing weights", 1.0)
@@ -400,12 +371,10 @@ def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
 
 
 @torch.no_grad()
-def _draw_weights(model: nn.Module, seed: int) -> None:
+def _draw_weights(model: PreTrainedModel) -> None:
     """Fill every matrix with small Gaussians and every norm with ones, in place."""
-    generator: torch.Generator | None = None
+    generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
     for name, parameter in model.named_parameters():
-        if generator is None:
-            generator = torch.Generator(parameter.device).manual_seed(seed)
         if parameter.ndim == 1:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
@@ -452,11 +421,12 @@ def _eos_token_ids(
     config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: Any
 ) -> frozenset[int]:
     """Gather the end tokens from the generation config, the config and the tokenizer."""
-    found: set[int] = set()
-    for source in (generation, config, tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or ())
-    return frozenset(found)
+    told = [getattr(each, "eos_token_id", None) for each in (generation, config, tokenizer)]
+    return frozenset().union(*([it] if isinstance(it, int) else it or () for it in told))
+
+
+def _refused(name: str, what: str) -> ModelError:
+    return ModelError(f"model `{name}`: {what}")
 
 
 def _first_line(error: BaseException) -> str:

@@ -77,22 +77,20 @@ class SamplerState:
     def needs_history(self) -> bool:
         """Whether the next token cannot be chosen before the host has seen the last one."""
         params = self.params
-        return (
-            params.repetition_penalty != 1.0
-            or params.presence_penalty != 0.0
-            or params.frequency_penalty != 0.0
-        )
+        is_penalised = params.presence_penalty or params.frequency_penalty
+        return bool(is_penalised) or params.repetition_penalty != 1.0
+
+    @property
+    def is_filtered(self) -> bool:
+        """Whether tokens are drawn by rank, for `top_k` or `top_p`."""
+        return self.params.top_p < 1.0 or self.params.top_k > 0
 
     @property
     def takes_most_likely(self) -> bool:
         """Whether the next token is the most likely one by the model's own logits."""
         params = self.params
-        return (
-            params.is_greedy
-            and not params.logit_bias
-            and not self.needs_history
-            and self.num_output_tokens >= params.min_tokens
-        )
+        is_adjusted = params.logit_bias or self.needs_history
+        return params.is_greedy and not is_adjusted and self.num_output_tokens >= params.min_tokens
 
     def append(self, token_id: int) -> None:
         """Note what was chosen; `Sampling.tokens` does it."""
@@ -118,9 +116,9 @@ class Sampling:
     def __init__(self, token_ids: Tensor, states: Sequence[SamplerState]) -> None:
         self.token_ids = token_ids
         self._states = states
-        self._event = torch.cuda.Event() if token_ids.is_cuda else None
         self._host_ids = to_host(token_ids)
         self._scores: tuple[list[int], Scores] | None = None
+        self._event = torch.cuda.Event() if token_ids.is_cuda else None
         self._record()
 
     def score(self, logits: Tensor) -> None:
@@ -179,12 +177,9 @@ class Sampler:
         A row is drawn the same way whatever the other rows need.
         """
         chosen = logits.argmax(dim=-1)
-        plain: list[int] = []
-        filtered: list[int] = []
-        for i, state in enumerate(states):
-            if not state.params.is_greedy:
-                is_plain = state.params.top_p == 1.0 and state.params.top_k <= 0
-                (plain if is_plain else filtered).append(i)
+        drawn_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
+        filtered = [i for i in drawn_rows if states[i].is_filtered]
+        plain = [i for i in drawn_rows if not states[i].is_filtered]
         for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
             # In groups, so that float64 copies of the logits take little of the device's memory.
             group = max(1, _MAX_GROUP_NUMEL // logits.shape[-1])

@@ -228,15 +228,18 @@ def mix_dtypes(model: Any) -> None:
     ("change", "reason"),
     [
         (rename, "`model.layers.1.mlp` is a `ScaledMLP`"),
-        (add_parameter, "`model.layers.1.multiplier` is missing or not known"),
-        (drop_a_bias, "some have a bias and some have not"),
-        (widen_a_layer, "layers 0 and 2 differ in `mlp.down_proj.weight`"),
+        (add_parameter, "`model.layers.1.multiplier` is a `(1,)`, not a `None`"),
+        (drop_a_bias, "`model.layers.0.self_attn.k_proj.bias` is a `None`, not a `(32,)`"),
+        (
+            widen_a_layer,
+            "`model.layers.2.mlp.down_proj.weight` is a `(64, 113)`, not a `(64, 112)`",
+        ),
         (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is a `Adapter`"),
         (turn_fewer, "8 of 16 dimensions are rotated"),
         (change_activation, "`model.layers.1.mlp.act_fn` is a `GELU`"),
-        (add_a_layer, "`model.layers.3.input_layernorm.weight` is missing or not known"),
+        (add_a_layer, "`model.layers.3.self_attn.q_proj.weight` is a `(64, 64)`, not a `None`"),
         (lengthen, "a table of 1073741824 positions is too large"),
-        (mix_dtypes, "`model.norm.weight` is of another dtype"),
+        (mix_dtypes, "its parameters are of several dtypes"),
     ],
 )
 def test_what_is_not_known_in_every_part_is_left_to_transformers(
@@ -247,6 +250,12 @@ def test_what_is_not_known_in_every_part_is_left_to_transformers(
     with caplog.at_level("INFO"):
         assert FusedModel.from_model(loaded.model, loaded.config) is None
     assert reason in caplog.text
+
+
+def test_another_activation_runs_as_before(load: Load, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        assert load(**CONFIGS["llama"], hidden_act="gelu").fused is None
+    assert "its activation is `gelu`" in caplog.text
 
 
 @pytest.mark.gpu

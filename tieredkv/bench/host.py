@@ -69,15 +69,22 @@ def _expected(state: str, num_tokens: int) -> dict[str, int]:
     return {tier: num_tokens if tier == state else 0 for tier in ("device", "host")}
 
 
+class _NoCopies(BlockCopier):
+    """Leaves the bytes where they are: what moving them costs is `bench transfer`'s to tell."""
+
+    def _copy(self, *_: object) -> None:
+        pass
+
+
 class _Host:
     """A scheduler over pools of tiny blocks."""
 
     def __init__(self, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
-        memories = [torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8) for _ in range(2)]
-        copier, cpu = BlockCopier(*memories), torch.device("cpu")
+        memory = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
+        copier, cpu = _NoCopies(memory, memory), torch.device("cpu")
         device, host = (
             BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h))
-            for _ in memories
+            for _ in range(2)
         )
         self.tiers = Tiers(
             device=device,

@@ -71,34 +71,24 @@ class Demoter:
         return not self._copying and not self._writing and not self._behind
 
     @property
-    def is_copying(self) -> bool:
-        """Whether device blocks are held until their copy to the host has arrived."""
-        return bool(self._copying)
-
-    @property
     def num_under_way(self) -> int:
         """Blocks being copied to the host or written to disk."""
         return len(self._copying) + len(self._writing)
 
     def is_device_clean(self, block: Block) -> bool:
         """Return whether a device block may be evicted without losing what was promised."""
-        tiers = self._tiers
-        block_hash = block.block_hash
-        entry = tiers.directory.get(block_hash)
-        if entry is None or block_hash is None or entry.is_droppable:
+        directory, host = self._tiers.directory, self._tiers.host
+        entry = directory.get(block.block_hash)
+        if entry is None or entry.is_droppable or not directory.may_enter(entry, Tier.HOST):
             return True
-        if not tiers.directory.may_enter(entry, Tier.HOST):
-            return True
-        page = tiers.host.lookup(block_hash)
+        page = host.lookup(entry.block_hash)
         return page is not None and page.is_ready
 
     def is_host_clean(self, page: Block) -> bool:
         """Return whether a host page may be evicted without losing what was promised."""
         tiers = self._tiers
         entry = tiers.directory.get(page.block_hash)
-        if entry is None or entry.is_on_disk or entry.is_droppable or tiers.store is None:
-            return True
-        return tiers.directory.disk_deadline(entry, tiers.clock.now()) is None
+        return tiers.store is None or not self._is_owed(entry, tiers.clock.now())
 
     def note_change(self) -> None:
         """Look at the reserves again at the next `pump`: blocks were allocated or released."""
@@ -128,13 +118,8 @@ class Demoter:
 
     def demote(self, num_blocks: int) -> int:
         """Start copying the dirty ones of the oldest `num_blocks` device blocks; count them."""
-        dirty: list[Block] = []
-        for index, block in enumerate(self._tiers.device.evictable()):
-            if index >= num_blocks:
-                break
-            if block.is_ready and not self.is_device_clean(block):
-                dirty.append(block)
-        return self._copy_out(dirty)
+        oldest = islice(self._tiers.device.evictable(), num_blocks)
+        return self._copy_out([b for b in oldest if b.is_ready and not self.is_device_clean(b)])
 
     def _demote_ahead(self) -> None:
         """Copy blocks that are still in use, oldest first, as many as the reserve.
@@ -152,13 +137,8 @@ class Demoter:
 
     def write(self, num_pages: int) -> int:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
-        dirty: list[Block] = []
-        for index, page in enumerate(self._tiers.host.evictable()):
-            if index >= num_pages:
-                break
-            if page.is_ready and not self.is_host_clean(page):
-                dirty.append(page)
-        return self._write_out(dirty)
+        oldest = islice(self._tiers.host.evictable(), num_pages)
+        return self._write_out([p for p in oldest if p.is_ready and not self.is_host_clean(p)])
 
     def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
@@ -201,18 +181,16 @@ class Demoter:
         where they are would be dirty again when the next ones push their pages out.
         """
         device = self._tiers.device
-        self._drop_clean(
-            device, self.is_device_clean, at_most=max(0, num_blocks - device.num_empty)
-        )
+        missing = max(0, num_blocks - device.num_empty)
+        self._drop_clean(device, self.is_device_clean, at_most=missing)
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
 
         At least a reserve of them: the next allocation must not wait in its turn.
         """
-        for index, block in enumerate(self._tiers.device.evictable()):
-            if index >= max(num_blocks, self._device_reserve):
-                return
+        at_most = max(num_blocks, self._device_reserve)
+        for block in islice(self._tiers.device.evictable(), at_most):
             entry = self._tiers.directory.get(block.block_hash)
             if entry is not None and not block.pin_count and not self.is_device_clean(block):
                 entry.is_droppable = True
@@ -267,15 +245,13 @@ class Demoter:
         tiers = self._tiers
         if tiers.store is None:
             return 0
+        entries = tiers.directory.entries()
+        for entry in entries:
+            entry.is_droppable = False
         now = tiers.clock.now()
-        entries = [
-            entry
-            for entry in tiers.directory.entries()
-            if not entry.is_on_disk and tiers.directory.disk_deadline(entry, now) is not None
-        ]
+        entries = [entry for entry in entries if self._is_owed(entry, now)]
         recency = {entry.block_hash: entry.last_used for entry in entries}
         for entry in sorted(entries, key=lambda entry: -entry.position):
-            entry.is_droppable = False
             if entry.parent_hash in recency:  # a chain is as new as its newest block
                 parent = recency[entry.parent_hash]
                 recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
@@ -298,6 +274,12 @@ class Demoter:
         if len(self._writing) > self._write_cap:
             raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
 
+    def _is_owed(self, entry: Entry | None, now: float) -> bool:
+        """Return whether the disk has yet to be given the block, and nobody gave that up."""
+        if entry is None or entry.is_on_disk or entry.is_droppable:
+            return False
+        return self._tiers.directory.disk_deadline(entry, now) is not None
+
     def _persist_some(self, wanted: deque[BlockHash]) -> None:
         """Move the first of `wanted` one step nearer to disk; those that need no more leave."""
         tiers = self._tiers
@@ -308,18 +290,13 @@ class Demoter:
         for _ in range(min(len(wanted), 2 * self._write_cap)):
             block_hash = wanted.popleft()
             entry = tiers.directory.get(block_hash)
-            if entry is None or entry.is_on_disk or entry.is_droppable:
-                continue
-            if tiers.directory.disk_deadline(entry, now) is None:
+            if not self._is_owed(entry, now):
                 continue
             kept.append(block_hash)
-            page = tiers.host.lookup(block_hash)
-            if page is not None:
-                if page.is_ready:
-                    to_write.append(page)
-                continue
-            block = tiers.device.lookup(block_hash)
-            if block is not None and block.is_ready:
+            page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
+            if page is not None and page.is_ready:
+                to_write.append(page)
+            elif page is None and block is not None and block.is_ready:
                 to_copy.append(block)
         wanted.extendleft(reversed(kept))
         self._write_out(to_write)

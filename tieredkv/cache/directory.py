@@ -50,13 +50,16 @@ class Directory:
     Invariants (`check`): every entry is under its own hash; every entry has a deadline queued no
     later than its own, so that the sweep cannot miss it; few of those queued are of entries that
     have left.
+
+    Attributes:
+        num_queued: deadlines queued, those of entries that have left included.
     """
 
     def __init__(self, policies: RetentionPolicies) -> None:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
         self._deadlines: list[tuple[float, int, list[BlockHash]]] = []
-        self._num_queued = 0
+        self.num_queued = 0
         self._sequence = itertools.count()
 
     def __len__(self) -> int:
@@ -64,11 +67,6 @@ class Directory:
 
     def __contains__(self, block_hash: BlockHash) -> bool:
         return block_hash in self._entries
-
-    @property
-    def num_queued(self) -> int:
-        """Deadlines queued, those of entries that have left included."""
-        return self._num_queued
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -97,8 +95,8 @@ class Directory:
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
         self._queue(added)
-        if self._num_queued > 2 * len(self._entries) + SLACK:
-            self._deadlines, self._num_queued = [], 0
+        if self.num_queued > 2 * len(self._entries) + SLACK:
+            self._deadlines, self.num_queued = [], 0
             self._queue(self._entries.values())
         return added
 
@@ -113,7 +111,7 @@ class Directory:
                 deadline = lives[life] = self.deadline(entry)
             groups.setdefault(deadline, []).append(entry.block_hash)
         for deadline, hashes in groups.items():
-            self._num_queued += len(hashes)
+            self.num_queued += len(hashes)
             heapq.heappush(self._deadlines, (deadline, next(self._sequence), hashes))
 
     def entry_of(self, record: BlockRecord) -> Entry:
@@ -229,16 +227,10 @@ class Directory:
         due: dict[BlockHash, Entry] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, hashes = heapq.heappop(self._deadlines)
-            self._num_queued -= len(hashes)
-            later: list[Entry] = []
-            for block_hash in hashes:
-                entry = self._entries.get(block_hash)
-                if entry is not None:
-                    if self.deadline(entry) <= now:
-                        due[block_hash] = entry
-                    else:
-                        later.append(entry)
-            self._queue(later)
+            self.num_queued -= len(hashes)
+            held = [entry for each in hashes if (entry := self._entries.get(each)) is not None]
+            due |= {entry.block_hash: entry for entry in held if self.is_expired(entry, now)}
+            self._queue(entry for entry in held if entry.block_hash not in due)
         return list(due.values())
 
     def check(self) -> None:
