@@ -109,14 +109,13 @@ class SegmentFiles:
         if should_close:
             os.close(file.fd)
 
-    def remove_unknown(self, known: set[int]) -> int:
-        """Unlink segment files that the index does not know; answer how many."""
+    def remove_unknown(self, known: set[int]) -> None:
+        """Unlink segment files that the index does not know."""
         for segment in self._files.keys() - known:
             self.remove(segment)
-        unknown = [name for number, (name, _) in self.names().items() if number not in known]
-        for name in unknown:
-            os.unlink(os.path.join(self.directory, name))
-        return len(unknown)
+        for segment, (name, _) in self.names().items():
+            if segment not in known:
+                os.unlink(os.path.join(self.directory, name))
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""

@@ -64,18 +64,14 @@ def _only_in_chains(
     chosen: set[bytes] = set()
     unknown = []
     for chain_id in ids:
-        named = [leaf for leaf in leaves if leaf.hex().startswith(chain_id.lower())]
-        if not named or not chain_id:
+        named = [leaf for leaf in leaves if chain_id and leaf.hex().startswith(chain_id.lower())]
+        if not named:
             unknown.append(chain_id)
-            continue
-        for leaf in named:
-            block_hash = leaf
-            while block_hash in stored and not num_children.get(block_hash):
-                if block_hash in chosen:
-                    break
+        for block_hash in set(named) - chosen:
+            while block_hash in stored and not num_children[block_hash]:
                 chosen.add(block_hash)
                 block_hash = stored[block_hash].record.parent_hash
-                num_children[block_hash] = num_children.get(block_hash, 1) - 1
+                num_children[block_hash] -= 1
     return chosen, tuple(unknown)
 
 

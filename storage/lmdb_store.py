@@ -391,13 +391,12 @@ class BlockStore:
         found: list[Located | None] = []
         with self._index.reading() as txn:
             for block_hash in hashes:
+                located = None
                 try:
                     located = txn.get(block_hash)
                 except CorruptBlockError:
                     damaged.append(block_hash)
-                    located = None
-                is_there = located is not None and now < located.record.expires_at
-                found.append(located if is_there else None)
+                found.append(located if located and now < located.record.expires_at else None)
         self._drop_damaged(damaged)
         return found
 

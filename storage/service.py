@@ -302,12 +302,11 @@ class StoreService:
     # --- stores ------------------------------------------------------------------------------
 
     def _accept_store(self, job: int, item: StoreItem) -> None:
+        self._storing[item.record.block_hash] += 1
         if item.record.retention not in self._options.disk_retentions:
             # NOTE: the last gate of the promise that such a block never touches a disk.
-            ending = PageStored(job, item.record.block_hash, item.page_id, False, "retention")
-            self._done_stores.append(ending)
+            self._end_store(job, item, "retention")
         else:
-            self._storing[item.record.block_hash] += 1
             self._writes.append((job, item))
 
     def _start_writes(self) -> None:

@@ -120,16 +120,16 @@ class _Bench:
                 runs[mode].append(self.serve(f"tiers {mode}", workload, RETENTIONS[mode]))
         on, off = (self.add_median(several[1:]) for several in runs.values())
         waits = sum(row["allocation_waits"] for row in runs["on"][1:])
-        self.report["demotion"] = {"pairs": pairs, "demoted_GBps": on["demoted_GBps"]}
-        self.report["demotion"]["allocation_waits"] = waits
-        for shown, over, under in (
+        shown = {"pairs": pairs, "demoted_GBps": on["demoted_GBps"], "allocation_waits": waits}
+        for name, over, under in (
             ("throughput_ratio", off["wall_s_all"], on["wall_s_all"]),
             ("itl_p99_ratio", on["itl_p99_ms_all"], off["itl_p99_ms_all"]),
         ):
             ratios = np.divide(over, under)
             draws = np.median(np.random.default_rng(0).choice(ratios, (10_000, pairs)), axis=1)
-            self.report["demotion"][shown] = float(np.median(ratios))
-            self.report["demotion"][f"{shown}_95"] = np.percentile(draws, (2.5, 97.5)).tolist()
+            shown[name] = float(np.median(ratios))
+            shown[f"{name}_95"] = np.percentile(draws, (2.5, 97.5)).tolist()
+        self.report["demotion"] = shown
 
     def promotion(self, num_tokens: int, num_gaps: int, repeats: int) -> None:
         """Cancel a request while its prefix loads; then let two load it while others decode."""

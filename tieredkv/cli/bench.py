@@ -1,6 +1,7 @@
 """`tieredkv bench`."""
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from tieredkv.cli.settings_options import settings_of, settings_options
 from tieredkv.config import Settings
 
 ARMS = "cold,device,host,disk,restart"
-POSITIVE = click.IntRange(min=1)
 PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "host": "until_first_token_ms"}
 """What `--plot` draws; the ratio to a raw limit where nothing is said."""
 
@@ -75,7 +75,18 @@ def _cell(value: Any) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _counts(_context: object, _option: object, text: str | None) -> list[int]:
+def _count(flag: str, *, default: int, help: str) -> Callable[[Command], Command]:
+    """Return an option of one count."""
+    kind = click.IntRange(min=1)
+    return click.option(flag, type=kind, default=default, show_default=True, help=help)
+
+
+def _several(flag: str, *, help: str, default: str | None = None) -> Callable[[Command], Command]:
+    """Return an option of counts with commas between."""
+    return click.option(flag, callback=_parse, default=default, show_default=True, help=help)
+
+
+def _parse(_context: object, _option: object, text: str | None) -> list[int]:
     parts = [part for part in (text or "").split(",") if part]
     if text is not None and not (parts and all(part.isdecimal() and int(part) for part in parts)):
         raise click.BadParameter(f"'{text}' is not a list of counts such as 512,2048.")
@@ -97,11 +108,9 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option(
-    "--prefix-tokens", default="512,2048", show_default=True, callback=_counts, help="Lengths."
-)
+@_several("--prefix-tokens", default="512,2048", help="Lengths.")
 @click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
-@click.option("--repeats", type=POSITIVE, default=5, show_default=True, help="Of each length.")
+@_count("--repeats", default=5, help="Of each length.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
 @settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
 @report_options
@@ -123,7 +132,7 @@ def ttft(arms: str, **options: Any) -> int:
 @bench.command()
 @click.option("--block-size-bytes", default="512KiB,2MiB,8MiB", show_default=True, help="Blocks.")
 @click.option("--total", default="256MiB", show_default=True, help="Copied in one go.")
-@click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
+@_count("--repeats", default=9, help="Behind a median.")
 @report_options
 def transfer(**options: Any) -> int:
     """Measure how fast blocks move between VRAM and pinned host memory.
@@ -141,18 +150,10 @@ def transfer(**options: Any) -> int:
 
 
 @bench.command()
-@click.option("--prompt-tokens", type=POSITIVE, default=131072, show_default=True, help="Length.")
-@click.option(
-    "--block-sizes", default="16,64", show_default=True, callback=_counts, help="Tokens a block."
-)
-@click.option(
-    "--cached-blocks",
-    default="10000,100000,1000000",
-    show_default=True,
-    callback=_counts,
-    help="Blocks that are cached when 2048 of them are looked up.",
-)
-@click.option("--repeats", type=POSITIVE, default=5, show_default=True, help="Behind a median.")
+@_count("--prompt-tokens", default=131072, help="Length.")
+@_several("--block-sizes", default="16,64", help="Tokens a block.")
+@_several("--cached-blocks", default="10000,100000,1000000", help="Of which 2048 are looked up.")
+@_count("--repeats", default=5, help="Behind a median.")
 @report_options
 def host(**options: Any) -> int:
     """Measure what a long prompt costs the engine's thread beside its kernels.
@@ -171,9 +172,9 @@ def host(**options: Any) -> int:
 
 @bench.command()
 @click.option("--shape", default="llama-3.1-8b", show_default=True, help="As after `random:`.")
-@click.option("--block-size", type=POSITIVE, default=16, show_default=True, help="Tokens a block.")
+@_count("--block-size", default=16, help="Tokens a block.")
 @click.option("--cases", help="What to attend; a choice for this device if not told.")
-@click.option("--repeats", type=POSITIVE, default=9, show_default=True, help="Behind a median.")
+@_count("--repeats", default=9, help="Behind a median.")
 @report_options
 def attention(**options: Any) -> int:
     """Measure the attention kernels over scattered blocks of the paged cache.
@@ -193,12 +194,12 @@ def attention(**options: Any) -> int:
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option("--contexts", callback=_counts, help="ITL of one request, e.g. 1024,32768.")
-@click.option("--tokens", type=POSITIVE, default=200, show_default=True, help="Gaps behind an ITL.")
+@_several("--contexts", help="ITL of one request, e.g. 1024,32768.")
+@_count("--tokens", default=200, help="Gaps behind an ITL.")
 @click.option("--workloads", help="Throughput, e.g. 128x1024+256,32x8192+128.")
-@click.option("--repeats", type=POSITIVE, default=3, show_default=True, help="Runs of a workload.")
+@_count("--repeats", default=3, help="Runs of a workload.")
 @click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
-@click.option("--pairs", type=POSITIVE, default=7, show_default=True, help="Demotion on and off.")
+@_count("--pairs", default=7, help="Demotion on and off.")
 @click.option("--promotion", type=int, default=0, help="Tokens that come up, e.g. 32768.")
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 @report_options

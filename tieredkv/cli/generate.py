@@ -20,9 +20,7 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore
 @click.argument("model")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @click.option("--max-tokens", type=int, default=64, show_default=True, help="Longest answer.")
-@click.option(
-    "--temperature", type=float, default=0.0, show_default=True, help="0 takes the likeliest token."
-)
+@click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Nucleus, e.g. 0.95.")
 @click.option("--top-k", type=int, default=0, show_default=True, help="Likeliest k; 0 takes all.")
 @click.option("--sampling-seed", type=int, help="Equal seeds give equal answers, e.g. 7.")
