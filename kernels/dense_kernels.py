@@ -19,15 +19,9 @@ MAX_PARTS = 4
 
 @triton.jit
 def _gather_kernel(
-    k_cache_ptr,
-    v_cache_ptr,
-    table_ptr,
-    out_ptr,
-    cache_stride_block,
-    half_elements,
-    NUM_ELEMENTS: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    k_cache_ptr, v_cache_ptr, table_ptr, out_ptr, cache_stride_block, half_elements,
+    NUM_ELEMENTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Copy one tile of one block's keys and values.
 
     Grid: (num_blocks, ceil(block elements / TILE)). Masks: the end of the block. Bytes moved: 2
@@ -49,16 +43,9 @@ def gather_blocks(k_cache: Tensor, v_cache: Tensor, table: Tensor, out: Tensor) 
     num_blocks, num_elements = table.shape[0], k_cache[0].numel()
     tile = min(TILE, triton.next_power_of_2(num_elements))
     _gather_kernel[(num_blocks, triton.cdiv(num_elements, tile))](
-        k_cache,
-        v_cache,
-        table,
-        out,
-        k_cache.stride(0),
-        num_blocks * num_elements,
-        NUM_ELEMENTS=num_elements,
-        TILE=tile,
-        num_warps=8,
-    )
+        k_cache, v_cache, table, out, k_cache.stride(0), num_blocks * num_elements,
+        NUM_ELEMENTS=num_elements, TILE=tile, num_warps=8,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -76,28 +63,11 @@ def _add_part(total, acc, row_max, out_ptr, lse_ptr, offset, lse_offset, mask, i
     do_not_specialize=["lse_stride_0", "lse_stride_1", "lse_stride_2", "lse_stride_3", "num_rows"]
 )
 def _merge_parts_kernel(
-    out_ptr,
-    merged_lse_ptr,
-    out_0_ptr,
-    out_1_ptr,
-    out_2_ptr,
-    out_3_ptr,
-    lse_0_ptr,
-    lse_1_ptr,
-    lse_2_ptr,
-    lse_3_ptr,
-    lse_stride_0,
-    lse_stride_1,
-    lse_stride_2,
-    lse_stride_3,
-    num_rows,
-    num_queries,
-    NUM_PARTS: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    out_ptr, merged_lse_ptr, out_0_ptr, out_1_ptr, out_2_ptr, out_3_ptr, lse_0_ptr, lse_1_ptr,
+    lse_2_ptr, lse_3_ptr, lse_stride_0, lse_stride_1, lse_stride_2, lse_stride_3, num_rows,
+    num_queries, NUM_PARTS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Combine the parts of ROWS rows, a row being one head of one query; out may be part 0.
 
     Grid: (ceil(num_queries * num_heads / ROWS),). Masks: rows past the end, dims past HEAD_DIM.
@@ -139,18 +109,9 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
         padded = group + [group[0]] * (MAX_PARTS - len(group))
         lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=out.device)
         _merge_parts_kernel[(triton.cdiv(num_queries * num_heads, 8),)](
-            out,
-            lse,
-            *(part[0] for part in padded),
-            *(part[1] for part in padded),
-            *(part[1].stride(0) for part in padded),
-            num_queries * num_heads,
-            num_queries,
-            NUM_PARTS=len(group),
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            DIM_TILE=max(16, triton.next_power_of_2(head_dim)),
-            ROWS=8,
-            num_warps=4,
-        )
+            out, lse, *(part[0] for part in padded), *(part[1] for part in padded),
+            *(part[1].stride(0) for part in padded), num_queries * num_heads, num_queries,
+            NUM_PARTS=len(group), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
+            DIM_TILE=max(16, triton.next_power_of_2(head_dim)), ROWS=8, num_warps=4,
+        )  # fmt: skip
         first = (out, lse)

@@ -23,18 +23,9 @@ ROTATE_TILE = 512
 
 @triton.jit
 def _add_rms_norm_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    normed_ptr,
-    eps,
-    x_stride,
-    residual_stride,
-    normed_stride,
-    HIDDEN_SIZE: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    x_ptr, residual_ptr, weight_ptr, normed_ptr, eps, x_stride, residual_stride, normed_stride,
+    HIDDEN_SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """Add one row to the residual stream and normalise the sum.
 
     Grid: (num_tokens,). A program holds its row in registers; columns past HIDDEN_SIZE are
@@ -59,13 +50,9 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _multiply_row_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    NUM_INPUTS: tl.constexpr,
-    OUTPUT_TILE: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, NUM_INPUTS: tl.constexpr, OUTPUT_TILE: tl.constexpr,
     INPUT_TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Multiply one row by OUTPUT_TILE rows of a weight matrix, in float32.
 
     Grid: (num_outputs / OUTPUT_TILE,); nothing is masked. Bytes moved: the weights once, the row
@@ -104,28 +91,12 @@ def _silu_mul_kernel(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
-    out_ptr,
-    eps,
-    qkv_stride,
-    cache_stride_block,
-    cache_stride_token,
-    cache_stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_HEADS: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    HALF_DIM: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    HEAD_TILE: tl.constexpr,
+    qkv_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr,
+    k_norm_ptr, out_ptr, eps, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
+    BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HALF_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HEAD_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Norm, rotate and place some of one token's heads: queries, then keys, then values.
 
     Grid: (num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEAD_TILE)). A head is held as its
@@ -190,19 +161,10 @@ def add_rms_norm(
     normed = x.new_empty(x.shape) if residual is None else x
     tile = triton.next_power_of_2(hidden_size)
     _add_rms_norm_kernel[(num_tokens,)](
-        x,
-        total,
-        weight,
-        normed,
-        eps,
-        x.stride(0),
-        total.stride(0),
-        normed.stride(0),
-        HIDDEN_SIZE=hidden_size,
-        HAS_RESIDUAL=residual is not None,
-        TILE=tile,
+        x, total, weight, normed, eps, x.stride(0), total.stride(0), normed.stride(0),
+        HIDDEN_SIZE=hidden_size, HAS_RESIDUAL=residual is not None, TILE=tile,
         num_warps=min(16, max(1, tile // 512)),
-    )
+    )  # fmt: skip
     return normed, total
 
 
@@ -223,15 +185,9 @@ def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
     out = x.new_empty(1, num_outputs)
     tile = _output_tile(num_outputs)
     _multiply_row_kernel[(num_outputs // tile,)](
-        x,
-        weight,
-        out,
-        NUM_INPUTS=num_inputs,
-        OUTPUT_TILE=tile,
-        INPUT_TILE=ROW_TILE // tile,
-        num_warps=4,
-        num_stages=4,
-    )
+        x, weight, out, NUM_INPUTS=num_inputs, OUTPUT_TILE=tile, INPUT_TILE=ROW_TILE // tile,
+        num_warps=4, num_stages=4,
+    )  # fmt: skip
     return out
 
 
@@ -265,25 +221,9 @@ def rotate_and_store(
     half_tile = triton.next_power_of_2(head_dim // 2)
     head_tile = max(1, ROTATE_TILE // half_tile)
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, head_tile))](
-        qkv,
-        cos_sin,
-        positions,
-        slot_mapping,
-        k_cache,
-        v_cache,
-        q_norm_weight,
-        k_norm_weight,
-        out,
-        eps,
-        qkv.stride(0),
-        *k_cache.stride()[:3],
-        BLOCK_SIZE=block_size,
-        NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads,
-        HALF_DIM=head_dim // 2,
-        HAS_NORM=q_norm_weight is not None,
-        HEAD_TILE=head_tile,
-        HALF_TILE=half_tile,
-        num_warps=4,
-    )
+        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out,
+        eps, qkv.stride(0), *k_cache.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HALF_DIM=head_dim // 2, HAS_NORM=q_norm_weight is not None,
+        HEAD_TILE=head_tile, HALF_TILE=half_tile, num_warps=4,
+    )  # fmt: skip
     return out

@@ -23,23 +23,10 @@ LOG2_E = 1.4426950408889634
 
 @triton.jit
 def _attend(
-    q,
-    k_ptr,
-    v_ptr,
-    block_table_ptr,
-    first,
-    whole_end,
-    end,
-    row_position,
-    scale_log2,
-    stride_block,
-    stride_token,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    IS_NARROW: tl.constexpr,
-):
+    q, k_ptr, v_ptr, block_table_ptr, first, whole_end, end, row_position, scale_log2, stride_block,
+    stride_token, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr,
+):  # fmt: skip
     """Attend q's rows to the positions [first, end) of one request and KV head, tile by tile.
 
     All rows see all of the tiles below `whole_end`; a narrow kernel masks everywhere, so that its
@@ -88,34 +75,13 @@ def _attend(
 
 @triton.jit(do_not_specialize=["block_tables_stride"])
 def _attention_kernel(
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    q_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    block_tables_ptr,
-    plan_ptr,
-    scale_log2,
-    out_stride_query,
-    out_stride_head,
-    q_stride_query,
-    q_stride_head,
-    cache_stride_block,
-    cache_stride_token,
-    cache_stride_head,
-    block_tables_stride,
-    INTS_PER_PROGRAM: tl.constexpr,
-    INTS_PER_TILE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr,
-    IS_NARROW: tl.constexpr,
-    OVERLAPS_MERGE: tl.constexpr,
-):
+    out_ptr, partial_out_ptr, partial_lse_ptr, q_ptr, k_cache_ptr, v_cache_ptr, block_tables_ptr,
+    plan_ptr, scale_log2, out_stride_query, out_stride_head, q_stride_query, q_stride_head,
+    cache_stride_block, cache_stride_token, cache_stride_head, block_tables_stride,
+    INTS_PER_PROGRAM: tl.constexpr, INTS_PER_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr, OVERLAPS_MERGE: tl.constexpr,
+):  # fmt: skip
     """Work off one program's stretch of units, tile by tile, for one KV head.
 
     Row r of a tile is query r // GROUP and head r % GROUP, so that keys and values are read once
@@ -154,23 +120,12 @@ def _attention_kernel(
         end = tl.minimum((stop - tile_start) * KV_TILE, position + num_queries)
         whole_end = tl.minimum(end, position + 1) // KV_TILE * KV_TILE
         row_max, row_sum, acc = _attend(
-            q,
-            k_cache_ptr + kv_head * cache_stride_head,
-            v_cache_ptr + kv_head * cache_stride_head,
-            block_tables_ptr + request.to(tl.int64) * block_tables_stride,
-            first,
-            tl.maximum(first, whole_end),
-            end,
-            position + row // GROUP,
-            scale_log2,
-            cache_stride_block,
-            cache_stride_token,
-            BLOCK_SIZE,
-            HEAD_DIM,
-            DIM_TILE,
-            KV_TILE,
+            q, k_cache_ptr + kv_head * cache_stride_head, v_cache_ptr + kv_head * cache_stride_head,
+            block_tables_ptr + request.to(tl.int64) * block_tables_stride, first,
+            tl.maximum(first, whole_end), end, position + row // GROUP, scale_log2,
+            cache_stride_block, cache_stride_token, BLOCK_SIZE, HEAD_DIM, DIM_TILE, KV_TILE,
             IS_NARROW,
-        )
+        )  # fmt: skip
         # NOTE: a row that has seen nothing is 0, or a partial with lse -inf and output 0.
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
         acc = acc / divisor[:, None]
@@ -191,22 +146,11 @@ def _attention_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
-    plan_ptr,
-    out_stride_query,
-    out_stride_head,
-    INTS_PER_PROGRAM: tl.constexpr,
-    INTS_PER_TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    DIM_TILE: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAPS_MERGE: tl.constexpr,
-):
+    out_ptr, partial_out_ptr, partial_lse_ptr, plan_ptr, out_stride_query, out_stride_head,
+    INTS_PER_PROGRAM: tl.constexpr, INTS_PER_TILE: tl.constexpr, GROUP: tl.constexpr,
+    ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, PARTIALS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAPS_MERGE: tl.constexpr,
+):  # fmt: skip
     """Combine the partial results of a shared tile by their log-sum-exp, ROWS rows at a time.
 
     Grid: (num_programs - 1, num_kv_heads, ceil(rows / ROWS)). Program p looks after the tile that
@@ -294,38 +238,15 @@ def paged_attention(
         "OVERLAPS_MERGE": overlaps_merge,
     }
     _attention_kernel[(num_kv_heads, tiling.num_programs)](
-        out,
-        partial_out,
-        partial_lse,
-        q,
-        k_cache,
-        v_cache,
-        block_tables,
-        plan,
-        scale * LOG2_E,
-        *out.stride()[:2],
-        *q.stride()[:2],
-        *k_cache.stride()[:3],
-        block_tables.stride(0),
-        BLOCK_SIZE=block_size,
-        KV_TILE=tiling.kv_tile,
-        IS_NARROW=is_narrow,
-        **sizes,
-        num_warps=tiling.num_warps,
-        num_stages=tiling.num_stages,
-    )
+        out, partial_out, partial_lse, q, k_cache, v_cache, block_tables, plan, scale * LOG2_E,
+        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], block_tables.stride(0),
+        BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, IS_NARROW=is_narrow, **sizes,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+    )  # fmt: skip
     if tiling.num_programs > 1:
         rows = 1 if is_narrow else 4
         num_rows = tiling.num_queries * group
         _merge_kernel[(tiling.num_programs - 1, num_kv_heads, triton.cdiv(num_rows, rows))](
-            out,
-            partial_out,
-            partial_lse,
-            plan,
-            *out.stride()[:2],
-            PARTIALS=32 // rows,
-            ROWS=rows,
-            **sizes,
-            num_warps=4,
-            **({"launch_pdl": True} if overlaps_merge else {}),
-        )
+            out, partial_out, partial_lse, plan, *out.stride()[:2], PARTIALS=32 // rows, ROWS=rows,
+            **sizes, num_warps=4, **{"launch_pdl": True} if overlaps_merge else {},
+        )  # fmt: skip

@@ -16,23 +16,11 @@ TILE = 1024
 
 @triton.jit
 def _store_kv_kernel(
-    k_ptr,
-    v_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    slot_mapping_ptr,
-    k_stride_token,
-    k_stride_head,
-    v_stride_token,
-    v_stride_head,
-    cache_stride_block,
-    cache_stride_token,
-    cache_stride_head,
-    BLOCK_SIZE: tl.constexpr,
-    NUM_ELEMENTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    k_ptr, v_ptr, k_cache_ptr, v_cache_ptr, slot_mapping_ptr, k_stride_token, k_stride_head,
+    v_stride_token, v_stride_head, cache_stride_block, cache_stride_token, cache_stride_head,
+    BLOCK_SIZE: tl.constexpr, NUM_ELEMENTS: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     """Copy one tile of one token's keys and values into its slot.
 
     Grid: (num_tokens, ceil(num_kv_heads * head_dim / TILE)). A program whose slot is negative
@@ -64,17 +52,7 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     num_elements = num_kv_heads * head_dim
     tile = min(TILE, triton.next_power_of_2(num_elements))
     _store_kv_kernel[(num_tokens, triton.cdiv(num_elements, tile))](
-        k,
-        v,
-        k_cache,
-        v_cache,
-        slot_mapping,
-        *k.stride()[:2],
-        *v.stride()[:2],
-        *k_cache.stride()[:3],
-        BLOCK_SIZE=k_cache.shape[1],
-        NUM_ELEMENTS=num_elements,
-        HEAD_DIM=head_dim,
-        TILE=tile,
-        num_warps=4,
-    )
+        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2],
+        *k_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], NUM_ELEMENTS=num_elements,
+        HEAD_DIM=head_dim, TILE=tile, num_warps=4,
+    )  # fmt: skip
