@@ -110,8 +110,7 @@ def _rotate_and_store_kernel(
     slot_mapping_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    q_norm_ptr,
-    k_norm_ptr,
+    head_norms_ptr,
     out_ptr,
     eps,
     qkv_stride,
@@ -151,10 +150,11 @@ def _rotate_and_store_kernel(
     if HAS_NORM:
         variance = tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF_DIM)
         scale = tl.rsqrt(variance + eps)
-        q_low = tl.load(q_norm_ptr + dim, mask=is_real, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm_ptr + HALF_DIM + dim, mask=is_real, other=0.0).to(tl.float32)
-        k_low = tl.load(k_norm_ptr + dim, mask=is_real, other=0.0).to(tl.float32)
-        k_high = tl.load(k_norm_ptr + HALF_DIM + dim, mask=is_real, other=0.0).to(tl.float32)
+        q_norm, k_norm = head_norms_ptr + dim, head_norms_ptr + 2 * HALF_DIM + dim
+        q_low = tl.load(q_norm, mask=is_real, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm + HALF_DIM, mask=is_real, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm, mask=is_real, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0).to(tl.float32)
         low = (low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low)
         high = (high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high)
         low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
@@ -254,8 +254,7 @@ def rotate_and_store(
     k_cache: Tensor,
     v_cache: Tensor,
     num_heads: int,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
+    head_norms: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Launch the kernel; same contract as `layers.rotate_and_store`."""
@@ -271,8 +270,7 @@ def rotate_and_store(
         slot_mapping,
         k_cache,
         v_cache,
-        q_norm_weight,
-        k_norm_weight,
+        head_norms,
         out,
         eps,
         qkv.stride(0),
@@ -281,7 +279,7 @@ def rotate_and_store(
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HALF_DIM=head_dim // 2,
-        HAS_NORM=q_norm_weight is not None,
+        HAS_NORM=head_norms is not None,
         HEAD_TILE=head_tile,
         HALF_TILE=half_tile,
         num_warps=4,
