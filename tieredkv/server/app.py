@@ -84,7 +84,10 @@ class Api:
         tenant, body = await self._open(request)
         asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
         prompts = await self._tokenization.encode_prompts(asked.prompts)
-        echoes = await self._echoes(asked) if asked.is_echo else []
+        echoes: list[str] = []
+        for prompt in asked.prompts if asked.is_echo else ():
+            text = prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
+            echoes.append(text)
         generation = self._generate(asked, prompts, tenant, DEFAULT_COMPLETION_TOKENS)
         shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
         return await _answer(request, asked, _Answering(generation, shape, asked, echoes))
@@ -168,13 +171,6 @@ class Api:
             ]
         tokenizer = self._tokenization.tokenizer
         return Generation(self._engine, tokenizer, engine_requests, asked.num_choices)
-
-    async def _echoes(self, asked: requests.CompletionRequest) -> list[str]:
-        """Return each prompt's text, to go before its answers."""
-        return [
-            prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
-            for prompt in asked.prompts
-        ]
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
