@@ -150,7 +150,7 @@ def attend_chunk(
     for first, end in _cut(begin, context_len, max_steps=MAX_SQUARE_STEPS):
         queries = rows[first - begin : end - begin]
         parts = [attend(queries, k[first:end], v[first:end], scale, True)]
-        for start, stop in _cut(0, first, max_steps=first):
+        for start, stop in _cut(0, first, max_steps=first // STEP):
             parts.append(attend(queries, k[start:stop], v[start:stop], scale, False))
         idle = max(0, prefix_len - first)
         parts = [part.rows(idle, end - first) for part in parts]
