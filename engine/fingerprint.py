@@ -116,6 +116,7 @@ def _full_digests(
     keys = [_cache_key(path) for path in files]
     missing = [(path, key) for path, key in zip(files, keys, strict=True) if key not in remembered]
     if missing:
+        progress = progress or (lambda _what, _fraction: None)
         total_bytes = max(1, sum(path.stat().st_size for path, _ in missing))
         done_bytes = 0
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -127,8 +128,7 @@ def _full_digests(
                 for offset, piece in zip(offsets, read, strict=True):
                     pieces.append(piece)
                     done_bytes += min(_PIECE_BYTES, size - offset)
-                    if progress is not None:
-                        progress("fingerprinting weights", done_bytes / total_bytes)
+                    progress("fingerprinting weights", done_bytes / total_bytes)
                 digest = _digest_parts([size.to_bytes(8, "little"), *pieces])
                 if _cache_key(path) != key:
                     raise ModelError(f"`{path}` changed while it was read; load it again")

@@ -30,12 +30,15 @@ _NUM_TABLE_ROWS = 1 << 14
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layer:
-    """Weights of one layer; linear ones are [outputs, inputs] with a bias or None."""
+    """Weights of one layer; linear ones are [outputs, inputs] with a bias or None.
+
+    Attributes:
+        head_norms: [2, head_dim], of queries and keys, where a family norms them.
+    """
 
     input_norm: Tensor
     qkv: tuple[Tensor, Tensor | None]
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: Tensor | None
     attention_out: tuple[Tensor, Tensor | None]
     mlp_norm: Tensor
     gate_up: tuple[Tensor, Tensor | None]
@@ -126,8 +129,7 @@ class FusedModel:
                 context.k_caches[index],
                 context.v_caches[index],
                 self.num_heads,
-                layer.q_norm,
-                layer.k_norm,
+                layer.head_norms,
                 self.eps,
             )
             x = context.attend(q, self.scale, index).flatten(1)
@@ -175,12 +177,14 @@ def _parts(model: nn.Module) -> dict[str, str]:
 
 def _merge_layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
-    is_normed = hasattr(attention, "q_norm")
+    head_norms = None
+    if hasattr(attention, "q_norm"):
+        merged = _merge_parameters([attention.q_norm.weight, attention.k_norm.weight])
+        head_norms = merged.view(2, -1)
     return _Layer(
         input_norm=layer.input_layernorm.weight.data,
         qkv=_merge(attention.q_proj, attention.k_proj, attention.v_proj),
-        q_norm=attention.q_norm.weight.data if is_normed else None,
-        k_norm=attention.k_norm.weight.data if is_normed else None,
+        head_norms=head_norms,
         attention_out=_merge(attention.o_proj),
         mlp_norm=layer.post_attention_layernorm.weight.data,
         gate_up=_merge(mlp.gate_proj, mlp.up_proj),

@@ -3,7 +3,7 @@
 import itertools
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tieredkv.config import load_settings
@@ -80,7 +80,6 @@ class _Generation:
         """Return the finished output."""
         assert self.usage is not None and self.first_token_at is not None, self.request.request_id
         usage = self.usage
-        by_tier = {"device": usage.device, "host": usage.host, "disk": usage.disk}
         return RequestOutput(
             request_id=self.request.request_id,
             prompt_token_ids=self.request.prompt_token_ids,
@@ -91,7 +90,7 @@ class _Generation:
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=len(self.token_ids),
                 cached_tokens=usage.cached_tokens,
-                cached_tokens_by_tier=by_tier,
+                cached_tokens_by_tier={tier.value: getattr(usage, tier) for tier in Tier},
             ),
             ttft_s=self.first_token_at - self.submitted_at,
             logprobs=self.logprobs if self.request.params.logprobs is not None else None,
@@ -167,11 +166,7 @@ class LLM:
             for generation in generations:
                 generation.submitted_at = time.perf_counter()
                 self.core.add_request(generation.request)
-            for output in self._run(by_id):
-                generation = by_id[output.request_id]
-                generation.take(output)
-                if generation.finish_reason is not None and output.finish_reason is None:
-                    self.core.abort(output.request_id)  # a stop string ended it
+            self._run(by_id)
         except BaseException:
             for request_id in by_id:
                 self.core.abort(request_id)
@@ -219,15 +214,19 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, by_id: dict[str, _Generation]) -> Iterator[TokenOutput]:
+    def _run(self, by_id: dict[str, _Generation]) -> None:
         """Step the engine until these requests have finished."""
         unfinished = set(by_id)
         while unfinished:
             for output in self.core.step():
+                generation = by_id.get(output.request_id)
+                if generation is None:
+                    continue
+                generation.take(output)
                 if output.finish_reason is not None:
                     unfinished.discard(output.request_id)
-                if output.request_id in by_id:
-                    yield output
+                elif generation.finish_reason is not None:
+                    self.core.abort(output.request_id)  # a stop string ended it
             if unfinished:
                 self.core.wait(IDLE_WAIT_S)
 

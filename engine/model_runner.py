@@ -262,7 +262,8 @@ class ModelRunner:
             check_paging(self._loaded, self._kv_spec)
         report = progress or (lambda _what, _share: None)
         chunk = min(max_num_batched_tokens, max_context_len)
-        self.execute([self.idle_row(min(2, chunk), 0), self.idle_row(1, 0)])
+        rows = [self.idle_row(min(2, chunk), 0), self.idle_row(1, 0)]
+        self.execute(rows[: self._max_num_seqs])
         if self._loaded.device.type == "cuda":
             if prefill_dense.is_available(self._heads):
                 limits = {"max_query_len": chunk, "max_context_len": max_context_len}

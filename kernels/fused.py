@@ -91,8 +91,8 @@ def _silu_mul_kernel(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    qkv_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, q_norm_ptr,
-    k_norm_ptr, out_ptr, eps, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
+    qkv_ptr, cos_sin_ptr, positions_ptr, slot_mapping_ptr, k_cache_ptr, v_cache_ptr, head_norms_ptr,
+    out_ptr, eps, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HALF_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HEAD_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
@@ -122,10 +122,11 @@ def _rotate_and_store_kernel(
     if HAS_NORM:
         variance = tl.sum(low * low + high * high, axis=1)[:, None] / (2 * HALF_DIM)
         scale = tl.rsqrt(variance + eps)
-        q_low = tl.load(q_norm_ptr + dim, mask=is_real, other=0.0).to(tl.float32)
-        q_high = tl.load(q_norm_ptr + HALF_DIM + dim, mask=is_real, other=0.0).to(tl.float32)
-        k_low = tl.load(k_norm_ptr + dim, mask=is_real, other=0.0).to(tl.float32)
-        k_high = tl.load(k_norm_ptr + HALF_DIM + dim, mask=is_real, other=0.0).to(tl.float32)
+        q_norm, k_norm = head_norms_ptr + dim, head_norms_ptr + 2 * HALF_DIM + dim
+        q_low = tl.load(q_norm, mask=is_real, other=0.0).to(tl.float32)
+        q_high = tl.load(q_norm + HALF_DIM, mask=is_real, other=0.0).to(tl.float32)
+        k_low = tl.load(k_norm, mask=is_real, other=0.0).to(tl.float32)
+        k_high = tl.load(k_norm + HALF_DIM, mask=is_real, other=0.0).to(tl.float32)
         low = (low * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_low, k_low)
         high = (high * scale).to(dtype).to(tl.float32) * tl.where(is_query, q_high, k_high)
         low, high = low.to(dtype).to(tl.float32), high.to(dtype).to(tl.float32)
@@ -210,8 +211,7 @@ def rotate_and_store(
     k_cache: Tensor,
     v_cache: Tensor,
     num_heads: int,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
+    head_norms: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Launch the kernel; same contract as `layers.rotate_and_store`."""
@@ -221,9 +221,9 @@ def rotate_and_store(
     half_tile = triton.next_power_of_2(head_dim // 2)
     head_tile = max(1, ROTATE_TILE // half_tile)
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, head_tile))](
-        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, q_norm_weight, k_norm_weight, out,
-        eps, qkv.stride(0), *k_cache.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
-        NUM_KV_HEADS=num_kv_heads, HALF_DIM=head_dim // 2, HAS_NORM=q_norm_weight is not None,
+        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, head_norms, out, eps,
+        qkv.stride(0), *k_cache.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads, HALF_DIM=head_dim // 2, HAS_NORM=head_norms is not None,
         HEAD_TILE=head_tile, HALF_TILE=half_tile, num_warps=4,
     )  # fmt: skip
     return out

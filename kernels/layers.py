@@ -53,7 +53,7 @@ def add_rms_norm(
         _check_rows("residual", residual)
         if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
             raise ShapeError(f"residual {describe(residual)} for x {describe(x)}")
-    _check_norm_weight("weight", weight, x, x.shape[1])
+    _check_norms("weight", weight, x, x.shape[1:])
     if not use_triton(backend, x.device):
         return reference.add_rms_norm(x, residual, weight, eps)
     if x.shape[1] > MAX_HIDDEN_SIZE:
@@ -124,8 +124,7 @@ def rotate_and_store(
     k_cache: Tensor,
     v_cache: Tensor,
     num_heads: int,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
+    head_norms: Tensor | None,
     eps: float,
     *,
     backend: Backend = "auto",
@@ -143,9 +142,8 @@ def rotate_and_store(
         k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
         v_cache: as k_cache, with equal strides.
         num_heads: heads of the queries.
-        q_norm_weight: [head_dim], the cache's dtype: queries are RMS-normed head by head before
-            they are rotated; None for no norm.
-        k_norm_weight: likewise for keys, None where q_norm_weight is.
+        head_norms: [2, head_dim], the cache's dtype, contiguous: weights of the queries' and of
+            the keys' RMS norm, head by head, before they are rotated; None for no norm.
         eps: of the norms.
         backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
@@ -172,26 +170,14 @@ def rotate_and_store(
         if indices.shape != qkv.shape[:1]:
             raise ShapeError(f"{name} {describe(indices)} for qkv {describe(qkv)}")
         check_indices(name, indices, k_cache)
-    if (q_norm_weight is None) != (k_norm_weight is None):
-        raise ShapeError("queries are normed and keys are not, or the other way round")
-    if q_norm_weight is not None and k_norm_weight is not None:
-        _check_norm_weight("q_norm_weight", q_norm_weight, qkv, head_dim)
-        _check_norm_weight("k_norm_weight", k_norm_weight, qkv, head_dim)
+    if head_norms is not None:
+        _check_norms("head_norms", head_norms, qkv, (2, head_dim))
     is_triton = use_triton(backend, qkv.device)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)
     rotate = triton_module("fused").rotate_and_store if is_triton else reference.rotate_and_store
     q: Tensor = rotate(
-        qkv,
-        cos_sin,
-        positions,
-        slot_mapping,
-        k_cache,
-        v_cache,
-        num_heads,
-        q_norm_weight,
-        k_norm_weight,
-        eps,
+        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, head_norms, eps
     )
     return q
 
@@ -205,8 +191,8 @@ def _check_rows(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_norm_weight(name: str, weight: Tensor, data: Tensor, size: int) -> None:
-    if weight.shape != (size,) or weight.dtype != data.dtype or weight.device != data.device:
-        raise ShapeError(f"{name} {describe(weight)} for rows of {size} of {describe(data)}")
+def _check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:
+    if weight.shape != shape or weight.dtype != data.dtype or weight.device != data.device:
+        raise ShapeError(f"{name} {describe(weight)} for rows of {shape[-1]} of {describe(data)}")
     if not weight.is_contiguous():
         raise ShapeError(f"{name} {describe(weight)} is not contiguous")

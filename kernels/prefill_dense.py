@@ -80,17 +80,8 @@ def count_queries(query_len: int, context_len: int) -> int:
     return max(0, context_len // STEP * STEP - (context_len - query_len))
 
 
-def cut_squares(first: int, end: int) -> Iterator[tuple[int, int]]:
-    """Cut [first, end), multiples of STEP, into squares of 2^k steps, longest first."""
-    yield from _cut(first, end, MAX_SQUARE_STEPS)
-
-
-def cut_prefix(end: int) -> Iterator[tuple[int, int]]:
-    """Cut [0, end), a multiple of STEP, into pieces of 2^k steps, longest first."""
-    yield from _cut(0, end, end // STEP)
-
-
-def _cut(first: int, end: int, max_steps: int) -> Iterator[tuple[int, int]]:
+def _cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
+    """Cut [first, end), multiples of STEP, into pieces of 2^k steps, longest first."""
     while first < end:
         steps = min(max_steps, (end - first) // STEP)
         stop = first + STEP * (1 << (steps.bit_length() - 1))
@@ -156,10 +147,10 @@ def attend_chunk(
         rows = q.new_zeros(context_len - begin, *q.shape[1:])
         rows[prefix_len - begin :] = q
     k, v = _gather(k_cache, v_cache, block_table, context_len)
-    for first, end in cut_squares(begin, context_len):
+    for first, end in _cut(begin, context_len, max_steps=MAX_SQUARE_STEPS):
         queries = rows[first - begin : end - begin]
         parts = [attend(queries, k[first:end], v[first:end], scale, True)]
-        for start, stop in cut_prefix(first):
+        for start, stop in _cut(0, first, max_steps=first // STEP):
             parts.append(attend(queries, k[start:stop], v[start:stop], scale, False))
         idle = max(0, prefix_len - first)
         parts = [part.rows(idle, end - first) for part in parts]

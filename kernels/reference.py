@@ -43,16 +43,15 @@ def rotate_and_store(
     k_cache: Tensor,
     v_cache: Tensor,
     num_heads: int,
-    q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None,
+    head_norms: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `layers.rotate_and_store`."""
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-    if q_norm_weight is not None and k_norm_weight is not None:
-        q, k = _rms_norm(q, q_norm_weight, eps), _rms_norm(k, k_norm_weight, eps)
+    if head_norms is not None:
+        q, k = _rms_norm(q, head_norms[0], eps), _rms_norm(k, head_norms[1], eps)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     store_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
     return _rotate(q, cos, sin)

@@ -16,7 +16,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, cast
+from typing import Any, cast
 
 import xxhash
 
@@ -47,16 +47,7 @@ _TAG_SALT = 0x31
 _TAG_CACHE_KEY = 0x32
 
 
-class _Hasher(Protocol):
-    def update(self, data: bytes, /) -> None: ...
-
-    def digest(self) -> bytes: ...
-
-    @property
-    def digest_size(self) -> int: ...
-
-
-def _hasher(algo: HashAlgo) -> Callable[..., _Hasher]:
+def _hasher(algo: HashAlgo) -> Callable[..., Any]:
     return hashlib.sha256 if algo == "sha256" else xxhash.xxh3_128
 
 
@@ -99,7 +90,7 @@ def namespace_digest(
         parts.append(_text_field(_TAG_SALT, cache_salt))
     if prompt_cache_key is not None:
         parts.append(_text_field(_TAG_CACHE_KEY, prompt_cache_key))
-    return _hasher(algo)(b"".join(parts)).digest()
+    return bytes(_hasher(algo)(b"".join(parts)).digest())
 
 
 def model_root(

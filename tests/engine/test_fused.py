@@ -129,7 +129,7 @@ def test_parameters_are_views_of_what_is_merged(config: dict[str, Any], load: Lo
         fused += [layer.input_norm, layer.mlp_norm]
         for weight, bias in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
             fused += [weight] if bias is None else [weight, bias]
-        fused += [norm for norm in (layer.q_norm, layer.k_norm) if norm is not None]
+        fused += [] if layer.head_norms is None else [layer.head_norms]
     assert {tensor.untyped_storage().data_ptr() for tensor in fused} == own
     sizes = {p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in fused}
     assert sum(sizes.values()) == sum(p.nbytes for p in loaded.model.parameters())

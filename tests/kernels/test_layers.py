@@ -129,8 +129,7 @@ def rotation_case(
         "positions": torch.randint(50, (num_tokens,)),
         "slot_mapping": slots,
         "num_heads": num_heads,
-        "q_norm_weight": torch.randn(head_dim).to(dtype) if norm else None,
-        "k_norm_weight": torch.randn(head_dim).to(dtype) if norm else None,
+        "head_norms": torch.randn(2, head_dim).to(dtype) if norm else None,
         "eps": EPS,
     }
 
@@ -161,7 +160,8 @@ def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tenso
         row = case["cos_sin"][case["positions"][token]].double()
         turn = torch.complex(*row.chunk(2))
         turned = []
-        for heads, weight in ((q, case["q_norm_weight"]), (k, case["k_norm_weight"])):
+        norms = (None, None) if case["head_norms"] is None else case["head_norms"]
+        for heads, weight in zip((q, k), norms, strict=True):
             if weight is not None:
                 heads = heads / (heads.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
             pairs = torch.complex(*heads.chunk(2, dim=-1)) * turn
@@ -232,8 +232,9 @@ def test_no_tokens_is_no_launch(device: str, backend: Backend) -> None:
         ({"cos_sin": torch.zeros(50, 32).half()}, "not float32"),
         ({"positions": torch.zeros(4, dtype=torch.int64)}, "positions"),
         ({"slot_mapping": torch.zeros(3)}, "not int32 or int64"),
-        ({"q_norm_weight": torch.zeros(32)}, "or the other way round"),
-        ({"q_norm_weight": torch.zeros(16), "k_norm_weight": torch.zeros(32)}, "q_norm_weight"),
+        ({"head_norms": torch.zeros(32)}, "head_norms"),
+        ({"head_norms": torch.zeros(2, 16)}, "head_norms"),
+        ({"head_norms": torch.zeros(2, 64)[:, ::2]}, "head_norms .* is not contiguous"),
     ],
 )
 def test_a_rotation_of_tensors_that_disagree_is_refused(

@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -84,7 +84,10 @@ class Api:
         tenant, body = await self._open(request)
         asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
         prompts = await self._tokenization.encode_prompts(asked.prompts)
-        echoes = await self._echoes(asked) if asked.is_echo else []
+        echoes: list[str] = []
+        for prompt in asked.prompts if asked.is_echo else ():
+            text = prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
+            echoes.append(text)
         generation = self._generate(asked, prompts, tenant, DEFAULT_COMPLETION_TOKENS)
         shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
         return await _answer(request, asked, _Answering(generation, shape, asked, echoes))
@@ -169,13 +172,6 @@ class Api:
         tokenizer = self._tokenization.tokenizer
         return Generation(self._engine, tokenizer, engine_requests, asked.num_choices)
 
-    async def _echoes(self, asked: requests.CompletionRequest) -> list[str]:
-        """Return each prompt's text, to go before its answers."""
-        return [
-            prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
-            for prompt in asked.prompts
-        ]
-
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
         return responses.model_body(info.model, self._created, info.max_model_len)
@@ -248,7 +244,7 @@ class _Answering:
         return responses.usage_body(generation.prompt_usages, generation.num_completion_tokens)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events, each sent as soon as it is there, and `[DONE]` at the end.
 
     Args:
@@ -259,32 +255,28 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncIterator[dict[str, Any]], *, on_end: Callable[[], None]
     ) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        del self.headers["content-length"]
-        self._events = events
+        headers = {"Cache-Control": "no-cache"}
+        super().__init__(_event_lines(events), media_type="text/event-stream", headers=headers)
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream."""
-
-        async def send_event(data: str) -> None:
-            body = f"data: {data}\n\n".encode()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-
+        """Send the stream; a client that went away is nobody's error."""
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            last = "[DONE]"
-            try:
-                async for event in self._events:
-                    await send_event(_to_json(event))
-            except RequestError as error:
-                last = _to_json(_body_of(error))
-            await send_event(last)
-            await send({"type": "http.response.body"})
+            await self.stream_response(send)
         except (ClientGoneError, OSError):
             pass
         finally:
             self._on_end()
+
+
+async def _event_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+    last = "[DONE]"
+    try:
+        async for event in events:
+            yield f"data: {_to_json(event)}\n\n"
+    except RequestError as error:
+        last = _to_json(_body_of(error))
+    yield f"data: {last}\n\n"
 
 
 def build_app(api: Api) -> ASGIApp:

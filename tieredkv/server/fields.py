@@ -76,6 +76,7 @@ class Fields:
     def __init__(self, body: Mapping[str, Any], path: str = "") -> None:
         self._body = body
         self._path = path
+        self._read: set[str] = set()
 
     @classmethod
     def of(cls, value: object, path: str) -> "Fields":
@@ -94,11 +95,12 @@ class Fields:
 
     def raw(self, name: str) -> Any:
         """Return a field unchecked; None where it is absent."""
+        self._read.add(name)
         return self._body.get(name)
 
     def required(self, name: str) -> Any:
         """Return a field that must be there."""
-        value = self._body.get(name)
+        value = self.raw(name)
         if value is None:
             path = self.path(name)
             message = f"Missing required parameter: '{path}'."
@@ -164,10 +166,10 @@ class Fields:
         value = self.raw(name)
         return None if value is None else Fields.of(value, self.path(name))
 
-    def check_known(self, known: frozenset[str]) -> None:
-        """Refuse fields that nobody knows; the first is named."""
+    def check_known(self, ignored: frozenset[str]) -> None:
+        """Refuse fields that nobody has read and that are not to be ignored; the first is named."""
         for name in self._body:
-            if name not in known:
+            if name not in self._read | ignored:
                 raise unknown_parameter(self.path(name))
 
     def _typed(self, name: str, *kinds: type, is_required: bool = False) -> Any:

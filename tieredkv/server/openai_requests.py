@@ -31,19 +31,11 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SAMPLING_FIELDS = _names(
-    "temperature top_p top_k min_p seed stop stop_token_ids ignore_eos min_tokens "
-    "presence_penalty frequency_penalty repetition_penalty logit_bias max_tokens"
+_IGNORED_FIELDS = _names(
+    "model user metadata store safety_identifier service_tier prompt_cache_options"
 )
-_COMMON_FIELDS = _SAMPLING_FIELDS | _names(
-    "model n stream stream_options prompt_cache_retention prompt_cache_key cache_salt user "
-    "logprobs metadata store safety_identifier service_tier prompt_cache_options"
-)
-_COMPLETION_FIELDS = _COMMON_FIELDS | _names("prompt echo best_of suffix")
-_CHAT_FIELDS = _COMMON_FIELDS | _names(
-    "messages max_completion_tokens top_logprobs tools tool_choice parallel_tool_calls "
-    "response_format reasoning_effort verbosity modalities chat_template_kwargs"
-)
+_IGNORED_CHAT_FIELDS = _IGNORED_FIELDS | _names("parallel_tool_calls reasoning_effort verbosity")
+"""Fields of OpenAI's that mean nothing here, so that even a strict server takes them."""
 
 Prompt = str | list[int]
 
@@ -109,8 +101,6 @@ def read_completion(
         RequestError: with OpenAI's text, naming the field.
     """
     fields = Fields(body)
-    if is_strict:
-        fields.check_known(_COMPLETION_FIELDS)
     prompts = _prompts(fields.required("prompt"))
     logprobs = fields.integer("logprobs", least=0, most=20)
     is_echo = fields.boolean("echo")
@@ -123,6 +113,8 @@ def read_completion(
     best_of = fields.integer("best_of", least=1)
     if best_of not in (None, common["num_choices"]):
         raise _unsupported("'best_of' must be equal to 'n'.", "best_of")
+    if is_strict:
+        fields.check_known(_IGNORED_FIELDS)
     return CompletionRequest(prompts=prompts, is_echo=is_echo, **common)
 
 
@@ -131,8 +123,6 @@ def read_chat(
 ) -> ChatRequest:
     """Check the body of a chat request; arguments and errors as in `read_completion`."""
     fields = Fields(body)
-    if is_strict:
-        fields.check_known(_CHAT_FIELDS)
     messages = fields.array("messages", most=MAX_MESSAGES, is_required=True) or []
     checked = [_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     top_logprobs = fields.integer("top_logprobs", least=0, most=20)
@@ -153,6 +143,8 @@ def read_chat(
     common = _common(fields, logprobs, max_tokens, _retention(fields, policies, is_strict))
     arguments = _template_arguments(fields)
     tools = _tools(fields)
+    if is_strict:
+        fields.check_known(_IGNORED_CHAT_FIELDS)
     return ChatRequest(messages=checked, tools=tools, template_arguments=arguments, **common)
 
 

@@ -106,15 +106,12 @@ class CompletionShape(_Shape):
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return parallel lists, as the older endpoint has them."""
         texts = [self._token_text(token.token_id) for token in tokens]
-        ends = accumulate(map(len, texts), initial=text_offset)
-        logprobs = [_finite(token.logprob) for token in tokens]
         tops = [{self._token_text(id): _finite(each) for id, each in t.top} for t in tokens]
-        offsets = list(ends)[:-1]
         return {
             "tokens": texts,
-            "token_logprobs": logprobs,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": tops,
-            "text_offset": offsets,
+            "text_offset": list(accumulate(map(len, texts), initial=text_offset))[:-1],
         }
 
 
@@ -131,12 +128,9 @@ class ChatShape(_Shape):
 
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return the text's choice and, at the end, one with an empty delta."""
-        choices = []
-        if text or logprobs or reason is None:
-            choices.append(self._chunk_choice(index, {"content": text}, logprobs=logprobs))
-        if reason is not None:
-            choices.append(self._chunk_choice(index, {}, reason=reason))
-        return choices
+        has_text = text or logprobs or reason is None
+        choices = [self._chunk_choice(index, {"content": text}, logprobs)] if has_text else []
+        return choices + ([self._chunk_choice(index, {}, None, reason)] if reason else [])
 
     def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
         """Return one answer in whole."""
@@ -153,7 +147,7 @@ class ChatShape(_Shape):
         return {"content": content, "refusal": None}
 
     def _chunk_choice(
-        self, index: int, delta: Json, *, logprobs: Json | None = None, reason: str | None = None
+        self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None
     ) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
