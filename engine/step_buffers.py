@@ -156,7 +156,7 @@ class StepBuffers:
             words = [num_bytes // 4 for num_bytes in sizes.values()]
             parts = dict(zip(sizes, buffer.split(words), strict=True))
             return {
-                name: part.view(torch.int64 if name in longs else torch.int32)
+                name: part.view(torch.int64)[: longs[name]] if name in longs else part[: ints[name]]
                 for name, part in parts.items()
             }
 

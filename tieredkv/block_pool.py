@@ -119,20 +119,25 @@ class BlockPool:
             block = block._next
 
     def allocate(
-        self, count: int, *, can_evict: Callable[[Block], bool] | None = None
+        self,
+        count: int,
+        *,
+        can_evict: Callable[[Block], bool] | None = None,
+        is_partial: bool = False,
     ) -> list[Block] | None:
         """Take blocks for new content: empty ones first, then the least recently used.
 
         Args:
             count: how many.
             can_evict: asked of each cached block in turn; those it refuses keep their place.
+            is_partial: fewer will do.
 
         Returns:
             Blocks with ref_count 1 and no hash; None, with nothing changed, if there are too few.
         """
         victims: list[Block] = []
         num_needed = count - self._num_empty
-        if num_needed > self._num_evictable:
+        if num_needed > self._num_evictable and not is_partial:
             return None
         if num_needed > 0:
             for block in self.evictable():
@@ -141,9 +146,10 @@ class BlockPool:
                     if len(victims) == num_needed:
                         break
             else:
-                return None
+                if not is_partial:
+                    return None
         taken: list[Block] = []
-        while len(taken) < count - len(victims):
+        while len(taken) < count - len(victims) and self._num_empty:
             taken.append(self._empty._next)
             self._unlink(taken[-1])
         for block in victims:

@@ -545,3 +545,15 @@ def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
     assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.check_nothing_is_held()
+
+
+def test_a_new_worker_does_not_lengthen_a_life() -> None:
+    rig = Rig()
+    rig.store.put("a", 2, retention="7d")  # of a policy that is configured no longer
+    assert rig.finish(rig.start("a", 2, "in_memory")) == 0
+    rig.clock.moment += 700
+    assert rig.finish(rig.start("a", 2, "in_memory")) == 0, "the disk's word counted"
+    rig.store.restart_empty()
+    rig.turn()
+    rig.clock.moment += 700
+    assert rig.run("a", 2, "in_memory") == 2

@@ -305,18 +305,21 @@ class Demoter:
     def _copy_out(self, blocks: list[Block]) -> int:
         """Start copying device blocks into host pages, as many as there are pages for."""
         tiers = self._tiers
-        pairs: list[tuple[Block, Block]] = []
-        for block in blocks:
-            assert block.block_hash is not None
-            if block.block_id in self._copying or tiers.host.lookup(block.block_hash) is not None:
-                continue  # a page is being filled already, from here or from disk
-            pages = tiers.host.allocate(1, can_evict=self.is_host_clean)
-            if pages is None:
-                break
+        wanted = [
+            block
+            for block in blocks  # the others' pages are being filled already, from here or disk
+            if block.block_id not in self._copying
+            and block.block_hash is not None
+            and tiers.host.lookup(block.block_hash) is None
+        ]
+        can_evict, count = self.is_host_clean, len(wanted)
+        pages = tiers.host.allocate(count, can_evict=can_evict, is_partial=True) or []
+        pairs = list(zip(wanted, pages, strict=False))
+        for block, page in pairs:
+            assert block.block_hash is not None, block
             tiers.device.pin(block)
-            tiers.host.insert(pages[0], block.block_hash)
+            tiers.host.insert(page, block.block_hash)
             self._copying.add(block.block_id)
-            pairs.append((block, pages[0]))
         if pairs:
             tiers.transfer.demote(
                 [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs], pairs

@@ -419,10 +419,11 @@ class TieredCache:
 
         What is there after all is acknowledged without being written again.
         """
-        for entry in self.tiers.directory.entries():
-            if entry.claims:
-                entry.disk_expires_at = 0.0
-                entry.is_droppable = False
+        claimed = [entry for entry in self.tiers.directory.entries() if entry.claims]
+        for entry in claimed:
+            entry.disk_expires_at = 0.0
+            entry.is_droppable = False
+        self.tiers.directory.add_all(claimed)  # their lives may end earlier now
 
     def _take_chain(self, prefix: Prefix, chain: list[Block | None], fresh: list[Block]) -> None:
         """Fill a request's table from the blocks that were found and, from the end, fresh ones.
