@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096
+TILE = 16384
+MERGED_ROWS = 16
 MAX_PARTS = 4
 
 
@@ -108,10 +109,10 @@ def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
         others = others[MAX_PARTS - 1 :]
         padded = group + [group[0]] * (MAX_PARTS - len(group))
         lse = torch.empty(num_heads, num_queries, dtype=torch.float32, device=out.device)
-        _merge_parts_kernel[(triton.cdiv(num_queries * num_heads, 8),)](
+        _merge_parts_kernel[(triton.cdiv(num_queries * num_heads, MERGED_ROWS),)](
             out, lse, *(part[0] for part in padded), *(part[1] for part in padded),
             *(part[1].stride(0) for part in padded), num_queries * num_heads, num_queries,
             NUM_PARTS=len(group), NUM_HEADS=num_heads, HEAD_DIM=head_dim,
-            DIM_TILE=max(16, triton.next_power_of_2(head_dim)), ROWS=8, num_warps=4,
+            DIM_TILE=max(16, triton.next_power_of_2(head_dim)), ROWS=MERGED_ROWS, num_warps=4,
         )  # fmt: skip
         first = (out, lse)

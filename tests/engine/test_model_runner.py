@@ -142,6 +142,19 @@ def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> Non
     assert harness.runner.execute([row]).logits.shape == (0, 300)
 
 
+def test_chunks_of_which_nobody_wants_logits_leave_their_keys_and_values(
+    family: str, checkpoints: Any
+) -> None:
+    harness = Harness(find_model(str(checkpoints(family)), device="cpu").load(cache_dir=None))
+    ids, tables = prompt(70, seed=8), [harness.table(70), harness.table(70)]
+    for table, needs_logits in zip(tables, (True, False), strict=True):
+        harness.runner.execute([BatchRow(ids[:50], 0, table, needs_logits=needs_logits)])
+    expected, got = (
+        harness.runner.execute([BatchRow(ids[50:], 50, table)]).logits for table in tables
+    )
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
     checkpoints: Any,
 ) -> None:
