@@ -102,6 +102,7 @@ class EngineCore:
         found = find_model(settings.model, dtype=settings.dtype, device=str(device))
         spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
+        num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
         self._arena = HostArena(
@@ -115,7 +116,7 @@ class EngineCore:
             progress=lambda stage, share: progress(stage, round(100 * share), 100),
             fingerprint=settings.fingerprint,
         )
-        num_blocks = self._size_device_pool(device, num_batched_tokens, progress)
+        num_blocks = self._size_device_pool(device, num_alone_tokens, progress)
         self._pool = make_kv_pool(spec, num_blocks, device)
         max_model_len = min(
             settings.max_model_len or self.model.max_model_len,
@@ -127,7 +128,7 @@ class EngineCore:
             self._pool,
             spec,
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=num_batched_tokens,
+            max_num_batched_tokens=num_alone_tokens,
             max_context_len=max_model_len,
         )
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
@@ -169,11 +170,12 @@ class EngineCore:
             block_size=spec.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=num_batched_tokens,
+            max_num_alone_tokens=num_alone_tokens,
             hash_algo=settings.hash_algo,
         )
         self._sampler = Sampler()
         self._runner.warm_up(
-            max_num_batched_tokens=num_batched_tokens,
+            max_num_batched_tokens=num_alone_tokens,
             max_context_len=max_model_len,
             progress=lambda stage, share: progress(stage, round(100 * share), 100),
         )

@@ -51,12 +51,14 @@ class Scheduler:
         block_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_num_alone_tokens: int | None = None,
         hash_algo: HashAlgo,
     ) -> None:
         self.cache = cache
         self._block_size = block_size
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_alone_tokens = max_num_alone_tokens or max_num_batched_tokens
         self._hash_algo = hash_algo
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -87,7 +89,9 @@ class Scheduler:
                 not and one would have to be, `is_short` says so until the next call.
         """
         self.is_short = False
-        budget = self._max_num_batched_tokens
+        # Long chunks are computed a little faster; nobody waits for the end of this one.
+        is_alone = len(self.running) + len(self.waiting) == 1
+        budget = self._max_num_alone_tokens if is_alone else self._max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
         has_room = True

@@ -102,7 +102,7 @@ class Settings:
 
     max_num_seqs: int = _scheduler(256, "requests that run at once")
     max_num_batched_tokens: int | None = _scheduler(
-        None, "prompt tokens a step; 8192 on a GPU, 2048 elsewhere if not set"
+        None, "prompt tokens a step; if not set 8192 on a GPU, twice that alone, 2048 elsewhere"
     )
     max_num_queued_reqs: int = _scheduler(1024, "requests that may wait; 429 beyond")
 
@@ -153,6 +153,10 @@ class Settings:
     def resolve_max_num_batched_tokens(self, device: str) -> int:
         """Return the token budget of a step on this device."""
         return self.max_num_batched_tokens or (8192 if device == "cuda" else 2048)
+
+    def resolve_max_num_alone_tokens(self, device: str) -> int:
+        """Return the prompt tokens of a step of one request that nobody waits beside."""
+        return self.max_num_batched_tokens or (16384 if device == "cuda" else 2048)
 
     def check_server(self) -> None:
         """Refuse what is fine for one trusted user and not for a server.

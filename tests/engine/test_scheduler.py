@@ -21,7 +21,12 @@ class Loop:
     """The engine's loop without a model: a row is computed by writing its blocks' right bytes."""
 
     def __init__(
-        self, rig: Rig, *, max_num_batched_tokens: int = 64, max_num_seqs: int = 8
+        self,
+        rig: Rig,
+        *,
+        max_num_batched_tokens: int = 64,
+        max_num_alone_tokens: int | None = None,
+        max_num_seqs: int = 8,
     ) -> None:
         self.rig = rig
         self.scheduler = Scheduler(
@@ -29,6 +34,7 @@ class Loop:
             block_size=SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_alone_tokens=max_num_alone_tokens,
             hash_algo="sha256",
         )
         self.finished: list[str] = []
@@ -311,3 +317,12 @@ def test_a_request_cancelled_in_any_step_leaves_nothing_behind() -> None:
             loop.step()
         loop.scheduler.remove(request)
         rig.check_nothing_is_held()
+
+
+def test_a_request_alone_gets_longer_chunks_than_one_that_others_wait_beside() -> None:
+    limits = {"max_num_batched_tokens": 4 * SIZE, "max_num_alone_tokens": 8 * SIZE}
+    loop = Loop(Rig(num_blocks=64, has_store=False), **limits)
+    loop.add("a", 20 * SIZE, seed=1)
+    assert [row.end - row.start for row in loop.step()] == [8 * SIZE]
+    loop.add("b", 20 * SIZE, seed=2)
+    assert sum(row.end - row.start for row in loop.step()) == 4 * SIZE
