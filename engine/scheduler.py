@@ -18,7 +18,7 @@ from tieredkv.engine.request import Phase, Request
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import chain_hashes
-from tieredkv.types import HashAlgo
+from tieredkv.types import BlockHash, HashAlgo
 
 logger = logging.getLogger(__name__)
 
@@ -128,18 +128,18 @@ class Scheduler:
 
     def seal_full_blocks(self, request: Request) -> None:
         """Hash and publish the blocks that generated tokens have filled."""
-        prefix = request.prefix
         num_full = request.num_computed_tokens // self._block_size
-        while len(prefix.hashes) < num_full:
-            start = len(prefix.hashes) * self._block_size
-            parent = prefix.hashes[-1] if prefix.hashes else prefix.root
-            (block_hash,) = chain_hashes(
-                parent,
-                request.token_ids[start : start + self._block_size],
-                self._block_size,
-                algo=self._hash_algo,
-            )
-            self.cache.seal(prefix, block_hash)
+        for block_hash in self._hash_behind(request, num_full):
+            self.cache.seal(request.prefix, block_hash)
+
+    def _hash_behind(self, request: Request, num_blocks: int) -> list[BlockHash]:
+        """Hash the blocks behind a request's chain, up to so many in all."""
+        prefix, size = request.prefix, self._block_size
+        if len(prefix.hashes) >= num_blocks:
+            return []
+        tokens = request.token_ids[len(prefix.hashes) * size : num_blocks * size]
+        parent = prefix.hashes[-1] if prefix.hashes else prefix.root
+        return chain_hashes(parent, tokens, size, algo=self._hash_algo)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -268,16 +268,7 @@ class Scheduler:
         prefix.asked.clear()
         prefix.records.clear()
         num_full = request.num_tokens // self._block_size
-        if len(prefix.hashes) < num_full:
-            known = len(prefix.hashes) * self._block_size
-            prefix.hashes.extend(
-                chain_hashes(
-                    prefix.hashes[-1] if prefix.hashes else prefix.root,
-                    request.token_ids[known:],
-                    self._block_size,
-                    algo=self._hash_algo,
-                )
-            )
+        prefix.hashes.extend(self._hash_behind(request, num_full))
         request.phase = Phase.WAITING
         request.touched_at = 0.0
         request.num_computed_tokens = 0

@@ -16,15 +16,14 @@ the lengths. It knows no batches.
 """
 
 import functools
-import importlib
 import logging
 from collections.abc import Iterator
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tieredkv.kernels.checks import triton_module
 from tieredkv.kernels.partition import Heads
 
 logger = logging.getLogger(__name__)
@@ -166,7 +165,7 @@ def _gather(
     table = block_table[:num_blocks]
     if k_cache.is_cuda:
         gathered = k_cache.new_empty(2, num_blocks, *k_cache.shape[1:])
-        _dense_kernels().gather_blocks(k_cache, v_cache, table, gathered)
+        triton_module("dense_kernels").gather_blocks(k_cache, v_cache, table, gathered)
         k, v = gathered
     else:
         k, v = (cache.index_select(0, table) for cache in (k_cache, v_cache))
@@ -181,15 +180,10 @@ def merge(parts: list[Partial], out: Tensor) -> None:
     if len(parts) == 1:
         out.copy_(parts[0].out)
     elif out.is_cuda:
-        _dense_kernels().merge_parts(parts, out)
+        triton_module("dense_kernels").merge_parts(parts, out)
     else:
         weights = torch.softmax(torch.stack([part.lse.t() for part in parts]), 0)[..., None]
         out.copy_(sum(w * part.out.float() for w, part in zip(weights, parts, strict=True)))
-
-
-@functools.cache
-def _dense_kernels() -> ModuleType:
-    return importlib.import_module("tieredkv.kernels.dense_kernels")
 
 
 def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:

@@ -230,8 +230,7 @@ class Promoter:
     def on_copied(self, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
         tiers = self._tiers
-        for block in copies.blocks:
-            block.is_ready = True
+        self.on_usable(copies)
         self._copying.difference_update(block.block_id for block in copies.blocks)
         tiers.device.release(copies.blocks[::-1])
         tiers.host.release(copies.pages[::-1])
