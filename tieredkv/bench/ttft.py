@@ -2,8 +2,8 @@
 
 For every prefix length and repeat, one prefix that was never seen is served:
 
-    cold      the whole prompt, prefix + 64 tokens, with empty tiers
-    (store)   the prefix alone; its KV bytes are digested where they were computed
+    cold      the whole prompt, prefix + 64 tokens, with empty tiers; the prefix's KV bytes are
+              digested where they were computed
     device    the prompt again; the prefix is in VRAM
     host      the prefix was demoted to host memory
     disk      the prefix was demoted to disk, and VRAM and host memory are empty
@@ -91,7 +91,7 @@ class Measured(NamedTuple):
     facts: Row
     token_bytes: int
     samples: dict[tuple[str, int], list[Sample]]
-    digests: dict[int, list[str | None]]
+    digests: dict[int, list[str]]
 
 
 class _Bench(NamedTuple):
@@ -128,15 +128,6 @@ class _Bench(NamedTuple):
         """Return the digest of a prefix's full blocks in VRAM."""
         return self.llm.core.kv_digest(self.llm.make_request(prefix, PARAMS))
 
-    def store(self, prefix: list[int]) -> str:
-        """Compute a prefix and return the digest of its blocks where they were computed."""
-        self.llm.generate(prefix, SamplingParams(max_tokens=1, temperature=0.0))
-        if (digest := self.digest(prefix)) is None:
-            raise TieredKVError(
-                f"A prefix of {len(prefix)} tokens does not stay in VRAM; raise `device_size`"
-            )
-        return digest
-
 
 @contextlib.contextmanager
 def _warm(spec: Spec, progress: Progress) -> Iterator[_Bench]:
@@ -158,9 +149,12 @@ def measure(spec: Spec) -> Measured:
         cases = [(length, index) for length in spec.prefix_tokens for index in range(spec.repeats)]
         for length, repeat in tracked(progress, "measuring", cases):
             prompt = bench.prompt(length, repeat)
-            measured.samples.setdefault(("cold", length), []).append(bench.serve(prompt))
-            core.evict()
-            measured.digests.setdefault(length, []).append(bench.store(prompt[:length]))
+            measured.samples.setdefault(("cold", length), []).append(cold := bench.serve(prompt))
+            if cold.kv_digest is None:
+                what = f"A prefix of {length} tokens does not stay in VRAM"
+                raise TieredKVError(f"{what}; raise `device_size`")
+            measured.digests.setdefault(length, []).append(cold.kv_digest)
+            core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
             for arm, tier in TIER_OF_ARM.items():
                 if arm not in spec.arms:
                     continue
@@ -278,9 +272,8 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
     sources = [sample.by_tier for sample in samples]
     by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
     loaded = statistics.median(one["host"] + one["disk"] for one in sources)
-    none: list[str | None] = [None] * len(samples)
-    computed = measured.digests[length] if tier else none
-    found = [sample.kv_digest for sample in samples] if tier else none
+    computed: list[str | None] = [*measured.digests[length]] if tier else [None] * len(samples)
+    found = [sample.kv_digest for sample in samples] if tier else computed
     claimed = [one[tier] if tier else 0 for one in sources]
     cached = [sum(one.values()) for one in sources]
     return {
