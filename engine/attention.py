@@ -30,10 +30,12 @@ class StepMetadata:
         slot_mapping: [num_tokens] on the device; -1 for a token whose keys and values are not
             written.
         batch: their requests, contexts, and how attention's work is shared out.
+        last: the tokens whose logits are wanted, by themselves; None where all are attended.
     """
 
     slot_mapping: Tensor
     batch: Batch
+    last: Batch | None = None
 
 
 class AttentionContext:
@@ -62,14 +64,18 @@ class AttentionContext:
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
         launch.store_kv(key, value, self.k_caches[layer], self.v_caches[layer], step.slot_mapping)
 
-    def attend(self, query: Tensor, scale: float, layer: int) -> Tensor:
-        """Attend the step's queries to the pool, which has their own keys too."""
+    def attend(self, query: Tensor, scale: float, layer: int, kept: Tensor | None = None) -> Tensor:
+        """Attend the step's queries, or only those kept, to the pool, which has their keys too."""
         step = self.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
         if self.gate is not None and layer == self.late_layer:
             self.gate.wait(torch.cuda.current_stream(query.device))
         k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
-        return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)
+        if kept is None:
+            return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)
+        if step.last is None:
+            return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)[kept]
+        return launch.paged_attention(query[kept], k_cache, v_cache, step.last, scale)
 
 
 _handles = itertools.count(1)

@@ -30,7 +30,7 @@ from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, To
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Phase, Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
-from tieredkv.engine.scheduler import ScheduledRow, Scheduler
+from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
@@ -103,6 +103,7 @@ class EngineCore:
         spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
+        most_tokens = longest_chunk(num_alone_tokens)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
         self._arena = HostArena(
@@ -116,7 +117,7 @@ class EngineCore:
             progress=lambda stage, share: progress(stage, round(100 * share), 100),
             fingerprint=settings.fingerprint,
         )
-        num_blocks = self._size_device_pool(device, num_alone_tokens, progress)
+        num_blocks = self._size_device_pool(device, most_tokens, progress)
         self._pool = make_kv_pool(spec, num_blocks, device)
         max_model_len = min(
             settings.max_model_len or self.model.max_model_len,
@@ -128,7 +129,7 @@ class EngineCore:
             self._pool,
             spec,
             max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=num_alone_tokens,
+            max_num_batched_tokens=most_tokens,
             max_context_len=max_model_len,
         )
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
@@ -175,7 +176,7 @@ class EngineCore:
         )
         self._sampler = Sampler()
         self._runner.warm_up(
-            max_num_batched_tokens=num_alone_tokens,
+            max_num_batched_tokens=most_tokens,
             max_context_len=max_model_len,
             progress=lambda stage, share: progress(stage, round(100 * share), 100),
         )

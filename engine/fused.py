@@ -132,12 +132,12 @@ class FusedModel:
                 layer.head_norms,
                 self.eps,
             )
-            is_last = index == len(self.layers) - 1
-            if is_last and not len(kept):  # all that was wanted are keys and values
+            if index < len(self.layers) - 1:
+                x = context.attend(q, self.scale, index).flatten(1)
+            elif len(kept):  # nobody sees the other tokens from here on
+                x, residual = context.attend(q, self.scale, index, kept).flatten(1), residual[kept]
+            else:  # all that was wanted are keys and values
                 return x.new_empty(0, len(self.head))
-            x = context.attend(q, self.scale, index).flatten(1)
-            if is_last:  # nobody sees the other tokens from here on
-                x, residual = x[kept], residual[kept]
             x = layers.linear(x, *layer.attention_out)
             x, residual = layers.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
             x = layers.linear(layers.silu_mul(layers.linear(x, *layer.gate_up)), *layer.down)

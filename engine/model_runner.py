@@ -183,15 +183,16 @@ class ModelRunner:
         if graph is not None:
             graph.graph.replay()
             return StepOutput(*(part[: len(layout.kept)] for part in graph.output))
-        shares = layout.shares
+        shares, tables = layout.shares, self._tables.tensor
         batch = Batch(
-            self._tables.tensor,
+            tables,
             layout.spans,
             shares.dense,
             buffers.narrow if shares.narrow else None,
             buffers.wide if shares.wide else None,
         )
-        return self._forward(buffers, num_tokens, num_kept, batch)
+        last = Batch(tables, layout.last, narrow=buffers.last) if layout.last else None
+        return self._forward(buffers, num_tokens, num_kept, batch, last)
 
     def keep_tokens(self, output: StepOutput, tokens: Tensor) -> None:
         """Let the next step see these tokens instead of the most likely ones; before it is issued.
@@ -203,14 +204,19 @@ class ModelRunner:
         self._sampled[output.targets] = tokens
 
     def _forward(
-        self, buffers: StepBuffers, num_tokens: int, num_kept: int, batch: Batch
+        self,
+        buffers: StepBuffers,
+        num_tokens: int,
+        num_kept: int,
+        batch: Batch,
+        last: Batch | None = None,
     ) -> StepOutput:
         """Run the model on what lies in the buffers."""
         self._tables.tensor.view(-1)[buffers.cells] = buffers.block_ids
         ids, kept = buffers.token_ids[:num_tokens], buffers.kept[:num_kept]
         tokens = torch.where(ids < 0, self._sampled[buffers.sources[:num_tokens]], ids)
         positions = buffers.positions[:num_tokens]
-        self._context.step = StepMetadata(buffers.slots[:num_tokens], batch)
+        self._context.step = StepMetadata(buffers.slots[:num_tokens], batch, last)
         try:
             if self._loaded.fused is not None:
                 logits = self._loaded.fused.forward(tokens, positions, kept, self._context)

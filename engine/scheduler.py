@@ -24,8 +24,16 @@ logger = logging.getLogger(__name__)
 
 NUM_PROTECTED_REQUESTS = 16
 
+MAX_REST = 1 / 32
+"""Of a budget; so short a rest of a prompt is computed with the chunk before it, not by itself."""
+
 CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
+
+
+def longest_chunk(budget: int) -> int:
+    """Return the most tokens that one request may get of a budget, a short rest included."""
+    return budget + int(budget * MAX_REST)
 
 
 class ScheduledRow(NamedTuple):
@@ -185,7 +193,8 @@ class Scheduler:
         if start >= request.num_tokens:  # wholly cached: only the last token's logits are missing
             write_from = request.num_tokens
             start = request.num_tokens - 1
-        end = min(request.num_tokens, start + budget)
+        end = start + longest_chunk(budget)
+        end = request.num_tokens if request.num_tokens <= end else start + budget
         if end < request.num_tokens and end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT > start:
             end = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
         for index in range(start // size, min(-(-end // size), num_chain)):

@@ -121,7 +121,7 @@ class StepBuffers:
         kept: [max_tokens] int64, indices of the tokens whose logits are wanted.
         targets: [max_tokens] int64, slots whose next token these logits give.
         cells, block_ids: [CELLS_PER_ROW * max_rows] int64 and int32, changes of the block tables.
-        narrow, wide: partitions of attention's work, int32.
+        narrow, wide, last: partitions of attention's work, int32.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepBuffers:
         longs["cells"] = CELLS_PER_ROW * max_rows
         ints = dict.fromkeys(("token_ids", "positions", "slots"), max_tokens)
         ints["block_ids"] = CELLS_PER_ROW * max_rows
-        ints["narrow"] = partition.size_ints(narrow, max_rows)
+        ints["narrow"] = ints["last"] = partition.size_ints(narrow, max_rows)
         ints["wide"] = partition.size_ints(wide, max_wide_tiles)
         sizes = {name: _aligned(8 * n) for name, n in longs.items()}
         sizes |= {name: _aligned(4 * n) for name, n in ints.items()}
@@ -166,7 +166,7 @@ class StepBuffers:
         self.slots, self.sources = device["slots"], device["sources"]
         self.kept, self.targets = device["kept"], device["targets"]
         self.cells, self.block_ids = device["cells"], device["block_ids"]
-        self.narrow, self.wide = device["narrow"], device["wide"]
+        self.narrow, self.wide, self.last = device["narrow"], device["wide"], device["last"]
 
     def fill(
         self,
@@ -204,9 +204,12 @@ class StepBuffers:
         arrays["cells"][len(cells) :] = self._spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
         if self._copied is not None:
-            heads, shares = self._heads, layout.shares
-            partition.partition(shares.narrow, partition.narrow_tiling(heads), arrays["narrow"])
-            partition.partition(shares.wide, partition.wide_tiling(heads), arrays["wide"])
+            narrow = partition.narrow_tiling(self._heads)
+            wide = partition.wide_tiling(self._heads)
+            partition.partition(layout.shares.narrow, narrow, arrays["narrow"])
+            partition.partition(layout.shares.wide, wide, arrays["wide"])
+            if layout.last:
+                partition.partition(layout.last, narrow, arrays["last"])
         small_copies.copy(self._host, self._device)
         if self._copied is not None:
             self._copied.record()
@@ -245,12 +248,15 @@ class Layout:
         kept: indices of the tokens whose logits are wanted, rows in order.
         targets: of each of them, the slot.
         shares: of the spans, by kernel.
+        last: the kept tokens as spans of their own, for the last layer, where they need no others'
+            queries; empty where that spares nothing.
     """
 
     def __init__(self, rows: Sequence[BatchRow], heads: Heads, spare_slot: int) -> None:
         self.spans: list[Span] = []
         self.kept: list[int] = []
         self.targets: list[int] = []
+        self.last: list[Span] = []
         end = 0
         for index, row in enumerate(rows):
             length = len(row.token_ids)
@@ -262,8 +268,11 @@ class Layout:
                 self.kept.extend(range(end - length, end))
                 self.targets.extend([spare_slot] * length)
             elif row.needs_logits:
+                self.last.append(Span(slot, len(self.kept), 1, row.start + length))
                 self.kept.append(end - 1)
                 self.targets.append(slot)
+        if len(self.last) in (0, end) or len(self.last) < len(self.kept):
+            self.last = []
         self.num_tokens = end
         self.shares = launch.share_out(self.spans, heads)
 

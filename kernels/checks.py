@@ -36,6 +36,12 @@ def triton_module(module: str) -> ModuleType:
         ) from error
 
 
+@functools.cache
+def has_dependent_launch(device: torch.device) -> bool:
+    """Tell whether a kernel may be launched before the one before it has ended (Hopper on)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
     """Refuse what is not one layer's cache, `[num_blocks, block_size, num_kv_heads, head_dim]`."""
     if k_cache.ndim != 4 or k_cache.dtype not in KERNEL_DTYPES:

@@ -3,19 +3,21 @@
 One kernel serves single queries (decode) and chunks (prefill), by its tiling; the work is shared
 out by `tieredkv.kernels.partition`. Scores are kept in base 2: the scale carries log2(e), so that
 exp2 serves. Callers go through `tieredkv.kernels.launch`, which checks the tensors; this module
-does not. Reference: `tieredkv.kernels.reference.paged_attention`.
+does not. On GPUs that can, each kernel is launched while the one before it still runs, and waits
+for it before it reads what that one writes.
+
+Reference: `tieredkv.kernels.reference.paged_attention`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (a kernel's arguments have no Python types)
-
-import functools
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tieredkv.kernels.checks import has_dependent_launch
 from tieredkv.kernels.partition import INTS_PER_PROGRAM, INTS_PER_TILE, Tiling
 
 LOG2_E = 1.4426950408889634
@@ -80,7 +82,7 @@ def _attention_kernel(
     cache_stride_block, cache_stride_token, cache_stride_head, block_tables_stride,
     INTS_PER_PROGRAM: tl.constexpr, INTS_PER_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
-    KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr, OVERLAPS_MERGE: tl.constexpr,
+    KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Work off one program's stretch of units, tile by tile, for one KV head.
 
@@ -89,7 +91,7 @@ def _attention_kernel(
     Masks: rows past the tile's queries, dims past HEAD_DIM. Bytes moved: keys and values of the
     stretch; q once a tile and program; out once, or in float32 where a tile is shared.
     """
-    if OVERLAPS_MERGE:  # the merge may be launched now; it waits for the results
+    if IS_DEPENDENT:  # the merge may be launched now; it waits for the results
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -102,6 +104,8 @@ def _attention_kernel(
     row = tl.arange(0, ROW_TILE)
     dim = tl.arange(0, DIM_TILE)
     head = kv_head * GROUP + row % GROUP
+    if IS_DEPENDENT:  # until here nothing was read that the kernel before may have written
+        tl.extra.cuda.gdc_wait()
     while unit < last:
         request = tl.load(tile_ptr)
         query_start = tl.load(tile_ptr + 1)
@@ -149,7 +153,7 @@ def _merge_kernel(
     out_ptr, partial_out_ptr, partial_lse_ptr, plan_ptr, out_stride_query, out_stride_head,
     INTS_PER_PROGRAM: tl.constexpr, INTS_PER_TILE: tl.constexpr, GROUP: tl.constexpr,
     ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, PARTIALS: tl.constexpr,
-    ROWS: tl.constexpr, OVERLAPS_MERGE: tl.constexpr,
+    ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Combine the partial results of a shared tile by their log-sum-exp, ROWS rows at a time.
 
@@ -165,10 +169,10 @@ def _merge_kernel(
     last = tl.load(program_ptr + 3)
     query_start = tl.load(program_ptr + 4)
     num_queries = tl.load(program_ptr + 5)
+    if IS_DEPENDENT:  # also where nothing is merged: who comes next waits for this kernel only
+        tl.extra.cuda.gdc_wait()
     if last < 0:
         return
-    if OVERLAPS_MERGE:
-        tl.extra.cuda.gdc_wait()
 
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_TILE)
@@ -203,12 +207,6 @@ def _merge_kernel(
     tl.store(target, acc.to(out_ptr.dtype.element_ty), is_row[:, None] & is_dim[None, :])
 
 
-@functools.cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    """Tell whether a kernel may be launched before the one before it has ended (Hopper on)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def paged_attention(
     q: Tensor,
     k_cache: Tensor,
@@ -227,7 +225,8 @@ def paged_attention(
     num_partials = 2 * tiling.num_programs * num_kv_heads * tiling.row_tile
     partial_out = torch.empty(num_partials * head_dim, dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(num_partials, dtype=torch.float32, device=q.device)
-    overlaps_merge = tiling.num_programs > 1 and _has_dependent_launch(q.device)
+    is_dependent = has_dependent_launch(q.device)
+    launch_options = {"launch_pdl": True} if is_dependent else {}
     sizes = {
         "INTS_PER_PROGRAM": INTS_PER_PROGRAM,
         "INTS_PER_TILE": INTS_PER_TILE,
@@ -235,18 +234,18 @@ def paged_attention(
         "ROW_TILE": tiling.row_tile,
         "HEAD_DIM": head_dim,
         "DIM_TILE": max(16, triton.next_power_of_2(head_dim)),
-        "OVERLAPS_MERGE": overlaps_merge,
+        "IS_DEPENDENT": is_dependent,
     }
     _attention_kernel[(num_kv_heads, tiling.num_programs)](
         out, partial_out, partial_lse, q, k_cache, v_cache, block_tables, plan, scale * LOG2_E,
         *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], block_tables.stride(0),
         BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, IS_NARROW=is_narrow, **sizes,
-        num_warps=tiling.num_warps, num_stages=tiling.num_stages,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options,
     )  # fmt: skip
     if tiling.num_programs > 1:
         rows = 1 if is_narrow else 4
         num_rows = tiling.num_queries * group
         _merge_kernel[(tiling.num_programs - 1, num_kv_heads, triton.cdiv(num_rows, rows))](
             out, partial_out, partial_lse, plan, *out.stride()[:2], PARTIALS=32 // rows, ROWS=rows,
-            **sizes, num_warps=4, **{"launch_pdl": True} if overlaps_merge else {},
+            **sizes, num_warps=4, **launch_options,
         )  # fmt: skip

@@ -326,3 +326,21 @@ def test_a_request_alone_gets_longer_chunks_than_one_that_others_wait_beside() -
     assert [row.end - row.start for row in loop.step()] == [8 * SIZE]
     loop.add("b", 20 * SIZE, seed=2)
     assert sum(row.end - row.start for row in loop.step()) == 4 * SIZE
+
+
+def test_a_short_rest_of_a_prompt_goes_with_the_chunk_before_it() -> None:
+    budget = 64 * SIZE
+    for rest, chunks in (
+        (budget // 32, [budget, budget + budget // 32]),
+        (1, [budget, budget + 1]),
+    ):
+        loop = Loop(Rig(num_blocks=512, has_store=False), max_num_batched_tokens=budget)
+        loop.add("a", 2 * budget + rest, seed=1)
+        assert [row.end - row.start for _ in range(2) for row in loop.step()] == [
+            budget,
+            budget + rest,
+        ]
+    loop = Loop(Rig(num_blocks=512, has_store=False), max_num_batched_tokens=budget)
+    loop.add("a", 2 * budget + budget // 32 + 1, seed=1)
+    chunks = [row.end - row.start for _ in range(3) for row in loop.step()]
+    assert chunks == [budget, budget, budget // 32 + 1]
