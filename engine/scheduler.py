@@ -225,7 +225,7 @@ class Scheduler:
             request = self.waiting[0]
             if not self.cache.is_settled(request.prefix):
                 break
-            num_blocks = -(-request.num_tokens // self._block_size)
+            num_blocks = request.num_tokens // self._block_size + 1  # with room for the next token
             if not self.cache.admit(request.prefix, num_blocks):
                 self.cache.protect(request.prefix)
                 is_stuck = not self.running and not self.cache.is_room_coming(request.prefix)

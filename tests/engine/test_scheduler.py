@@ -330,17 +330,20 @@ def test_a_request_alone_gets_longer_chunks_than_one_that_others_wait_beside() -
 
 def test_a_short_rest_of_a_prompt_goes_with_the_chunk_before_it() -> None:
     budget = 64 * SIZE
-    for rest, chunks in (
-        (budget // 32, [budget, budget + budget // 32]),
+    for rest, expected in (
         (1, [budget, budget + 1]),
+        (budget // 32, [budget, budget + budget // 32]),
+        (budget // 32 + 1, [budget, budget, budget // 32 + 1]),
     ):
         loop = Loop(Rig(num_blocks=512, has_store=False), max_num_batched_tokens=budget)
         loop.add("a", 2 * budget + rest, seed=1)
-        assert [row.end - row.start for _ in range(2) for row in loop.step()] == [
-            budget,
-            budget + rest,
-        ]
-    loop = Loop(Rig(num_blocks=512, has_store=False), max_num_batched_tokens=budget)
-    loop.add("a", 2 * budget + budget // 32 + 1, seed=1)
-    chunks = [row.end - row.start for _ in range(3) for row in loop.step()]
-    assert chunks == [budget, budget, budget // 32 + 1]
+        chunks = [row.end - row.start for _ in expected for row in loop.step()]
+        assert chunks == expected
+
+
+def test_nobody_is_admitted_without_room_for_the_next_token() -> None:
+    loop = Loop(Rig(num_blocks=8, has_store=False))
+    loop.add("a", 4 * SIZE, max_tokens=4, seed=1)
+    loop.add("b", 4 * SIZE, max_tokens=4, seed=2)
+    loop.run()
+    assert loop.scheduler.num_preemptions == 0

@@ -201,7 +201,8 @@ def test_a_reference_request_does_not_depend_on_its_batch(make_case: MakeCase) -
 
 @pytest.fixture
 def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the dense path take what it can in small steps, and run in torch on a CPU."""
+    """Let the dense path take what it can in small steps, and run in torch everywhere."""
+    monkeypatch.setattr(prefill_dense, "attend_cudnn", prefill_dense.attend_torch)
     monkeypatch.setattr(prefill_dense, "STEP", 8)
     monkeypatch.setattr(prefill_dense, "MAX_SQUARE_STEPS", 4)
     monkeypatch.setattr(prefill_dense, "MIN_QUERY_TOKENS", 10)
@@ -213,9 +214,7 @@ def test_the_dense_path_cuts_without_a_trace(
     make_case: MakeCase, relative_error: RelativeError, dtype: torch.dtype
 ) -> None:
     spans = [(8, 8), (16, 16), (5, 5), (40, 48), (17, 100), (17, 73), (1, 1), (99, 130), (12, 13)]
-    case = make_case(
-        spans, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, device="cpu", dtype=dtype
-    )
+    case = make_case(spans, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
     shares = launch.share_out(case.spans, case.heads, "cudnn")
     assert [span.row for span in shares.dense] == [1, 3, 4, 5, 7, 8]
     assert relative_error(case.attend("cudnn"), case.oracle()) < TOLERANCE[dtype]
@@ -235,7 +234,7 @@ def test_the_dense_path_asks_for_a_bounded_set_of_shapes(
     monkeypatch.setattr(prefill_dense, "attend_torch", record)
     monkeypatch.setattr(prefill_dense, "attend_cudnn", record)
     spans = [(n, n + prefix) for n in range(10, 70, 7) for prefix in range(0, 64, 3)]
-    case = make_case(spans, num_heads=1, num_kv_heads=1, head_dim=16, block_size=16, device="cpu")
+    case = make_case(spans, num_heads=1, num_kv_heads=1, head_dim=16, block_size=16)
     case.attend("cudnn")
 
     squares = {(n, n, True) for n in (8, 16, 32)}

@@ -59,7 +59,7 @@ class Demoter:
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._is_write_behind = is_write_behind
         self._behind: deque[BlockHash] = deque()
-        self._fresh: deque[BlockHash] = deque(maxlen=tiers.device.num_blocks)
+        self._fresh: dict[BlockHash, None] = {}  # in order, each once
         self._copying: set[int] = set()
         self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
@@ -96,7 +96,9 @@ class Demoter:
 
     def note_computed(self, entry: Entry) -> None:
         """Note a block that was computed just now, for copies and writes ahead of need."""
-        self._fresh.append(entry.block_hash)
+        self._fresh.setdefault(entry.block_hash)
+        if len(self._fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
+            del self._fresh[next(iter(self._fresh))]
         self._is_stale = True
         if self._is_write_behind and self._tiers.store is not None:
             self._behind.append(entry.block_hash)
@@ -128,12 +130,18 @@ class Demoter:
         and the next ones need them at once. Whole blocks never change, so copies need not wait.
         """
         dirty: list[Block] = []
-        while self._fresh and len(dirty) < self._device_reserve:
-            block = self._tiers.device.lookup(self._fresh.popleft())
-            if block is not None and block.is_ready and not self.is_device_clean(block):
+        done: list[BlockHash] = []
+        for block_hash in self._fresh:
+            block = self._tiers.device.lookup(block_hash)
+            if block is None or not block.is_ready or self.is_device_clean(block):
+                done.append(block_hash)
+            elif block.block_id not in self._copying:
                 dirty.append(block)
-        left = dirty[self._copy_out(dirty) :]
-        self._fresh.extendleft(block.block_hash for block in reversed(left) if block.block_hash)
+                if len(dirty) == self._device_reserve:
+                    break
+        for block_hash in done:
+            del self._fresh[block_hash]
+        self._copy_out(dirty)
 
     def write(self, num_pages: int) -> int:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
