@@ -43,11 +43,11 @@ def test_blocks_in_use_are_copied_ahead_where_running_requests_hold_nearly_all()
 
 def test_what_is_touched_often_pushes_nothing_else_out_of_what_is_copied_ahead() -> None:
     rig = Rig(num_blocks=16, num_pages=32, reserve=4)
-    first = rig.start("a", 8)
-    rig.compute(first)
+    rig.compute(rig.start("a", 8))
+    second = rig.start("b", 6)
+    rig.compute(second)
     for _ in range(4):
-        rig.cache.touch(first)
-    rig.compute(rig.start("b", 6))
+        rig.cache.touch(second)
     rig.turn(8)
     assert rig.on_host("a", 8) == list(range(8))
     assert rig.on_host("b", 6) == list(range(6))
