@@ -169,9 +169,8 @@ def _merge_kernel(
     last = tl.load(program_ptr + 3)
     query_start = tl.load(program_ptr + 4)
     num_queries = tl.load(program_ptr + 5)
-    if IS_DEPENDENT:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()  # even with nothing to merge: who comes next waits for this only
+    if IS_DEPENDENT:  # even with nothing to merge: who comes next waits for this kernel only
+        tl.extra.cuda.gdc_wait()
     if last < 0:
         return
 
