@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 import click
 
 from tieredkv.cli.output import Command
-from tieredkv.config import UNITS, LoadedSettings, Settings, load_settings
+from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
 
 _SPELLINGS = {
     "api_keys": ("--api-key",),
@@ -37,7 +37,7 @@ _EXAMPLES = {
     "served_model_name": "llama",
     "sweep_interval": "60s",
 }
-_LITERALS = {"auto", "sha256", "fdatasync"}
+_LITERALS = {"auto", "sha256"}
 
 config_option = click.option(
     "--config",
@@ -79,7 +79,7 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     if default == ():
         notes.append("none by default")
     elif default not in (None, ""):
-        shown = UNITS[setting.metadata["unit"]].show(default)
+        shown = kind_of(setting).show(default)
         notes.append(f"default {shown.replace(' ', '')}")
     if setting.metadata["unit"]:
         notes.append(f"in {setting.metadata['unit']} or with a unit")
@@ -93,11 +93,6 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         setting.name,
         type=click.Choice(get_args(setting.type)) if is_choice else str,
         multiple=setting.type == tuple[str, ...],
-        metavar=None if is_choice else _metavar(setting),
+        metavar=None if is_choice else kind_of(setting).metavar,
         help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
     )
-
-
-def _metavar(setting: "dataclasses.Field[Any]") -> str:
-    kinds = {setting.type, *get_args(setting.type)}
-    return UNITS[setting.metadata["unit"]].metavar or ("NUMBER" if kinds & {int, float} else "TEXT")
