@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -192,7 +192,6 @@ class _Answering:
         self._shape = shape
         self._asked = asked
         self._pieces = generation.pieces()
-        self._num_choices = asked.n * len(generation.prompt_usages)
         prompts = echoes or [""] * len(generation.prompt_usages)
         self._texts = [text for text in prompts for _ in range(asked.n)]
 
@@ -218,15 +217,10 @@ class _Answering:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream; one at least for every step's output."""
-        offsets = [0] * self._num_choices
+        offsets = [len(echo) for echo in self._texts]
         for i, echo in enumerate(self._texts):
-            first = self._shape.first_delta(i)
-            if first is not None:
-                yield self._chunk(first)
-            if echo:
-                offsets[i] = len(echo)
-                for choice in self._shape.delta(i, echo, None, None):
-                    yield self._chunk(choice)
+            for choice in self._shape.opening(i, echo):
+                yield self._chunk(choice)
         async for piece in self._pieces:
             logprobs = None
             if self._asked.params.logprobs is not None and piece.logprobs:
@@ -276,7 +270,7 @@ async def _event_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[s
         async for event in events:
             yield f"data: {_to_json(event)}\n\n"
     except RequestError as error:
-        last = _to_json(_body_of(error))
+        last = _to_json(error_body(error))
     yield f"data: {last}\n\n"
 
 
@@ -368,14 +362,9 @@ def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _body_of(error: RequestError) -> dict[str, Any]:
-    return error_body(str(error), status=error.status, param=error.param, code=error.code)
-
-
 async def _on_request_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else {}
-    return JSONResponse(_body_of(error), error.status, headers)
+    return _refusal(error, {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -386,15 +375,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}"
         code = "method_not_supported"
-    body = error_body(message, status=error.status_code, code=code)
-    return JSONResponse(body, error.status_code, error.headers)
+    return _refusal(RequestError(message, code=code, status=error.status_code), error.headers)
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _on_bug(_request: Request, error: Exception) -> Response:
+async def _on_bug(_request: Request, _error: Exception) -> Response:
     """Answer without a traceback; the log has it."""
-    body = error_body("The server had an error while processing your request", status=500)
-    return JSONResponse(body, 500)
+    text = "The server had an error while processing your request"
+    return _refusal(RequestError(text, status=500))
+
+
+def _refusal(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_body(error), error.status, headers)
