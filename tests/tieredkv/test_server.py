@@ -292,12 +292,12 @@ def test_messages_take_the_form_that_templates_know() -> None:
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        completion().check_prompt(prompt, max_model_len=8, vocab_size=9)
+        completion().check_prompt(prompt, 8, 9)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
-    completion().check_prompt([1] * 7, max_model_len=8, vocab_size=9)
+    completion().check_prompt([1] * 7, 8, 9)
 
 
 def test_usage_sums_the_tiers_and_names_each() -> None:

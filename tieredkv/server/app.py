@@ -153,9 +153,8 @@ class Api:
             raise RequestError(text, param="n", code="invalid_value")
         engine_requests = []
         seed = secrets.randbits(62)
-        limits = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
         for i, prompt in enumerate(prompts):
-            asked.check_prompt(prompt, **limits)
+            asked.check_prompt(prompt, info.max_model_len, info.vocab_size)
             room = info.max_model_len - len(prompt)
             max_tokens = min(asked.limit or asked.default_tokens or room, room)
             engine_requests += [
@@ -175,7 +174,8 @@ class Api:
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
-        return responses.model_body(info.model, self._created, info.max_model_len)
+        model = {"id": info.model, "object": "model", "created": self._created}
+        return {**model, "owned_by": "tieredkv", "max_model_len": info.max_model_len}
 
 
 class _Answering:

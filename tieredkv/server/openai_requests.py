@@ -136,7 +136,7 @@ class ApiRequest(ModelRequest):
         min_tokens = min(self.params.min_tokens, max_tokens)
         return replace(self.params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
 
-    def check_prompt(self, prompt: list[int], *, max_model_len: int, vocab_size: int) -> None:
+    def check_prompt(self, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
         """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
         what, text, code = self.prompt_field, "", "invalid_value"
         if not prompt:
@@ -235,10 +235,15 @@ class ContentPart(Object):
 _PARTS = TypeAdapter(Annotated[list[ContentPart], _FAIL_FAST])
 
 
-class CalledFunction(Object):
-    """A function, and what the model called it with."""
+class Function(Object):
+    """A function; the template knows what else is in it."""
 
     name: Text
+
+
+class CalledFunction(Function):
+    """A function, and what the model called it with."""
+
     arguments: Any = Field({})
 
     @field_validator("arguments")
@@ -290,17 +295,11 @@ class Message(Object):
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
-class NamedFunction(Object):
-    """A function that may be called; the template knows what else is in it."""
-
-    name: Text
-
-
 class Tool(Object):
     """A tool that may be called."""
 
     type: Literal["function"]
-    function: NamedFunction
+    function: Function
 
 
 _TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=MAX_TOOLS)])

@@ -49,12 +49,6 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
     }
 
 
-def model_body(name: str, created: int, max_model_len: int) -> Json:
-    """Return one entry of `/v1/models`."""
-    model = {"id": name, "object": "model", "created": created, "owned_by": "tieredkv"}
-    return {**model, "max_model_len": max_model_len}
-
-
 class _Shape:
     """What both endpoints have in common; all chunks of an answer share id, time and model."""
 
