@@ -162,6 +162,12 @@ class LoadedSettings(NamedTuple):
     settings: Settings
     sources: dict[str, str]
 
+    def given(self) -> dict[str, Any]:
+        """Return the settings that somebody has given, by field name."""
+        told = [name for name, source in self.sources.items() if source != "default"]
+        names = {"policies" if name.startswith("retention.") else name for name in told}
+        return {name: getattr(self.settings, name) for name in names}
+
     def describe(self) -> list[tuple[str, str, str, str]]:
         """Return (section, field, value, source) of every setting, values as people write them."""
         rows = []

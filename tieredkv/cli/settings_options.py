@@ -4,13 +4,14 @@ A flag's text goes to `load_settings` as it is, which parses it, checks it and n
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, get_args, get_origin
 
 import click
 
 from tieredkv.cli.output import Command
-from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
+from tieredkv.config import Settings, kind_of, load_settings
 
 _SPELLINGS = {
     "api_keys": ("--api-key",),
@@ -39,7 +40,10 @@ _EXAMPLES = {
 }
 _LITERALS = {"auto", "sha256"}
 
-config_option = click.option(
+disk_dir_option = click.option(
+    "--disk-dir", metavar="DIR", help="Folder of the disk tier, e.g. /nvme/kv."
+)
+_config_option = click.option(
     "--config",
     "config_path",
     type=click.Path(dir_okay=False),
@@ -47,29 +51,31 @@ config_option = click.option(
 )
 
 
-def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Command]:
-    """Give a command a flag for every setting of some sections, and `--config`."""
+def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
+    """Give a command a flag for every setting of some sections, and `--config`.
+
+    The command is called with `loaded`, the settings from its flags, the environment and the file,
+    in place of all its parameters that are called as a setting is.
+    """
     fields = [
         setting
         for setting in dataclasses.fields(Settings)
         if setting.metadata["section"] in sections and setting.name not in {"model", *without}
     ]
 
-    def add(command: Command) -> Command:
+    def add(command: Command) -> Any:
+        @functools.wraps(command)
+        def load_first(*, config_path: str | None, **options: Any) -> Any:
+            told = {name: options.pop(name) for name in Settings.__slots__ if name in options}
+            given = {name: value for name, value in told.items() if value not in (None, ())}
+            loaded = load_settings(arguments=given, config_path=config_path)
+            return command(loaded=loaded, **options)
+
         for setting in reversed(fields):
-            command = _option(setting)(command)
-        return config_option(command)
+            load_first = _option(setting)(load_first)
+        return _config_option(load_first)
 
     return add
-
-
-def settings_of(
-    arguments: dict[str, Any], *, config_path: str | None, **more: object
-) -> LoadedSettings:
-    """Load settings from flags, environment and file; a flag that is None was not given."""
-    every = {**arguments, **more}
-    given = {name: value for name, value in every.items() if value not in (None, ())}
-    return load_settings(arguments=given, config_path=config_path)
 
 
 def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:

@@ -9,8 +9,9 @@ import click
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
-from tieredkv.cli.settings_options import config_option, settings_of
+from tieredkv.cli.settings_options import disk_dir_option, settings_options
 from tieredkv.clock import Clock
+from tieredkv.config import LoadedSettings
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 from tieredkv.units import format_bytes, format_duration, parse_duration
@@ -18,17 +19,15 @@ from tieredkv.units import format_bytes, format_duration, parse_duration
 SHORT_HEX = 12
 
 
-def _store_options(command: Command) -> Command:
-    help = "Folder of the disk tier, e.g. /nvme/kv."
-    disk_dir_option = click.option("--disk-dir", metavar="DIR", help=help)
-    return disk_dir_option(config_option(json_option(command)))
+def _store_options(command: Command) -> Any:
+    return disk_dir_option(settings_options()(json_option(command)))
 
 
 class _Store:
     """The store that a command line names."""
 
-    def __init__(self, disk_dir: str | None, config_path: str | None) -> None:
-        settings = settings_of({}, config_path=config_path, disk_dir=disk_dir).settings
+    def __init__(self, loaded: LoadedSettings) -> None:
+        settings = loaded.settings
         if settings.disk_dir is None:
             raise usage_error("Missing option '--disk-dir'.")
         if not Path(settings.disk_dir).is_dir():
@@ -39,7 +38,7 @@ class _Store:
 
 @click.command()
 @_store_options
-def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
+def df(loaded: LoadedSettings, as_json: bool) -> None:
     """Show what each tier holds.
 
     The tiers of a server that does not run are empty; its disk is there.
@@ -48,7 +47,7 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
     Example:
       tieredkv df --disk-dir ./kv
     """
-    answer = _Store(disk_dir, config_path).control.df()
+    answer = _Store(loaded).control.df()
     if as_json:
         print_json(answer)
         return
@@ -67,14 +66,14 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 
 @click.command()
 @_store_options
-def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
+def ls(loaded: LoadedSettings, as_json: bool) -> None:
     """List the prefix chains on disk, the last used first.
 
     \b
     Example:
       tieredkv ls --disk-dir ./kv
     """
-    store = _Store(disk_dir, config_path)
+    store = _Store(loaded)
     answer = store.control.ls()
     if as_json:
         print_json(answer)
@@ -108,6 +107,7 @@ def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
 @_store_options
 def evict(
+    loaded: LoadedSettings,
     ids: tuple[str, ...],
     everything: bool,
     older_than: str | None,
@@ -115,7 +115,6 @@ def evict(
     yes: bool,
     dry_run: bool,
     as_json: bool,
-    **where: str | None,
 ) -> int:
     """Drop blocks from every tier: chains by ID, or those that a filter means.
 
@@ -136,7 +135,7 @@ def evict(
         ids=ids,
         dry_run=dry_run,
     )
-    control = _Store(**where).control
+    control = _Store(loaded).control
     if not (yes or dry_run):
         if not sys.stdin.isatty():
             raise usage_error("Nobody is there to confirm; give -y.")
@@ -157,7 +156,7 @@ def evict(
 @click.command()
 @click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
 @_store_options
-def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
+def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
     """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
 
     Bad blocks are deleted, so that they are computed again when they are wanted.
@@ -166,7 +165,7 @@ def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_js
     Example:
       tieredkv verify --disk-dir ./kv
     """
-    control = _Store(disk_dir, config_path).control
+    control = _Store(loaded).control
     progress = partial(terminal_progress(), "verifying")
     answer = control.verify(repair=not no_repair, progress=progress)
     if as_json:

@@ -84,10 +84,8 @@ class Api:
         """Continue texts."""
         tenant, asked = await self._open(request, requests.CompletionRequest)
         prompts = await self._tokenization.encode_prompts(asked.prompt)
-        echoes: list[str] = []
-        for prompt in asked.prompt if asked.echo else ():
-            text = prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
-            echoes.append(text)
+        echoed = asked.prompt if asked.echo else ()
+        echoes = [await self._tokenization.decode(prompt) for prompt in echoed]
         generation = self._generate(asked, prompts, tenant)
         shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
         return await _answer(request, asked, _Answering(generation, shape, asked, echoes))

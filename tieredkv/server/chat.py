@@ -51,9 +51,11 @@ class Tokenization:
             raise RequestError(text, param="messages", code="chat_template_missing")
         return await self._in_thread(lambda: self._render(messages, arguments))
 
-    async def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a prompt that came as token ids."""
-        return await self._in_thread(lambda: str(self.tokenizer.decode(token_ids)))
+    async def decode(self, prompt: Prompt) -> str:
+        """Return the text of a prompt, which may have come as token ids."""
+        if isinstance(prompt, str):
+            return prompt
+        return await self._in_thread(lambda: str(self.tokenizer.decode(prompt)))
 
     def close(self) -> None:
         """End the threads; what they are doing is not waited for."""

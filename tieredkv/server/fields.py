@@ -29,37 +29,28 @@ _EXPECTED = {
     "model_type": "an object",
     "literal_error": "a string",
 }
-"""What was expected, by pydantic's type of error; other types say it themselves."""
+"""What was expected, by pydantic's type of error; others' messages say it themselves."""
 
 _OUT_OF_BOUNDS = {
     "greater_than_equal": (
-        "{number}_below_min_value",
-        "{number} below minimum value. Expected a value >= {bound}, but got {value}",
+        "{kind}_below_min_value",
+        "{kind} below minimum value. Expected a value >= {bound}, but got {value}",
     ),
     "less_than_equal": (
-        "{number}_above_max_value",
-        "{number} above maximum value. Expected a value <= {bound}, but got {value}",
-    ),
-    "string_too_short": (
-        "empty_string",
-        "empty string. Expected a string with minimum length {bound}, but got an empty string",
+        "{kind}_above_max_value",
+        "{kind} above maximum value. Expected a value <= {bound}, but got {value}",
     ),
     "too_short": (
-        "empty_array",
-        "empty array. Expected an array with minimum length {bound}, but got an empty array",
-    ),
-    "string_too_long": (
-        "string_above_max_length",
-        "string too long. Expected a string with maximum length {bound}, but got a string with "
-        "length {length}",
+        "empty_{kind}",
+        "empty {kind}. Expected {a_kind} with minimum length {bound}, but got an empty {kind}",
     ),
     "too_long": (
-        "array_above_max_length",
-        "array too long. Expected an array with maximum length {bound}, but got an array with "
+        "{kind}_above_max_length",
+        "{kind} too long. Expected {a_kind} with maximum length {bound}, but got {a_kind} with "
         "length {length}",
     ),
 }
-"""Code and text, by pydantic's type of error."""
+"""Code and text, by pydantic's type of error, which is `string_too_long` for texts."""
 
 
 class Object(BaseModel):
@@ -125,23 +116,23 @@ def _wrong_type(path: str, expected: str, value: object) -> str:
 
 def _in_openai_words(error: Any) -> RequestError:
     """Return one of pydantic's errors in OpenAI's words, naming the field."""
-    kind, where, value, facts = (error.get(key, {}) for key in ("type", "loc", "input", "ctx"))
-    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in where)[1:]
-    if kind == "missing":
+    fault, value, facts = error["type"], error["input"], error.get("ctx", {})
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])[1:]
+    if fault == "missing":
         text = f"Missing required parameter: '{path}'."
         return RequestError(text, param=path, code="missing_required_parameter")
-    if kind == "literal_error" and isinstance(value, str):
+    if fault == "literal_error" and isinstance(value, str):
         return invalid_value(path, value, facts["expected"].replace(" or ", " and "))
-    if kind in _OUT_OF_BOUNDS:
-        bound = next(
+    if parts := _OUT_OF_BOUNDS.get(fault.removeprefix("string_")):
+        [bound] = [
             facts[name] for name in ("ge", "le", "min_length", "max_length") if name in facts
-        )
-        number = "decimal" if isinstance(bound, float) else "integer"
-        length = None if isinstance(value, int | float) else len(value)
-        told = {"number": number, "bound": int(bound), "value": value, "length": length}
-        code, text = (part.format(**told) for part in _OUT_OF_BOUNDS[kind])
+        ]
+        length = len(value) if isinstance(value, str | list) else None
+        a_kind = _GOT[type(bound if length is None else value)]
+        told = {"a_kind": a_kind, "kind": a_kind.split()[1], "bound": int(bound)}
+        code, text = (part.format(**told, value=value, length=length) for part in parts)
         return RequestError(f"Invalid '{path}': {text} instead.", param=path, code=code)
-    expected = _EXPECTED.get(kind, error["msg"])
-    is_plain_item = isinstance(where[-1], int) and expected != "an object"
+    expected = _EXPECTED.get(fault, error["msg"])
+    is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
     param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     return RequestError(_wrong_type(path, expected, value), param=param, code="invalid_type")
