@@ -20,15 +20,8 @@ from tieredkv.errors import RequestError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.server.fields import Object, invalid_value, unknown_parameter
 
-MAX_CHOICES = 128
 MAX_PROMPTS = 2048
-MAX_MESSAGES = 16384
-MAX_TOOLS = 1024
-MAX_STOPS = 4
-MAX_SALT_CHARS = 128
-MAX_CACHE_KEY_CHARS = 256
 MAX_SEED = 2**63
-MAX_TOP_K = 2**31 - 1
 
 
 def _names(text: str) -> frozenset[str]:
@@ -78,12 +71,12 @@ class ApiRequest(ModelRequest):
     ignored: ClassVar[frozenset[str]] = _IGNORED_FIELDS
 
     max_tokens: int | None = Field(None, ge=1)
-    n: int = Field(1, ge=1, le=MAX_CHOICES)
+    n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOP_K)
+    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
     min_tokens: int = Field(0, ge=0)
@@ -91,12 +84,12 @@ class ApiRequest(ModelRequest):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = None
     logit_bias: dict[str, Any] | None = None
-    stop: Annotated[list[str], pydantic.BeforeValidator(_several)] = Field([], max_length=MAX_STOPS)
+    stop: Annotated[list[str], pydantic.BeforeValidator(_several)] = Field([], max_length=4)
     stop_token_ids: TokenIds = Field([])
     ignore_eos: bool = False
     prompt_cache_retention: Text | None = None
-    cache_salt: Text | None = Field(None, max_length=MAX_SALT_CHARS)
-    prompt_cache_key: Text | None = Field(None, max_length=MAX_CACHE_KEY_CHARS)
+    cache_salt: Text | None = Field(None, max_length=128)
+    prompt_cache_key: Text | None = Field(None, max_length=256)
 
     @property
     def limit(self) -> int | None:
@@ -302,7 +295,7 @@ class Tool(Object):
     function: Function
 
 
-_TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=MAX_TOOLS)])
+_TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
 
 
 def _check_tools(tools: Any) -> Any:
@@ -323,7 +316,7 @@ class ChatRequest(ApiRequest):
     prompt_field = "messages"
     ignored = _IGNORED_FIELDS | _names("parallel_tool_calls reasoning_effort verbosity")
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    messages: list[Message] = Field(min_length=1, max_length=16_384)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     logprobs: bool = False
     max_completion_tokens: int | None = Field(None, ge=1)
