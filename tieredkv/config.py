@@ -168,16 +168,18 @@ class LoadedSettings(NamedTuple):
         names = {"policies" if name.startswith("retention.") else name for name in told}
         return {name: getattr(self.settings, name) for name in names}
 
+    def shown(self, name: str) -> Any:
+        """Return the value of a field that people may see."""
+        value = getattr(self.settings, name)
+        return f"{len(value)} configured" if name == "api_keys" else value
+
     def describe(self) -> list[tuple[str, str, str, str]]:
         """Return (section, field, value, source) of every setting, values as people write them."""
         rows = []
-        for setting in _plain_fields().values():
-            value = getattr(self.settings, setting.name)
-            text = "" if value is None else kind_of(setting).show(value)
-            if setting.name == "api_keys":
-                text = f"{len(value)} configured"
-            source = self.sources[setting.name]
-            rows.append((setting.metadata["section"], setting.name, text, source))
+        for name, setting in _plain_fields().items():
+            value = self.shown(name)
+            text = value if isinstance(value, str | None) else kind_of(setting).show(value)
+            rows.append((setting.metadata["section"], name, text or "", self.sources[name]))
         for policy in self.settings.policies:
             idle, absolute = map(format_duration, (policy.idle_s, policy.absolute_s))
             tiers = " ".join(tier for tier in Tier if tier in policy.tiers)

@@ -278,9 +278,8 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
     sources = [sample.by_tier for sample in samples]
     by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
     loaded = statistics.median(one["host"] + one["disk"] for one in sources)
-    none: list[str | None] = [None] * len(samples)
-    computed = measured.digests[length] if tier else none
-    found = [sample.kv_digest for sample in samples] if tier else none
+    computed = measured.digests[length] if tier else [None] * len(samples)
+    found = [sample.kv_digest if tier else None for sample in samples]
     claimed = [one[tier] if tier else 0 for one in sources]
     cached = [sum(one.values()) for one in sources]
     return {

@@ -8,8 +8,6 @@ from tieredkv.cli.settings_options import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.types import Tier
 
-SECRET = {"api_keys"}
-
 
 @click.group()
 def config() -> None:
@@ -31,12 +29,11 @@ def show(loaded: LoadedSettings, as_json: bool) -> None:
         columns = ("section", "setting", "value", "from")
         print_table([dict(zip(columns, row, strict=True)) for row in loaded.describe()])
         return
-    values = {}
-    for name, source in loaded.sources.items():
-        if not name.startswith("retention."):
-            value = getattr(loaded.settings, name)
-            shown = f"{len(value)} configured" if name in SECRET else value
-            values[name] = {"value": shown, "source": source}
+    values = {
+        name: {"value": loaded.shown(name), "source": source}
+        for name, source in loaded.sources.items()
+        if not name.startswith("retention.")
+    }
     policies = {
         policy.name: {
             "idle_s": policy.idle_s,
