@@ -191,7 +191,7 @@ def run(settings: dict[str, Any], _progress: Progress | None = None, **options: 
         ConfigError: there is no such arm or folder.
         TieredKVError: a process failed.
     """
-    spec = Spec({"restore": "load", **settings}, **options)
+    spec = Spec({**settings, "restore": "load"}, **options)
     if unknown := [arm for arm in spec.arms if arm not in ARMS]:
         raise ConfigError(f"Unknown arm `{', '.join(unknown)}`; arms are {', '.join(ARMS)}")
     parent = spec.settings.get("disk_dir")
@@ -216,8 +216,8 @@ def run(settings: dict[str, Any], _progress: Progress | None = None, **options: 
         for name, problem in PROBLEMS.items()
         if row[name] is False
     ]
-    told = {"restore": spec.settings["restore"], "raw": limits}
-    return {**measured.facts, **told, "rows": rows, "problems": problems}
+    facts = {**measured.facts, "restore": "load", "raw": limits}
+    return {**facts, "rows": rows, "problems": problems}
 
 
 def _in_new_process(function: Callable[..., T], *arguments: object) -> T:

@@ -116,8 +116,7 @@ def ttft(loaded: LoadedSettings, arms: str, **options: Any) -> int:
     Example:
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
-    settings = loaded.given() | {"restore": "load"}
-    return measure("ttft", settings, arms=arms.split(","), **options)[0]
+    return measure("ttft", loaded.given(), arms=arms.split(","), **options)[0]
 
 
 @bench.command()

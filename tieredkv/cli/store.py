@@ -11,7 +11,7 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
 from tieredkv.cli.settings_options import disk_dir_option, settings_options
 from tieredkv.clock import Clock
-from tieredkv.config import LoadedSettings
+from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 from tieredkv.units import format_bytes, format_duration, parse_duration
@@ -23,17 +23,13 @@ def _store_options(command: Command) -> Any:
     return disk_dir_option(settings_options()(json_option(command)))
 
 
-class _Store:
-    """The store that a command line names."""
-
-    def __init__(self, loaded: LoadedSettings) -> None:
-        settings = loaded.settings
-        if settings.disk_dir is None:
-            raise usage_error("Missing option '--disk-dir'.")
-        if not Path(settings.disk_dir).is_dir():
-            raise usage_error(f"`{settings.disk_dir}` is not a folder.")
-        self.clock = Clock(settings.clock_offset_file)
-        self.control = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
+def _control(settings: Settings) -> StoreControl:
+    """Return the verbs of the store that the settings name."""
+    if settings.disk_dir is None:
+        raise usage_error("Missing option '--disk-dir'.")
+    if not Path(settings.disk_dir).is_dir():
+        raise usage_error(f"`{settings.disk_dir}` is not a folder.")
+    return StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
 
 
 @click.command()
@@ -47,7 +43,7 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
     Example:
       tieredkv df --disk-dir ./kv
     """
-    answer = _Store(loaded).control.df()
+    answer = _control(loaded.settings).df()
     if as_json:
         print_json(answer)
         return
@@ -73,15 +69,14 @@ def ls(loaded: LoadedSettings, as_json: bool) -> None:
     Example:
       tieredkv ls --disk-dir ./kv
     """
-    store = _Store(loaded)
-    answer = store.control.ls()
+    answer = _control(loaded.settings).ls()
     if as_json:
         print_json(answer)
         return
     if not answer["chains"]:
         click.echo("nothing is stored")
         return
-    now = store.clock.now()
+    now = Clock(loaded.settings.clock_offset_file).now()
     rows = [
         {
             "id": chain["id"][:SHORT_HEX],
@@ -135,7 +130,7 @@ def evict(
         ids=ids,
         dry_run=dry_run,
     )
-    control = _Store(loaded).control
+    control = _control(loaded.settings)
     if not (yes or dry_run):
         if not sys.stdin.isatty():
             raise usage_error("Nobody is there to confirm; give -y.")
@@ -165,7 +160,7 @@ def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
     Example:
       tieredkv verify --disk-dir ./kv
     """
-    control = _Store(loaded).control
+    control = _control(loaded.settings)
     progress = partial(terminal_progress(), "verifying")
     answer = control.verify(repair=not no_repair, progress=progress)
     if as_json:
