@@ -264,4 +264,4 @@ def split_extent_key(key: bytes) -> Extent:
 def corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
     """Return the error for bytes of a block that are not what they must be."""
     text = f"block {block_hash.hex()[:12]}: {what}"
-    return CorruptBlockError(text, block_hash=block_hash, reason=reason)
+    return CorruptBlockError(text, reason=reason)

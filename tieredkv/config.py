@@ -37,21 +37,6 @@ _POSITIVE = (
 )
 
 
-class Unit(NamedTuple):
-    """How a setting is read, shown and named in help."""
-
-    parse: Callable[[Any], object]
-    show: Callable[[Any], str]
-    metavar: str
-
-
-UNITS = {
-    "": Unit(str, str, ""),
-    "bytes": Unit(parse_bytes, format_bytes, "SIZE"),
-    "seconds": Unit(parse_duration, format_duration, "DURATION"),
-}
-
-
 def _setting(section: str, default: Any, help: str, unit: str = "") -> Any:
     """Declare a field: its TOML section, its default, what it is for, and how it is written."""
     return field(default=default, metadata={"section": section, "help": help, "unit": unit})
@@ -177,16 +162,24 @@ class LoadedSettings(NamedTuple):
     settings: Settings
     sources: dict[str, str]
 
+    def given(self) -> dict[str, Any]:
+        """Return the settings that somebody has given, by field name."""
+        told = [name for name, source in self.sources.items() if source != "default"]
+        names = {"policies" if name.startswith("retention.") else name for name in told}
+        return {name: getattr(self.settings, name) for name in names}
+
+    def shown(self, name: str) -> Any:
+        """Return the value of a field that people may see."""
+        value = getattr(self.settings, name)
+        return f"{len(value)} configured" if name == "api_keys" else value
+
     def describe(self) -> list[tuple[str, str, str, str]]:
         """Return (section, field, value, source) of every setting, values as people write them."""
         rows = []
-        for setting in _plain_fields().values():
-            value = getattr(self.settings, setting.name)
-            text = "" if value is None else UNITS[setting.metadata["unit"]].show(value)
-            if setting.name == "api_keys":
-                text = f"{len(value)} configured"
-            source = self.sources[setting.name]
-            rows.append((setting.metadata["section"], setting.name, text, source))
+        for name, setting in _plain_fields().items():
+            value = self.shown(name)
+            text = value if isinstance(value, str | None) else kind_of(setting).show(value)
+            rows.append((setting.metadata["section"], name, text or "", self.sources[name]))
         for policy in self.settings.policies:
             idle, absolute = map(format_duration, (policy.idle_s, policy.absolute_s))
             tiers = " ".join(tier for tier in Tier if tier in policy.tiers)
@@ -317,12 +310,11 @@ def _parse_tiers(value: object) -> frozenset[Tier]:
 
 def _parse(setting: Any, value: object, *, where: str = "") -> object:
     """Return a value in the field's type, from TOML, the environment or an argument."""
-    unit, kind = setting.metadata["unit"], setting.type
-    parse = UNITS[unit].parse if unit else _PARSERS.get(kind, _parse_text)
     try:
-        return (parse(value) or None) if kind == str | None else parse(value)
+        parsed = kind_of(setting).parse(value)
     except (ConfigError, OverflowError) as error:
         raise ConfigError(f"{where or f'`{setting.name}`'}: {error}") from error
+    return (parsed or None) if setting.type == str | None else parsed
 
 
 def _parse_text(value: object) -> str:
@@ -353,12 +345,28 @@ def _parse_texts(value: object) -> tuple[str, ...]:
     raise ConfigError(f"`{value}` is not a list of texts")
 
 
-_PARSERS: dict[object, Callable[[object], object]] = {
-    int: _parse_int,
-    int | None: _parse_int,
-    float: _parse_float,
-    tuple[str, ...]: _parse_texts,
+class Kind(NamedTuple):
+    """How values of a setting are read, and how they are shown and named to people."""
+
+    parse: Callable[[Any], object]
+    show: Callable[[Any], str]
+    metavar: str
+
+
+_TEXT, _INTEGER = Kind(_parse_text, str, "TEXT"), Kind(_parse_int, str, "NUMBER")
+_KINDS = {
+    "bytes": Kind(parse_bytes, format_bytes, "SIZE"),
+    "seconds": Kind(parse_duration, format_duration, "DURATION"),
+    int: _INTEGER,
+    int | None: _INTEGER,
+    float: Kind(_parse_float, str, "NUMBER"),
+    tuple[str, ...]: Kind(_parse_texts, str, "TEXT"),
 }
+
+
+def kind_of(setting: Any) -> Kind:
+    """Return the kind of a field, which its unit tells, or else its type."""
+    return _KINDS.get(setting.metadata["unit"] or setting.type, _TEXT)
 
 
 def _home(name: str) -> str:

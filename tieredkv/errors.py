@@ -82,13 +82,11 @@ class CorruptBlockError(StorageError):
     """What was read contradicts its record.
 
     Attributes:
-        block_hash: whose bytes they should have been.
         reason: one of the reasons counted by `verify`.
     """
 
-    def __init__(self, message: str, *, block_hash: bytes, reason: str) -> None:
+    def __init__(self, message: str, *, reason: str) -> None:
         super().__init__(message)
-        self.block_hash = block_hash
         self.reason = reason
 
 

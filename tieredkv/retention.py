@@ -84,13 +84,13 @@ class RetentionPolicies:
         """Names of all policies."""
         return frozenset(self._policies)
 
-    def get(self, name: str) -> RetentionPolicy:
-        """Return the policy of this name; `in-memory` is an alias of `in_memory`.
+    def get(self, name: str, *, is_strict: bool = False) -> RetentionPolicy:
+        """Return the policy of this name; `in-memory` is an alias of `in_memory`, if not strict.
 
         Raises:
             RequestError: there is none; the text is OpenAI's.
         """
-        policy = self._policies.get(ALIASES.get(name, name))
+        policy = self._policies.get(name if is_strict else ALIASES.get(name, name))
         if policy is None:
             *rest, last = (f"'{known}'" for known in self._policies)
             joint = " and " if len(rest) == 1 else ", and "

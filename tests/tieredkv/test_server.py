@@ -12,7 +12,7 @@ from tieredkv.errors import ConfigError, RequestError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.server import openai_requests as requests
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.fields import parse_body
+from tieredkv.server.fields import parse_body, read
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, usage_body
 from tieredkv.server.serve import bind
 
@@ -20,12 +20,17 @@ POLICIES = Settings().retention_policies()
 USER = {"role": "user", "content": "hi"}
 
 
-def completion(**fields: Any) -> requests.CompletionRequest:
-    return requests.read_completion({"prompt": "a", **fields}, policies=POLICIES)
+def completion(*, is_strict: bool = False, **fields: Any) -> requests.CompletionRequest:
+    asked = read(requests.CompletionRequest, {"model": "m", "prompt": "a", **fields})
+    asked.check(POLICIES, is_strict=is_strict)
+    return asked
 
 
 def chat(*messages: object, **fields: Any) -> requests.ChatRequest:
-    return requests.read_chat({"messages": list(messages), **fields}, policies=POLICIES)
+    body = {"model": "m", "messages": list(messages), **fields}
+    asked = read(requests.ChatRequest, body)
+    asked.check(POLICIES, is_strict=False)
+    return asked
 
 
 REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
@@ -206,7 +211,7 @@ def test_a_bad_conversation_is_refused_and_the_place_is_named(
     body: dict[str, Any], message: str, param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        requests.read_chat(body, policies=POLICIES)
+        chat(*body["messages"], **{name: body[name] for name in body if name != "messages"})
     assert (str(caught.value), caught.value.param) == (message, param)
 
 
@@ -227,30 +232,28 @@ def test_every_form_of_prompt_becomes_a_list_of_prompts() -> None:
         ([[1], [2, 3]], [[1], [2, 3]]),
     ]
     for prompt, expected in forms:
-        assert completion(prompt=prompt).prompts == expected
+        assert completion(prompt=prompt).prompt == expected
 
 
 def test_null_is_the_same_as_absent_and_unknown_fields_are_ignored() -> None:
     names = ["max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "logprobs"]
-    assert completion(**dict.fromkeys(names), of_tomorrow=1) == completion()
+    nothing: dict[str, Any] = dict.fromkeys(names)
+    given = completion(**nothing, of_tomorrow=1)
+    assert given.model_dump(exclude={"of_tomorrow"}) == completion().model_dump()
 
 
 def test_a_strict_server_refuses_unknown_fields_and_other_spellings() -> None:
-    def read(**fields: object) -> requests.CompletionRequest:
-        body = {"prompt": "a", **fields}
-        return requests.read_completion(body, policies=POLICIES, is_strict=True)
-
     with pytest.raises(RequestError, match=r"^Unknown parameter: 'of_tomorrow'\.$"):
-        read(of_tomorrow=1)
+        completion(is_strict=True, of_tomorrow=1)
     with pytest.raises(RequestError, match=r"^Invalid value: 'in-memory'\. Supported values"):
-        read(prompt_cache_retention="in-memory")
-    assert completion(prompt_cache_retention="in-memory").retention == "in_memory"
+        completion(is_strict=True, prompt_cache_retention="in-memory")
+    completion(prompt_cache_retention="in-memory")
 
 
 def test_max_completion_tokens_goes_before_max_tokens() -> None:
-    assert chat(USER, max_tokens=5, max_completion_tokens=7).max_tokens == 7
-    assert chat(USER, max_tokens=5).max_tokens == 5
-    assert chat(USER).max_tokens is None
+    assert chat(USER, max_tokens=5, max_completion_tokens=7).limit == 7
+    assert chat(USER, max_tokens=5).limit == 5
+    assert chat(USER).limit is None
 
 
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
@@ -272,7 +275,7 @@ def test_messages_take_the_form_that_templates_know() -> None:
         {"role": "tool", "tool_call_id": "c1", "content": "1"},
     )
     parsed = {"name": "f", "arguments": {"x": 1}}
-    assert asked.messages == [
+    assert [message.for_template() for message in asked.messages] == [
         {"role": "system", "content": "a\nb"},
         {
             "role": "assistant",
@@ -289,12 +292,12 @@ def test_messages_take_the_form_that_templates_know() -> None:
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        requests.check_prompt(prompt, max_model_len=8, vocab_size=9, is_chat=False)
+        completion().check_prompt(prompt, 8, 9)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
-    requests.check_prompt([1] * 7, max_model_len=8, vocab_size=9, is_chat=False)
+    completion().check_prompt([1] * 7, 8, 9)
 
 
 def test_usage_sums_the_tiers_and_names_each() -> None:
@@ -344,7 +347,7 @@ def test_what_a_chat_template_cannot_do_is_said(template: str | None, sentence: 
     tokenizer.chat_template = template
     tokenization = Tokenization(tokenizer)
     with pytest.raises(RequestError, match=sentence):
-        asyncio.run(tokenization.encode_chat([USER], None, {}))
+        asyncio.run(tokenization.encode_chat([USER], {}))
     tokenization.close()
 
 
@@ -370,6 +373,4 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 def test_the_operators_policies_are_the_supported_values() -> None:
     only_memory = RetentionPolicies([POLICIES.get("in_memory")])
     with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
-        requests.read_completion(
-            {"prompt": "a", "prompt_cache_retention": "24h"}, policies=only_memory
-        )
+        completion(prompt_cache_retention="24h").check(only_memory, is_strict=False)

@@ -44,18 +44,10 @@ def hardware() -> dict[str, object]:
 def commit() -> str:
     """Return the commit of the source tree, marked where it is dirty; the version without one."""
     root = Path(tieredkv.__file__).resolve().parent.parent
-    words = [
-        "git",
-        "-C",
-        str(root),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+        described = subprocess.run(words, cwd=root, capture_output=True, text=True, check=True)
+        return described.stdout.strip()
     return f"v{tieredkv.__version__}"
 
 

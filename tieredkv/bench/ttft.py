@@ -86,12 +86,11 @@ class Sample(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What one process measured: samples by arm and length, digests of prefixes when computed."""
+    """What one process measured; samples by arm and length."""
 
     facts: Row
     token_bytes: int
     samples: dict[tuple[str, int], list[Sample]]
-    digests: dict[int, list[str]]
 
 
 class _Bench(NamedTuple):
@@ -145,7 +144,7 @@ def measure(spec: Spec) -> Measured:
     with _warm(spec, progress) as bench:
         core, kv_spec = bench.llm.core, bench.llm.core.kv_spec
         facts = {"model": core.info.model, "dtype": kv_spec.dtype, "block_size": kv_spec.block_size}
-        measured = Measured(facts, kv_spec.token_bytes, {}, {})
+        measured = Measured(facts, kv_spec.token_bytes, {})
         cases = [(length, index) for length in spec.prefix_tokens for index in range(spec.repeats)]
         for length, repeat in tracked(progress, "measuring", cases):
             prompt = bench.prompt(length, repeat)
@@ -153,7 +152,6 @@ def measure(spec: Spec) -> Measured:
             if cold.kv_digest is None:
                 what = f"A prefix of {length} tokens does not stay in VRAM"
                 raise TieredKVError(f"{what}; raise `device_size`")
-            measured.digests.setdefault(length, []).append(cold.kv_digest)
             core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
             for arm, tier in TIER_OF_ARM.items():
                 if arm not in spec.arms:
@@ -185,7 +183,7 @@ def run(settings: dict[str, Any], _progress: Progress | None = None, **options: 
         ConfigError: there is no such arm or folder.
         TieredKVError: a process failed.
     """
-    spec = Spec({"restore": "load", **settings}, **options)
+    spec = Spec({**settings, "restore": "load"}, **options)
     if unknown := [arm for arm in spec.arms if arm not in ARMS]:
         raise ConfigError(f"Unknown arm `{', '.join(unknown)}`; arms are {', '.join(ARMS)}")
     parent = spec.settings.get("disk_dir")
@@ -210,8 +208,8 @@ def run(settings: dict[str, Any], _progress: Progress | None = None, **options: 
         for name, problem in PROBLEMS.items()
         if row[name] is False
     ]
-    told = {"restore": spec.settings["restore"], "raw": limits}
-    return {**measured.facts, **told, "rows": rows, "problems": problems}
+    facts = {**measured.facts, "restore": "load", "raw": limits}
+    return {**facts, "rows": rows, "problems": problems}
 
 
 def _in_new_process(function: Callable[..., T], *arguments: object) -> T:
@@ -272,8 +270,9 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
     sources = [sample.by_tier for sample in samples]
     by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
     loaded = statistics.median(one["host"] + one["disk"] for one in sources)
-    computed: list[str | None] = [*measured.digests[length]] if tier else [None] * len(samples)
-    found = [sample.kv_digest for sample in samples] if tier else computed
+    none = [None] * len(samples)
+    computed = [sample.kv_digest for sample in cold] if tier else none
+    found = [sample.kv_digest for sample in samples] if tier else none
     claimed = [one[tier] if tier else 0 for one in sources]
     cached = [sum(one.values()) for one in sources]
     return {

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from tieredkv.cli.output import Command, json_option, print_json, print_table
-from tieredkv.cli.settings_options import settings_of, settings_options
-from tieredkv.config import Settings
+from tieredkv.cli.settings_options import settings_options
+from tieredkv.config import LoadedSettings
 
 ARMS = "cold,device,host,disk,restart"
 PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "host": "until_first_token_ms"}
@@ -93,14 +93,6 @@ def _parse(_context: object, _option: object, text: str | None) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _settings(options: dict[str, Any]) -> dict[str, Any]:
-    """Take the flags of settings out of the options; return all settings that are not defaults."""
-    told = {name: options.pop(name) for name in list(options) if name in Settings.__slots__}
-    settings, sources = settings_of(told, config_path=options.pop("config_path"))
-    given = [name for name in Settings.__slots__ if sources.get(name, "default") != "default"]
-    return {name: getattr(settings, name) for name in (*given, "policies")}
-
-
 @click.group()
 def bench() -> None:
     """Measure on this machine."""
@@ -114,7 +106,7 @@ def bench() -> None:
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
 @settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
 @report_options
-def ttft(arms: str, **options: Any) -> int:
+def ttft(loaded: LoadedSettings, arms: str, **options: Any) -> int:
     """Measure the time to the first token, cold and with the prefix in each tier.
 
     Every hit is proved: its tier, its KV bytes and its tokens are compared with the cold run; exit
@@ -124,9 +116,7 @@ def ttft(arms: str, **options: Any) -> int:
     Example:
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
-    return measure(
-        "ttft", _settings(options) | {"restore": "load"}, arms=arms.split(","), **options
-    )[0]
+    return measure("ttft", loaded.given(), arms=arms.split(","), **options)[0]
 
 
 @bench.command()
@@ -203,7 +193,7 @@ def attention(**options: Any) -> int:
 @click.option("--promotion", type=int, default=0, help="Tokens that come up, e.g. 32768.")
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 @report_options
-def decode(**options: Any) -> int:
+def decode(loaded: LoadedSettings, **options: Any) -> int:
     """Measure the time between tokens (ITL), throughput, and what moving blocks costs both.
 
     \b
@@ -221,7 +211,6 @@ def decode(**options: Any) -> int:
     Example, a minute without a GPU:
       tieredkv bench decode --model tiny-random --contexts 1024 --demotion 16x512+16
     """
-    settings = _settings(options)
     if not any(options[name] for name in ("contexts", "workloads", "demotion", "promotion")):
         options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
-    return measure("decode", settings, **options)[0]
+    return measure("decode", loaded.given(), **options)[0]

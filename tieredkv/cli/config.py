@@ -1,15 +1,12 @@
 """`tieredkv config show`."""
 
-from typing import Any
-
 import click
 import msgspec
 
 from tieredkv.cli.output import json_option, print_json, print_table
-from tieredkv.cli.settings_options import settings_of, settings_options
+from tieredkv.cli.settings_options import settings_options
+from tieredkv.config import LoadedSettings
 from tieredkv.types import Tier
-
-SECRET = {"api_keys"}
 
 
 @click.group()
@@ -21,24 +18,22 @@ def config() -> None:
 @click.argument("model", required=False)
 @settings_options("model", "cache", "scheduler", "server")
 @json_option
-def show(model: str | None, config_path: str | None, as_json: bool, **settings: Any) -> None:
+def show(loaded: LoadedSettings, as_json: bool) -> None:
     """Show every setting and where its value comes from; takes the flags of `serve`.
 
     \b
     Example:
       TIEREDKV_PORT=8080 tieredkv config show --config configs/24h.toml
     """
-    loaded = settings_of(settings, config_path=config_path, model=model)
     if not as_json:
         columns = ("section", "setting", "value", "from")
         print_table([dict(zip(columns, row, strict=True)) for row in loaded.describe()])
         return
-    values = {}
-    for name, source in loaded.sources.items():
-        if not name.startswith("retention."):
-            value = getattr(loaded.settings, name)
-            shown = f"{len(value)} configured" if name in SECRET else value
-            values[name] = {"value": shown, "source": source}
+    values = {
+        name: {"value": loaded.shown(name), "source": source}
+        for name, source in loaded.sources.items()
+        if not name.startswith("retention.")
+    }
     policies = {
         policy.name: {
             "idle_s": policy.idle_s,

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import click
 
 from tieredkv.cli.output import json_option, print_json, print_table
-from tieredkv.cli.settings_options import config_option, settings_of
+from tieredkv.cli.settings_options import disk_dir_option, settings_options
+from tieredkv.config import LoadedSettings
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.units import format_bytes
 
@@ -30,19 +31,17 @@ class Check(NamedTuple):
 
 
 @click.command()
-@click.option(
-    "--disk-dir", metavar="DIR", help="Folder of the disk tier to look at, e.g. /nvme/kv."
-)
-@config_option
+@disk_dir_option
+@settings_options()
 @json_option
-def doctor(disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
+def doctor(loaded: LoadedSettings, as_json: bool) -> int:
     """Check Python, torch, the GPU, pinned memory and the disk; exit 1 if something fails.
 
     \b
     Example:
       tieredkv doctor --disk-dir /nvme/kv
     """
-    settings = settings_of({}, config_path=config_path, disk_dir=disk_dir).settings
+    settings = loaded.settings
     checks = [*_software(), *_memory(settings.host_size)]
     if settings.disk_dir is not None:
         checks += _disk(Path(settings.disk_dir))

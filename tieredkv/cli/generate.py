@@ -10,10 +10,8 @@ import click
 import tieredkv
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
-from tieredkv.cli.settings_options import settings_of, settings_options
-from tieredkv.config import Settings
-
-SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore_eos")
+from tieredkv.cli.settings_options import settings_options
+from tieredkv.config import LoadedSettings, Settings
 
 
 @click.command()
@@ -30,13 +28,12 @@ SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "stop", "ignore
 @settings_options("model", "cache", "scheduler")
 @json_option
 def generate(
-    model: str,
+    loaded: LoadedSettings,
     prompts: tuple[str, ...],
     sampling_seed: int | None,
     cache_salt: str | None,
-    config_path: str | None,
     as_json: bool,
-    **settings: Any,
+    **sampling: Any,
 ) -> None:
     """Continue each PROMPT, or what stdin holds, with MODEL in this process.
 
@@ -50,12 +47,9 @@ def generate(
             raise usage_error("Give a PROMPT, or pipe one in.")
         prompts = (sys.stdin.read(),)
     set_up_logging("WARNING")
-    sampling = {name: settings.pop(name) for name in SAMPLING_FLAGS}
     params = tieredkv.SamplingParams(seed=sampling_seed, **sampling)
-    loaded = settings_of(settings, config_path=config_path, model=model)
     _check_prompts(prompts, loaded.settings)  # what is wrong is said before weights are loaded
-    given = {name: value for name, value in settings.items() if value is not None}
-    with tieredkv.LLM(model, config=config_path, progress=terminal_progress(), **given) as llm:
+    with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         outputs = llm.generate(list(prompts), params, cache_salt=cache_salt)
     if as_json:
         documents = [
@@ -68,7 +62,7 @@ def generate(
             }
             for output in outputs
         ]
-        print_json({"model": model, "outputs": documents})
+        print_json({"model": loaded.settings.model, "outputs": documents})
         return
     for output in outputs:
         click.echo(output.text)

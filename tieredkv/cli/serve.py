@@ -1,14 +1,13 @@
 """`tieredkv serve`."""
 
 import sys
-from typing import Any
 
 import click
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
-from tieredkv.cli.settings_options import settings_of, settings_options
-from tieredkv.config import CLOCK_OFFSET_VARIABLE
+from tieredkv.cli.settings_options import settings_options
+from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
 
 LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
 
@@ -21,13 +20,11 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
 @click.option("--log-level", type=LEVELS, default="INFO", show_default=True, help="Never prompts.")
 @json_option
 def serve(
-    model: str | None,
-    config_path: str | None,
+    loaded: LoadedSettings,
     strict_params: bool,
     allow_open_access: bool,
     log_level: str,
     as_json: bool,
-    **settings: Any,
 ) -> int:
     """Serve MODEL over HTTP, in OpenAI's shapes.
 
@@ -39,7 +36,6 @@ def serve(
       tieredkv serve ./Llama-3.1-8B-Instruct --host-size 64GiB --disk-dir /nvme/kv
       tieredkv serve Qwen/Qwen3-8B --config configs/24h.toml --api-key sk-team-a
     """
-    loaded = settings_of(settings, config_path=config_path, model=model)
     if not loaded.settings.model:
         raise usage_error("Missing argument 'MODEL'.")
     set_up_logging(log_level)

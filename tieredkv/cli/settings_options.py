@@ -4,13 +4,14 @@ A flag's text goes to `load_settings` as it is, which parses it, checks it and n
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, get_args, get_origin
 
 import click
 
 from tieredkv.cli.output import Command
-from tieredkv.config import UNITS, LoadedSettings, Settings, load_settings
+from tieredkv.config import Settings, kind_of, load_settings
 
 _SPELLINGS = {
     "api_keys": ("--api-key",),
@@ -37,9 +38,12 @@ _EXAMPLES = {
     "served_model_name": "llama",
     "sweep_interval": "60s",
 }
-_LITERALS = {"auto", "sha256", "fdatasync"}
+_LITERALS = {"auto", "sha256"}
 
-config_option = click.option(
+disk_dir_option = click.option(
+    "--disk-dir", metavar="DIR", help="Folder of the disk tier, e.g. /nvme/kv."
+)
+_config_option = click.option(
     "--config",
     "config_path",
     type=click.Path(dir_okay=False),
@@ -47,29 +51,31 @@ config_option = click.option(
 )
 
 
-def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Command]:
-    """Give a command a flag for every setting of some sections, and `--config`."""
+def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
+    """Give a command a flag for every setting of some sections, and `--config`.
+
+    The command is called with `loaded`, the settings from its flags, the environment and the file,
+    in place of all its parameters that are called as a setting is.
+    """
     fields = [
         setting
         for setting in dataclasses.fields(Settings)
         if setting.metadata["section"] in sections and setting.name not in {"model", *without}
     ]
 
-    def add(command: Command) -> Command:
+    def add(command: Command) -> Any:
+        @functools.wraps(command)
+        def load_first(*, config_path: str | None, **options: Any) -> Any:
+            told = {name: options.pop(name) for name in Settings.__slots__ if name in options}
+            given = {name: value for name, value in told.items() if value not in (None, ())}
+            loaded = load_settings(arguments=given, config_path=config_path)
+            return command(loaded=loaded, **options)
+
         for setting in reversed(fields):
-            command = _option(setting)(command)
-        return config_option(command)
+            load_first = _option(setting)(load_first)
+        return _config_option(load_first)
 
     return add
-
-
-def settings_of(
-    arguments: dict[str, Any], *, config_path: str | None, **more: object
-) -> LoadedSettings:
-    """Load settings from flags, environment and file; a flag that is None was not given."""
-    every = {**arguments, **more}
-    given = {name: value for name, value in every.items() if value not in (None, ())}
-    return load_settings(arguments=given, config_path=config_path)
 
 
 def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
@@ -79,7 +85,7 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     if default == ():
         notes.append("none by default")
     elif default not in (None, ""):
-        shown = UNITS[setting.metadata["unit"]].show(default)
+        shown = kind_of(setting).show(default)
         notes.append(f"default {shown.replace(' ', '')}")
     if setting.metadata["unit"]:
         notes.append(f"in {setting.metadata['unit']} or with a unit")
@@ -93,11 +99,6 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         setting.name,
         type=click.Choice(get_args(setting.type)) if is_choice else str,
         multiple=setting.type == tuple[str, ...],
-        metavar=None if is_choice else _metavar(setting),
+        metavar=None if is_choice else kind_of(setting).metavar,
         help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
     )
-
-
-def _metavar(setting: "dataclasses.Field[Any]") -> str:
-    kinds = {setting.type, *get_args(setting.type)}
-    return UNITS[setting.metadata["unit"]].metavar or ("NUMBER" if kinds & {int, float} else "TEXT")

@@ -9,8 +9,9 @@ import click
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
-from tieredkv.cli.settings_options import config_option, settings_of
+from tieredkv.cli.settings_options import disk_dir_option, settings_options
 from tieredkv.clock import Clock
+from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 from tieredkv.units import format_bytes, format_duration, parse_duration
@@ -18,28 +19,22 @@ from tieredkv.units import format_bytes, format_duration, parse_duration
 SHORT_HEX = 12
 
 
-def _store_options(command: Command) -> Command:
-    help = "Folder of the disk tier, e.g. /nvme/kv."
-    disk_dir_option = click.option("--disk-dir", metavar="DIR", help=help)
-    return disk_dir_option(config_option(json_option(command)))
+def _store_options(command: Command) -> Any:
+    return disk_dir_option(settings_options()(json_option(command)))
 
 
-class _Store:
-    """The store that a command line names."""
-
-    def __init__(self, disk_dir: str | None, config_path: str | None) -> None:
-        settings = settings_of({}, config_path=config_path, disk_dir=disk_dir).settings
-        if settings.disk_dir is None:
-            raise usage_error("Missing option '--disk-dir'.")
-        if not Path(settings.disk_dir).is_dir():
-            raise usage_error(f"`{settings.disk_dir}` is not a folder.")
-        self.clock = Clock(settings.clock_offset_file)
-        self.control = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
+def _control(settings: Settings) -> StoreControl:
+    """Return the verbs of the store that the settings name."""
+    if settings.disk_dir is None:
+        raise usage_error("Missing option '--disk-dir'.")
+    if not Path(settings.disk_dir).is_dir():
+        raise usage_error(f"`{settings.disk_dir}` is not a folder.")
+    return StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
 
 
 @click.command()
 @_store_options
-def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
+def df(loaded: LoadedSettings, as_json: bool) -> None:
     """Show what each tier holds.
 
     The tiers of a server that does not run are empty; its disk is there.
@@ -48,7 +43,7 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
     Example:
       tieredkv df --disk-dir ./kv
     """
-    answer = _Store(disk_dir, config_path).control.df()
+    answer = _control(loaded.settings).df()
     if as_json:
         print_json(answer)
         return
@@ -67,22 +62,21 @@ def df(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 
 @click.command()
 @_store_options
-def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
+def ls(loaded: LoadedSettings, as_json: bool) -> None:
     """List the prefix chains on disk, the last used first.
 
     \b
     Example:
       tieredkv ls --disk-dir ./kv
     """
-    store = _Store(disk_dir, config_path)
-    answer = store.control.ls()
+    answer = _control(loaded.settings).ls()
     if as_json:
         print_json(answer)
         return
     if not answer["chains"]:
         click.echo("nothing is stored")
         return
-    now = store.clock.now()
+    now = Clock(loaded.settings.clock_offset_file).now()
     rows = [
         {
             "id": chain["id"][:SHORT_HEX],
@@ -108,6 +102,7 @@ def ls(disk_dir: str | None, config_path: str | None, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
 @_store_options
 def evict(
+    loaded: LoadedSettings,
     ids: tuple[str, ...],
     everything: bool,
     older_than: str | None,
@@ -115,7 +110,6 @@ def evict(
     yes: bool,
     dry_run: bool,
     as_json: bool,
-    **where: str | None,
 ) -> int:
     """Drop blocks from every tier: chains by ID, or those that a filter means.
 
@@ -136,7 +130,7 @@ def evict(
         ids=ids,
         dry_run=dry_run,
     )
-    control = _Store(**where).control
+    control = _control(loaded.settings)
     if not (yes or dry_run):
         if not sys.stdin.isatty():
             raise usage_error("Nobody is there to confirm; give -y.")
@@ -157,7 +151,7 @@ def evict(
 @click.command()
 @click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
 @_store_options
-def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_json: bool) -> int:
+def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
     """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
 
     Bad blocks are deleted, so that they are computed again when they are wanted.
@@ -166,7 +160,7 @@ def verify(no_repair: bool, disk_dir: str | None, config_path: str | None, as_js
     Example:
       tieredkv verify --disk-dir ./kv
     """
-    control = _Store(disk_dir, config_path).control
+    control = _control(loaded.settings)
     progress = partial(terminal_progress(), "verifying")
     answer = control.verify(repair=not no_repair, progress=progress)
     if as_json:

@@ -13,8 +13,8 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -29,7 +29,7 @@ from tieredkv.server import openai_requests as requests
 from tieredkv.server import openai_responses as responses
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.server.fields import parse_body
+from tieredkv.server.fields import parse_body, read
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, Shape, error_body
 
@@ -39,7 +39,8 @@ MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
 RETRY_AFTER_S = "1"
 CLIENT_CLOSED_REQUEST = 499
-DEFAULT_COMPLETION_TOKENS = 16
+
+Asked = TypeVar("Asked", bound=requests.ApiRequest)
 
 
 class Api:
@@ -49,11 +50,11 @@ class Api:
         self, settings: Settings, engine: EngineClient, tokenization: Tokenization, is_strict: bool
     ) -> None:
         self._engine = engine
-        self._tokenization = tokenization
+        self._policies = settings.retention_policies()
         self._is_strict = is_strict
+        self._tokenization = tokenization
         self._keys = [key.encode() for key in settings.api_keys]
         self._max_answers = settings.max_num_seqs + settings.max_num_queued_reqs
-        self._policies = settings.retention_policies()
         self._created = int(time.time())
 
     # Routes
@@ -81,36 +82,35 @@ class Api:
 
     async def completions(self, request: Request) -> Response:
         """Continue texts."""
-        tenant, body = await self._open(request)
-        asked = requests.read_completion(body, policies=self._policies, is_strict=self._is_strict)
-        prompts = await self._tokenization.encode_prompts(asked.prompts)
-        echoes: list[str] = []
-        for prompt in asked.prompts if asked.is_echo else ():
-            text = prompt if isinstance(prompt, str) else await self._tokenization.decode(prompt)
-            echoes.append(text)
-        generation = self._generate(asked, prompts, tenant, DEFAULT_COMPLETION_TOKENS)
+        tenant, asked = await self._open(request, requests.CompletionRequest)
+        prompts = await self._tokenization.encode_prompts(asked.prompt)
+        echoed = asked.prompt if asked.echo else ()
+        echoes = [await self._tokenization.decode(prompt) for prompt in echoed]
+        generation = self._generate(asked, prompts, tenant)
         shape = CompletionShape(self._engine.info.model, self._tokenization.token_text)
         return await _answer(request, asked, _Answering(generation, shape, asked, echoes))
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
-        tenant, body = await self._open(request)
-        asked = requests.read_chat(body, policies=self._policies, is_strict=self._is_strict)
-        prompt = await self._tokenization.encode_chat(
-            asked.messages, asked.tools, asked.template_arguments
-        )
-        generation = self._generate(asked, [prompt], tenant, None)
+        tenant, asked = await self._open(request, requests.ChatRequest)
+        messages = [message.for_template() for message in asked.messages]
+        arguments = {"tools": asked.tools or None, **asked.chat_template_kwargs}
+        prompt = await self._tokenization.encode_chat(messages, arguments)
+        generation = self._generate(asked, [prompt], tenant)
         shape = ChatShape(self._engine.info.model, self._tokenization.token_text)
         return await _answer(request, asked, _Answering(generation, shape, asked))
 
     # Steps of a request
 
-    async def _open(self, request: Request) -> tuple[str, dict[str, Any]]:
-        """Return whose request it is and its body, once it is known to ask for this model."""
+    async def _open(self, request: Request, kind: type[Asked]) -> tuple[str, Asked]:
+        """Return whose request it is, and its body, checked in whole."""
         tenant = self._tenant(request)
         body = parse_body(await _read_body(request))
-        requests.read_model(body, self._engine.info.model)
-        return tenant, body
+        if (model := read(requests.ModelRequest, body).model) != self._engine.info.model:
+            raise requests.unknown_model(model)
+        asked = read(kind, body)
+        asked.check(self._policies, is_strict=self._is_strict)
+        return tenant, asked
 
     def _tenant(self, request: Request) -> str:
         """Return whose request it is: a digest of its key, or the one tenant where no key is set.
@@ -137,44 +137,43 @@ class Api:
         return hashlib.sha256(encoded).hexdigest()
 
     def _generate(
-        self, asked: requests.ApiRequest, prompts: list[list[int]], tenant: str, default: int | None
+        self, asked: requests.ApiRequest, prompts: list[list[int]], tenant: str
     ) -> Generation:
-        """Hand the prompts to the engine; `default` is the longest answer where none is named."""
+        """Hand the prompts to the engine."""
         info = self._engine.info
         asked.params.check_vocabulary(info.vocab_size)
-        num_answers = len(prompts) * asked.num_choices
+        num_answers = len(prompts) * asked.n
         if num_answers > self._max_answers:
             text = (
-                f"{len(prompts)} prompts with n = {asked.num_choices} are {num_answers} answers; "
+                f"{len(prompts)} prompts with n = {asked.n} are {num_answers} answers; "
                 f"this server takes at most {self._max_answers} at once."
             )
             raise RequestError(text, param="n", code="invalid_value")
         engine_requests = []
         seed = secrets.randbits(62)
-        limits = {"max_model_len": info.max_model_len, "vocab_size": info.vocab_size}
-        is_chat = isinstance(asked, requests.ChatRequest)
         for i, prompt in enumerate(prompts):
-            requests.check_prompt(prompt, **limits, is_chat=is_chat)
+            asked.check_prompt(prompt, info.max_model_len, info.vocab_size)
             room = info.max_model_len - len(prompt)
-            max_tokens = min(asked.max_tokens or default or room, room)
+            max_tokens = min(asked.limit or asked.default_tokens or room, room)
             engine_requests += [
                 EngineRequest(
                     request_id=uuid.uuid4().hex,
                     prompt_token_ids=prompt,
-                    params=asked.params_of(j, max_tokens, seed + i * asked.num_choices),
-                    retention=asked.retention,
+                    params=asked.params_of(j, max_tokens, seed + i * asked.n),
+                    retention=asked.prompt_cache_retention,
                     tenant=tenant,
                     cache_salt=asked.cache_salt,
                     prompt_cache_key=asked.prompt_cache_key,
                 )
-                for j in range(asked.num_choices)
+                for j in range(asked.n)
             ]
         tokenizer = self._tokenization.tokenizer
-        return Generation(self._engine, tokenizer, engine_requests, asked.num_choices)
+        return Generation(self._engine, tokenizer, engine_requests, asked.n)
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
-        return responses.model_body(info.model, self._created, info.max_model_len)
+        model = {"id": info.model, "object": "model", "created": self._created}
+        return {**model, "owned_by": "tieredkv", "max_model_len": info.max_model_len}
 
 
 class _Answering:
@@ -191,9 +190,8 @@ class _Answering:
         self._shape = shape
         self._asked = asked
         self._pieces = generation.pieces()
-        self._num_choices = asked.num_choices * len(generation.prompt_usages)
         prompts = echoes or [""] * len(generation.prompt_usages)
-        self._texts = [text for text in prompts for _ in range(asked.num_choices)]
+        self._texts = [text for text in prompts for _ in range(asked.n)]
 
     async def wait_for_first(self) -> None:
         self._pieces = _after(await anext(self._pieces), self._pieces)
@@ -217,15 +215,10 @@ class _Answering:
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream; one at least for every step's output."""
-        offsets = [0] * self._num_choices
+        offsets = [len(echo) for echo in self._texts]
         for i, echo in enumerate(self._texts):
-            first = self._shape.first_delta(i)
-            if first is not None:
-                yield self._chunk(first)
-            if echo:
-                offsets[i] = len(echo)
-                for choice in self._shape.delta(i, echo, None, None):
-                    yield self._chunk(choice)
+            for choice in self._shape.opening(i, echo):
+                yield self._chunk(choice)
         async for piece in self._pieces:
             logprobs = None
             if self._asked.params.logprobs is not None and piece.logprobs:
@@ -233,11 +226,11 @@ class _Answering:
             offsets[piece.index] += len(piece.text)
             for choice in self._shape.delta(piece.index, piece.text, logprobs, piece.finish_reason):
                 yield self._chunk(choice)
-        if self._asked.with_stream_usage:
+        if self._asked.wants_stream_usage:
             yield self._shape.usage_chunk(self._usage())
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._shape.chunk(choice, has_usage_field=self._asked.with_stream_usage)
+        return self._shape.chunk(choice, has_usage_field=self._asked.wants_stream_usage)
 
     def _usage(self) -> dict[str, Any]:
         generation = self.generation
@@ -275,7 +268,7 @@ async def _event_lines(events: AsyncIterator[dict[str, Any]]) -> AsyncIterator[s
         async for event in events:
             yield f"data: {_to_json(event)}\n\n"
     except RequestError as error:
-        last = _to_json(_body_of(error))
+        last = _to_json(error_body(error))
     yield f"data: {last}\n\n"
 
 
@@ -321,7 +314,7 @@ async def _answer(request: Request, asked: requests.ApiRequest, answer: _Answeri
 
     try:
         await answer.wait_for_first()
-        if asked.is_stream:
+        if asked.stream:
             is_handed_on = True
             return EventStream(answer.events(), on_end=end)
         return JSONResponse(await answer.whole())
@@ -367,14 +360,9 @@ def _to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def _body_of(error: RequestError) -> dict[str, Any]:
-    return error_body(str(error), status=error.status, param=error.param, code=error.code)
-
-
 async def _on_request_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else {}
-    return JSONResponse(_body_of(error), error.status, headers)
+    return _refusal(error, {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -385,15 +373,18 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message = f"Not allowed to {request.method} on {request.url.path}"
         code = "method_not_supported"
-    body = error_body(message, status=error.status_code, code=code)
-    return JSONResponse(body, error.status_code, error.headers)
+    return _refusal(RequestError(message, code=code, status=error.status_code), error.headers)
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _on_bug(_request: Request, error: Exception) -> Response:
+async def _on_bug(_request: Request, _error: Exception) -> Response:
     """Answer without a traceback; the log has it."""
-    body = error_body("The server had an error while processing your request", status=500)
-    return JSONResponse(body, 500)
+    text = "The server had an error while processing your request"
+    return _refusal(RequestError(text, status=500))
+
+
+def _refusal(error: RequestError, headers: Mapping[str, str] | None = None) -> Response:
+    return JSONResponse(error_body(error), error.status, headers)

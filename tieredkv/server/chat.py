@@ -38,10 +38,7 @@ class Tokenization:
         return await self._in_thread(lambda: [self._encode(prompt) for prompt in prompts])
 
     async def encode_chat(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
-        template_arguments: Mapping[str, Any],
+        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
     ) -> list[int]:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
@@ -52,12 +49,13 @@ class Tokenization:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
-        arguments = {"tools": tools, **template_arguments}
         return await self._in_thread(lambda: self._render(messages, arguments))
 
-    async def decode(self, token_ids: list[int]) -> str:
-        """Return the text of a prompt that came as token ids."""
-        return await self._in_thread(lambda: str(self.tokenizer.decode(token_ids)))
+    async def decode(self, prompt: Prompt) -> str:
+        """Return the text of a prompt, which may have come as token ids."""
+        if isinstance(prompt, str):
+            return prompt
+        return await self._in_thread(lambda: str(self.tokenizer.decode(prompt)))
 
     def close(self) -> None:
         """End the threads; what they are doing is not waited for."""
@@ -72,7 +70,7 @@ class Tokenization:
         # Not a warning's matter: what does not fit the context is refused by the caller.
         return list(self.tokenizer.encode(prompt, verbose=False))
 
-    def _render(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> list[int]:
+    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
         try:
             text = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, tokenize=False, **arguments

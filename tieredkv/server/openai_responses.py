@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import Any
 
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.errors import RequestError
 from tieredkv.types import Tier
 
 Json = dict[str, Any]
@@ -22,14 +23,13 @@ LEAST_LOGPROB = -9999.0
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def error_body(
-    message: str, *, status: int, param: str | None = None, code: str | None = None
-) -> Json:
+def error_body(error: RequestError) -> Json:
     """Return the body of every answer that is an error; its `type` goes with the status."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    if status == 429:
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    if error.status == 429:
         kind = "rate_limit_error"
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
 
 
 def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
@@ -47,12 +47,6 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {**details, "cached_tokens_by_tier": by_tier},
     }
-
-
-def model_body(name: str, created: int, max_model_len: int) -> Json:
-    """Return one entry of `/v1/models`."""
-    model = {"id": name, "object": "model", "created": created, "owned_by": "tieredkv"}
-    return {**model, "max_model_len": max_model_len}
 
 
 class _Shape:
@@ -91,9 +85,9 @@ class CompletionShape(_Shape):
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
-    def first_delta(self, index: int) -> Json | None:
-        """Return None: text begins at once."""
-        return None
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice with the prompt, where that is wanted; else text begins at once."""
+        return self.delta(index, echo, None, None) if echo else []
 
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return one choice."""
@@ -122,9 +116,9 @@ class ChatShape(_Shape):
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def first_delta(self, index: int) -> Json | None:
+    def opening(self, index: int, _echo: str) -> list[Json]:
         """Return the choice that names the role."""
-        return self._chunk_choice(index, {"role": "assistant", "content": ""})
+        return [self._chunk_choice(index, {"role": "assistant", "content": ""})]
 
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return the text's choice and, at the end, one with an empty delta."""
