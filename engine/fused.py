@@ -118,11 +118,10 @@ class FusedModel:
         """
         step = context.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
-        x, residual = F.embedding(token_ids, self.embedding), None
+        x = F.embedding(token_ids, self.embedding)  # the residual stream, added to in place
         for index, layer in enumerate(self.layers):
-            x, residual = layers.add_rms_norm(x, residual, layer.input_norm, self.eps)
             q = layers.rotate_and_store(
-                layers.linear(x, *layer.qkv),
+                layers.linear(layers.rms_norm(x, layer.input_norm, self.eps), *layer.qkv),
                 self.cos_sin,
                 positions,
                 step.slot_mapping,
@@ -133,16 +132,16 @@ class FusedModel:
                 self.eps,
             )
             if index < len(self.layers) - 1:
-                x = context.attend(q, self.scale, index).flatten(1)
+                attended = context.attend(q, self.scale, index)
             elif len(kept):  # nobody sees the other tokens from here on
-                x, residual = context.attend(q, self.scale, index, kept).flatten(1), residual[kept]
+                attended, x = context.attend(q, self.scale, index, kept), x[kept]
             else:  # all that was wanted are keys and values
                 return x.new_empty(0, len(self.head))
-            x = layers.linear(x, *layer.attention_out)
-            x, residual = layers.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-            x = layers.linear(layers.silu_mul(layers.linear(x, *layer.gate_up)), *layer.down)
-        x, _ = layers.add_rms_norm(x, residual, self.final_norm, self.eps)
-        return F.linear(x, self.head)
+            x = layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
+            normed = layers.rms_norm(x, layer.mlp_norm, self.eps)
+            gated = layers.silu_mul(layers.linear(normed, *layer.gate_up))
+            x = layers.linear(gated, *layer.down, residual=x)
+        return F.linear(layers.rms_norm(x, self.final_norm, self.eps), self.head)
 
 
 def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:

@@ -24,38 +24,31 @@ ROTATE_TILE = 512
 
 
 @triton.jit
-def _add_rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, normed_ptr, eps, x_stride, residual_stride, normed_stride,
-    HIDDEN_SIZE: tl.constexpr, HAS_RESIDUAL: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Add one row to the residual stream and normalise the sum.
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, eps, x_stride, HIDDEN_SIZE: tl.constexpr, TILE: tl.constexpr
+):
+    """Normalise one row.
 
     Grid: (num_tokens,). A program holds its row in registers; columns past HIDDEN_SIZE are
-    masked. Bytes moved: 2 reads and 2 writes of the row, 1 and 1 without a residual.
+    masked. Bytes moved: 1 read and 1 write of the row.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, TILE)
     mask = column < HIDDEN_SIZE
     x = tl.load(x_ptr + token * x_stride + column, mask=mask, other=0.0)
-    dtype = x.dtype
-    x = x.to(tl.float32)
-    if HAS_RESIDUAL:
-        target = residual_ptr + token * residual_stride + column
-        total = (x + tl.load(target, mask=mask, other=0.0).to(tl.float32)).to(dtype)
-        tl.store(target, total, mask=mask)
-        x = total.to(tl.float32)
-    variance = tl.sum(x * x, axis=0) / HIDDEN_SIZE
-    normed = (x * tl.rsqrt(variance + eps)).to(dtype).to(tl.float32)
+    exact = x.to(tl.float32)
+    variance = tl.sum(exact * exact, axis=0) / HIDDEN_SIZE
+    normed = (exact * tl.rsqrt(variance + eps)).to(x.dtype).to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(normed_ptr + token * normed_stride + column, (normed * weight).to(dtype), mask=mask)
+    tl.store(out_ptr + token * HIDDEN_SIZE + column, (normed * weight).to(x.dtype), mask=mask)
 
 
 @triton.jit
 def _multiply_row_kernel(
-    x_ptr, weight_ptr, out_ptr, NUM_INPUTS: tl.constexpr, OUTPUT_TILE: tl.constexpr,
-    INPUT_TILE: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, HAS_RESIDUAL: tl.constexpr, NUM_INPUTS: tl.constexpr,
+    OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row by OUTPUT_TILE rows of a weight matrix, in float32.
+    """Multiply one row by OUTPUT_TILE rows of a weight matrix, in float32, and add what is there.
 
     Grid: (num_outputs / OUTPUT_TILE,); nothing is masked. Bytes moved: the weights once, the row
     once a program.
@@ -67,7 +60,10 @@ def _multiply_row_kernel(
     for start in range(0, NUM_INPUTS, INPUT_TILE):
         weight = tl.load(source + start).to(tl.float32)
         acc += weight * tl.load(x_ptr + start + column).to(tl.float32)[None, :]
-    tl.store(out_ptr + output, tl.sum(acc, 1).to(out_ptr.dtype.element_ty))
+    total = tl.sum(acc, 1)
+    if HAS_RESIDUAL:
+        total += tl.load(out_ptr + output).to(tl.float32)
+    tl.store(out_ptr + output, total.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -157,20 +153,16 @@ def _rotate_and_store_kernel(
         tl.store(value + HALF_DIM, raw_high, mask=is_value)
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; same contract as `layers.add_rms_norm`."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Launch the kernel; same contract as `layers.rms_norm`."""
     num_tokens, hidden_size = x.shape
-    total = x if residual is None else residual
-    normed = x.new_empty(x.shape) if residual is None else x
+    out = x.new_empty(num_tokens, hidden_size)
     tile = triton.next_power_of_2(hidden_size)
-    _add_rms_norm_kernel[(num_tokens,)](
-        x, total, weight, normed, eps, x.stride(0), total.stride(0), normed.stride(0),
-        HIDDEN_SIZE=hidden_size, HAS_RESIDUAL=residual is not None, TILE=tile,
+    _rms_norm_kernel[(num_tokens,)](
+        x, weight, out, eps, x.stride(0), HIDDEN_SIZE=hidden_size, TILE=tile,
         num_warps=min(16, max(1, tile // 512)),
     )  # fmt: skip
-    return normed, total
+    return out
 
 
 def _output_tile(num_outputs: int) -> int:
@@ -184,14 +176,14 @@ def takes_row(num_outputs: int, num_inputs: int) -> bool:
     return num_outputs % tile == 0 and num_inputs % (ROW_TILE // tile) == 0
 
 
-def multiply_row(x: Tensor, weight: Tensor) -> Tensor:
+def multiply_row(x: Tensor, weight: Tensor, residual: Tensor | None) -> Tensor:
     """Launch the kernel; same contract as `layers.linear`, for one row."""
     num_outputs, num_inputs = weight.shape
-    out = x.new_empty(1, num_outputs)
+    out = x.new_empty(1, num_outputs) if residual is None else residual
     tile = _output_tile(num_outputs)
     _multiply_row_kernel[(num_outputs // tile,)](
-        x, weight, out, NUM_INPUTS=num_inputs, OUTPUT_TILE=tile, INPUT_TILE=ROW_TILE // tile,
-        num_warps=4, num_stages=4,
+        x, weight, out, HAS_RESIDUAL=residual is not None, NUM_INPUTS=num_inputs,
+        OUTPUT_TILE=tile, INPUT_TILE=ROW_TILE // tile, num_warps=4, num_stages=4,
     )  # fmt: skip
     return out
 

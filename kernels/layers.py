@@ -2,12 +2,16 @@
 
 As in `tieredkv.kernels.launch`, tensors are checked on the host, then Triton or the torch
 reference is picked; nothing reads a device tensor on the host, so that calls can be captured in
-CUDA graphs. Results are rounded where transformers' eager code rounds them, but for the rotation,
-which is computed in float32 and rounded once. It knows no requests, tiers or models.
+CUDA graphs. Results are rounded where transformers' eager code rounds them, but for the rotation
+and for products that are added to a residual, which are rounded once. It knows no requests, tiers
+or models.
 """
 
+import itertools
+
+import torch
 import torch.nn.functional as F
-from torch import Tensor, float32
+from torch import Tensor
 
 from tieredkv.errors import ShapeError
 from tieredkv.kernels import reference
@@ -25,23 +29,21 @@ from tieredkv.kernels.checks import (
 MAX_HIDDEN_SIZE = 16_384
 """The widest row that a program holds in registers."""
 
+PRODUCT_ROWS = 8_192
+"""Rows multiplied at a time, and a shorter rest with the last of them; more are slower."""
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, backend: Backend = "auto"
-) -> tuple[Tensor, Tensor]:
-    """Add a layer's output to the residual stream, and normalise the sum.
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend = "auto") -> Tensor:
+    """Divide each row by the root of its mean square, and multiply it by the weight.
 
     Args:
-        x: [num_tokens, hidden_size], contiguous in hidden_size. With a residual it is the
-            function's own: what it holds afterwards is not defined.
-        residual: as x, and likewise given away; None where the stream starts with x.
+        x: [num_tokens, hidden_size], contiguous in hidden_size.
         weight: [hidden_size], x's dtype.
         eps: added to the mean of squares.
         backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
     Returns:
-        The normed sum and the sum, both [num_tokens, hidden_size]; they may lie where x and
-        residual lay.
+        [num_tokens, hidden_size], contiguous.
 
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
@@ -49,45 +51,70 @@ def add_rms_norm(
     Source: RMSNorm, Zhang and Sennrich 2019.
     """
     _check_rows("x", x)
-    if residual is not None:
-        _check_rows("residual", residual)
-        if residual.shape != x.shape or residual.dtype != x.dtype or residual.device != x.device:
-            raise ShapeError(f"residual {describe(residual)} for x {describe(x)}")
     _check_norms("weight", weight, x, x.shape[1:])
     if not use_triton(backend, x.device):
-        return reference.add_rms_norm(x, residual, weight, eps)
+        return reference.rms_norm(x, weight, eps)
     if x.shape[1] > MAX_HIDDEN_SIZE:
         raise ShapeError(f"hidden_size {x.shape[1]} is above {MAX_HIDDEN_SIZE}")
     if not x.shape[0]:
-        return x, x if residual is None else residual
-    normed, total = triton_module("fused").add_rms_norm(x, residual, weight, eps)
-    return normed, total
+        return x.new_empty(x.shape)
+    normed: Tensor = triton_module("fused").rms_norm(x, weight, eps)
+    return normed
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, backend: Backend = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    backend: Backend = "auto",
 ) -> Tensor:
-    """Multiply by a weight matrix and add the bias: as torch's, but faster for a single row.
+    """Multiply by a weight matrix, add the bias, and add all of it to a residual stream.
+
+    As torch's, but faster for a single row and for very many, and rounded once with a residual.
 
     Args:
         x: [num_tokens, num_inputs].
         weight: [num_outputs, num_inputs], contiguous.
         bias: [num_outputs] or None.
+        residual: [num_tokens, num_outputs], x's dtype, added to in place; None for none.
         backend: `auto` is the kernel for one row on CUDA whose shape it takes, torch elsewhere;
             `triton` demands the kernel.
 
     Returns:
-        [num_tokens, num_outputs] in x's dtype.
+        [num_tokens, num_outputs] in x's dtype: the residual itself, if there is one.
+
+    Raises:
+        ShapeError: the residual does not fit, or the kernel was demanded and does not take it.
     """
-    is_row = x.shape[0] == 1 and bias is None and x.dtype != float32
+    num_rows = len(x)
+    if residual is not None and (
+        residual.shape != (num_rows, len(weight)) or residual.dtype != x.dtype
+    ):
+        raise ShapeError(f"residual {describe(residual)} for {num_rows} rows of {len(weight)}")
+    is_row = num_rows == 1 and bias is None and x.dtype != torch.float32
     if backend == "triton" or (backend == "auto" and x.is_cuda and is_row):
         kernels = triton_module("fused")
         if is_row and weight.is_contiguous() and kernels.takes_row(*weight.shape):
-            row: Tensor = kernels.multiply_row(x, weight)
+            row: Tensor = kernels.multiply_row(x, weight, residual)
             return row
         if backend == "triton":
             raise ShapeError(f"x {describe(x)} and weight {describe(weight)} are not one row's")
-    return F.linear(x, weight, bias)
+    if residual is None and num_rows < 2 * PRODUCT_ROWS:
+        return F.linear(x, weight, bias)
+    out = x.new_empty(num_rows, len(weight)) if residual is None else residual
+    if residual is not None and bias is not None:
+        out += bias
+    starts = range(0, max(1, num_rows - PRODUCT_ROWS + 1), PRODUCT_ROWS)
+    for start, end in itertools.pairwise([*starts, num_rows]):
+        if residual is not None:
+            out[start:end].addmm_(x[start:end], weight.t())
+        elif bias is not None:
+            torch.addmm(bias, x[start:end], weight.t(), out=out[start:end])
+        else:
+            torch.mm(x[start:end], weight.t(), out=out[start:end])
+    return out
 
 
 def silu_mul(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
@@ -164,7 +191,7 @@ def rotate_and_store(
     check_data("qkv", qkv, k_cache)
     if cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous():
         raise ShapeError(f"cos_sin {describe(cos_sin)} for heads of {head_dim}")
-    if cos_sin.dtype != float32 or cos_sin.device != qkv.device:
+    if cos_sin.dtype != torch.float32 or cos_sin.device != qkv.device:
         raise ShapeError(f"cos_sin {describe(cos_sin)} is not float32 on {qkv.device}")
     for name, indices in (("positions", positions), ("slot_mapping", slot_mapping)):
         if indices.shape != qkv.shape[:1]:

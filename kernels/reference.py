@@ -21,12 +21,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     v_cache[block_ids, offsets] = v[kept]
 
 
-def add_rms_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
-) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream and normalise the sum; see `layers.add_rms_norm`."""
-    total = x if residual is None else x + residual
-    return _rms_norm(total, weight, eps), total
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise along the last of any dimensions; see `layers.rms_norm`."""
+    exact = x.float()
+    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * exact.to(x.dtype)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -51,17 +50,10 @@ def rotate_and_store(
     heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if head_norms is not None:
-        q, k = _rms_norm(q, head_norms[0], eps), _rms_norm(k, head_norms[1], eps)
+        q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
     store_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
     return _rotate(q, cos, sin)
-
-
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """[..., size] -> [..., size], normed along its last dimension."""
-    exact = x.float()
-    exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * exact.to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

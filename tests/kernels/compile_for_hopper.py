@@ -71,7 +71,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
             "INTS_PER_TILE": INTS_PER_TILE,
             "GROUP": heads.group,
             "ROW_TILE": tiling.row_tile,
-            "OVERLAPS_MERGE": True,
+            "IS_DEPENDENT": True,
         }
         is_narrow = tiling.num_queries == 1
         compile_kernel(
@@ -101,13 +101,12 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
         {"BLOCK_SIZE": 16, "NUM_ELEMENTS": 1000, "HEAD_DIM": head_dim, "TILE": 1024},
     )
     compile_kernel(
-        fused._add_rms_norm_kernel,
-        dtype,
-        {"HIDDEN_SIZE": 16_000, "HAS_RESIDUAL": True, "TILE": 16_384},
-        num_warps=16,
+        fused._rms_norm_kernel, dtype, {"HIDDEN_SIZE": 16_000, "TILE": 16_384}, num_warps=16
     )
     compile_kernel(
-        fused._multiply_row_kernel, dtype, {"NUM_INPUTS": 4096, "OUTPUT_TILE": 8, "INPUT_TILE": 512}
+        fused._multiply_row_kernel,
+        dtype,
+        {"HAS_RESIDUAL": True, "NUM_INPUTS": 4096, "OUTPUT_TILE": 8, "INPUT_TILE": 512},
     )
     compile_kernel(fused._silu_mul_kernel, dtype, {"NUM_COLUMNS": 1000, "TILE": 1024})
     compile_kernel(
@@ -121,6 +120,7 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
             "HAS_NORM": True,
             "HEAD_TILE": 8,
             "HALF_TILE": triton.next_power_of_2(head_dim // 2),
+            "HAS_DEPENDENT": True,
         },
         num_warps=4,
     )

@@ -36,57 +36,28 @@ def table(num_positions: int, head_dim: int) -> Tensor:
     return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_residual", [False, True])
-@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(1, 64), (5, 2048), (3, 1000), (0, 64)])
-def test_the_sum_is_rounded_and_then_normed(
-    device: str, dtype: torch.dtype, has_residual: bool, num_tokens: int, hidden_size: int
-) -> None:
-    x, other = 3 * torch.randn(2, num_tokens, hidden_size).to(dtype).to(device)
-    residual = other if has_residual else None
-    weight = torch.randn(hidden_size).to(dtype).to(device)
-    exact = (x + other if has_residual else x).cpu()
-    rows = exact.double()
-    rows = rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double().cpu()
-
-    results = [
-        layers.add_rms_norm(
-            x.clone(), None if residual is None else residual.clone(), weight, EPS, backend=backend
-        )
-        for backend in ("reference", "triton")
-    ]
-
-    for normed, total in results:
-        assert_close(total, exact)
-        assert_close(normed, rows.to(dtype))
-    assert torch.equal(results[0][1].cpu(), exact)
-
-
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_the_start_of_the_residual_stream_is_left_as_it_is(device: str, backend: Backend) -> None:
-    x = torch.randn(2, 96, device=device)
-    before = x.clone()
-    normed, total = layers.add_rms_norm(
-        x, None, torch.ones(96, device=device), EPS, backend=backend
-    )
-    assert torch.equal(total, before)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("num_tokens", "hidden_size"), [(1, 64), (5, 2048), (3, 1000), (0, 64)])
+def test_rows_are_normed_and_rounded_before_they_are_weighed(
+    device: str, backend: Backend, dtype: torch.dtype, num_tokens: int, hidden_size: int
+) -> None:
+    x = 3 * torch.randn(num_tokens, hidden_size).to(dtype).to(device)
+    before, weight = x.clone(), torch.randn(hidden_size).to(dtype).to(device)
+    rows = x.cpu().double()
+    rows = rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double().cpu()
+    normed = layers.rms_norm(x, weight, EPS, backend=backend)
+    assert_close(normed, rows.to(dtype))
+    assert normed.is_contiguous()
     assert torch.equal(x, before)
-    assert not torch.equal(normed, before)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_rows_may_lie_apart(device: str, backend: Backend) -> None:
     wide = torch.randn(3, 4, 200, device=device)
     weight = torch.randn(96, device=device)
-    x, residual = wide[0, :, 8:104].clone(), wide[1, :, 50:146].clone()
-    expected = layers.add_rms_norm(x, residual, weight, EPS, backend="reference")
-    given = wide.clone()
-    normed, total = layers.add_rms_norm(
-        given[0, :, 8:104], given[1, :, 50:146], weight, EPS, backend=backend
-    )
-    assert_close(normed, expected[0])
-    assert_close(total, expected[1])
-    assert torch.equal(given[:, :, 150:], wide[:, :, 150:])
+    expected = layers.rms_norm(wide[0, :, 8:104].clone(), weight, EPS, backend="reference")
+    assert_close(layers.rms_norm(wide[0, :, 8:104], weight, EPS, backend=backend), expected)
     gated = layers.silu_mul(wide[2, :, 10:110], backend=backend)
     assert gated.is_contiguous()
     assert_close(gated, F.silu(wide[2, :, 10:60]) * wide[2, :, 60:110])
@@ -246,22 +217,20 @@ def test_a_rotation_of_tensors_that_disagree_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("x", "residual", "weight", "message"),
+    ("x", "weight", "message"),
     [
-        (torch.zeros(2, 3, 32), None, torch.ones(32), "not a matrix"),
-        (torch.zeros(2, 32, dtype=torch.int64), None, torch.ones(32), "supported dtype"),
-        (torch.zeros(2, 64)[:, ::2], None, torch.ones(32), "not contiguous"),
-        (torch.zeros(2, 32), torch.zeros(3, 32), torch.ones(32), "residual"),
-        (torch.zeros(2, 32), torch.zeros(2, 32).half(), torch.ones(32), "residual"),
-        (torch.zeros(2, 32), None, torch.ones(31), "weight"),
-        (torch.zeros(2, 32), None, torch.ones(64)[::2], "weight .* is not contiguous"),
+        (torch.zeros(2, 3, 32), torch.ones(32), "not a matrix"),
+        (torch.zeros(2, 32, dtype=torch.int64), torch.ones(32), "supported dtype"),
+        (torch.zeros(2, 64)[:, ::2], torch.ones(32), "not contiguous"),
+        (torch.zeros(2, 32), torch.ones(31), "weight"),
+        (torch.zeros(2, 32), torch.ones(64)[::2], "weight .* is not contiguous"),
     ],
 )
 def test_a_norm_of_tensors_that_disagree_is_refused(
-    x: Tensor, residual: Tensor | None, weight: Tensor, message: str
+    x: Tensor, weight: Tensor, message: str
 ) -> None:
     with pytest.raises(ShapeError, match=message):
-        layers.add_rms_norm(x, residual, weight, EPS)
+        layers.rms_norm(x, weight, EPS)
 
 
 def test_rows_without_two_halves_and_rows_too_wide_are_refused() -> None:
@@ -269,7 +238,7 @@ def test_rows_without_two_halves_and_rows_too_wide_are_refused() -> None:
         layers.silu_mul(torch.zeros(2, 33))
     wide = layers.MAX_HIDDEN_SIZE + 1
     with pytest.raises(ShapeError, match="hidden_size 16385 is above 16384"):
-        layers.add_rms_norm(torch.zeros(1, wide), None, torch.ones(wide), EPS, backend="triton")
+        layers.rms_norm(torch.zeros(1, wide), torch.ones(wide), EPS, backend="triton")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -280,6 +249,35 @@ def test_one_row_times_a_matrix(device: str, dtype: torch.dtype, shape: tuple[in
     exact = (x.double() @ weight.double().t()).to(dtype)
     assert_close(layers.linear(x, weight, backend="triton"), exact)
     assert_close(layers.linear(x, weight), exact)
+    residual = torch.randn(1, shape[0]).to(dtype).to(device)
+    total = (residual.double() + x.double() @ weight.double().t()).to(dtype)
+    assert_close(layers.linear(x, weight, residual=residual, backend="triton"), total)
+    assert_close(residual, total)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 3, 7, 8, 9, 11, 12])
+def test_many_rows_are_multiplied_in_stretches(
+    device: str, monkeypatch: pytest.MonkeyPatch, num_rows: int, has_residual: bool, has_bias: bool
+) -> None:
+    monkeypatch.setattr(layers, "PRODUCT_ROWS", 4)
+    x, weight = torch.randn(num_rows, 24, device=device), torch.randn(40, 24, device=device)
+    bias = torch.randn(40, device=device) if has_bias else None
+    residual = torch.randn(num_rows, 40, device=device) if has_residual else None
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    expected += 0.0 if residual is None else residual.double()
+    out = layers.linear(x, weight, bias, residual=residual)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (out is residual) == has_residual
+
+
+@pytest.mark.parametrize(
+    "residual", [torch.zeros(2, 7), torch.zeros(3, 8), torch.zeros(2, 8).half()]
+)
+def test_a_residual_of_another_shape_is_refused(residual: Tensor) -> None:
+    with pytest.raises(ShapeError, match="residual"):
+        layers.linear(torch.zeros(2, 4), torch.zeros(8, 4), residual=residual)
 
 
 @pytest.mark.parametrize(
@@ -300,13 +298,10 @@ def test_on_the_gpu_the_sizes_of_real_models_agree_with_the_reference(
 ) -> None:
     pool = torch.zeros(num_tokens // 16 + 1, 3, 2, 16, 8, 128, dtype=dtype)
     for hidden_size in (4096, 5120, 16384):
-        x, residual = torch.randn(2, num_tokens, hidden_size, device="cuda").to(dtype)
+        x = torch.randn(num_tokens, hidden_size, device="cuda").to(dtype)
         weight = torch.randn(hidden_size, device="cuda").to(dtype)
-        expected = layers.add_rms_norm(x, residual, weight, EPS, backend="reference")
-        for out, wanted in zip(
-            layers.add_rms_norm(x, residual, weight, EPS), expected, strict=True
-        ):
-            assert_close(out, wanted)
+        expected = layers.rms_norm(x, weight, EPS, backend="reference")
+        assert_close(layers.rms_norm(x, weight, EPS), expected)
     gate_up = torch.randn(num_tokens, 2 * 14336, device="cuda").to(dtype)
     assert_close(layers.silu_mul(gate_up), layers.silu_mul(gate_up, backend="reference"))
     for norm in (False, True):
@@ -327,8 +322,8 @@ def test_on_the_gpu_a_captured_graph_sees_new_numbers() -> None:
 
     def step() -> Tensor:
         q = layers.rotate_and_store(**moved, k_cache=pool[:, 1, 0], v_cache=pool[:, 1, 1])
-        normed, total = layers.add_rms_norm(q.flatten(1), None, weight, EPS)
-        return layers.silu_mul(torch.cat([normed, total], dim=1))
+        normed = layers.rms_norm(q.flatten(1), weight, EPS)
+        return layers.silu_mul(torch.cat([normed, q.flatten(1)], dim=1))
 
     step()
     graph = torch.cuda.CUDAGraph()
