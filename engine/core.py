@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -105,11 +106,8 @@ class EngineCore:
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         _check_budgets(settings, spec)
-        self._arena = HostArena(
-            num_pages,
-            spec.page_bytes,
-            progress=lambda done, total: progress("taking host memory", done, total),
-        )
+        report = partial(progress, "taking host memory")
+        self._arena = HostArena(num_pages, spec.page_bytes, progress=report)
         stack.callback(self._arena.close)
         self._store = self._open_store(stack)
         self.model: LoadedModel = found.load(
@@ -138,7 +136,7 @@ class EngineCore:
                 arena_bytes.data_ptr(),
                 self._arena.size_bytes,
                 page_bytes=spec.page_bytes,
-                progress=lambda done, total: progress("pinning host memory", done, total),
+                progress=partial(progress, "pinning host memory"),
             )
             stack.callback(pinned.unregister)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
@@ -246,11 +244,6 @@ class EngineCore:
         """Whether a `step` could do something: requests, or blocks on the move."""
         is_busy = bool(self._requests or self._outputs) or self._launched is not None
         return is_busy or not self.cache.is_idle
-
-    @property
-    def num_unfinished_requests(self) -> int:
-        """Requests queued or running."""
-        return len(self._requests)
 
     def step(self) -> list[TokenOutput]:
         """Issue one step, then return what the step before it made.
@@ -378,8 +371,7 @@ class EngineCore:
         timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
         report = progress or ignore_progress
         left = self.cache.demoter.drain(
-            deadline=time.monotonic() + timeout_s,
-            on_progress=lambda done, total: report("writing to disk", done, total),
+            deadline=time.monotonic() + timeout_s, on_progress=partial(report, "writing to disk")
         )
         if left:
             logger.warning("%d blocks were not written to disk in time", left)

@@ -45,16 +45,8 @@ def make_kv_pool(kv_spec: KVSpec, num_blocks: int, device: torch.device) -> Tens
     On the CPU it is zeroed, which also makes the operating system hand out its pages.
     """
     make = torch.zeros if device.type == "cpu" else torch.empty
-    return make(
-        num_blocks,
-        kv_spec.num_layers,
-        2,
-        kv_spec.block_size,
-        kv_spec.num_kv_heads,
-        kv_spec.head_dim,
-        dtype=getattr(torch, kv_spec.dtype),
-        device=device,
-    )
+    block = (kv_spec.num_layers, 2, kv_spec.block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
+    return make(num_blocks, *block, dtype=getattr(torch, kv_spec.dtype), device=device)
 
 
 def late_layer(kv_spec: KVSpec) -> int:
@@ -124,13 +116,9 @@ class ModelRunner:
             self._context.gate = torch.cuda.Event(external=True)
             self._gate_stream = torch.cuda.Stream(loaded.device)
             self._context.gate.record(self._gate_stream)
-        self._heads = Heads(
-            loaded.shape.num_heads,
-            loaded.shape.num_kv_heads,
-            loaded.shape.head_dim,
-            getattr(torch, loaded.dtype),
-            loaded.device,
-        )
+        shape, dtype = loaded.shape, getattr(torch, loaded.dtype)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self._heads = Heads(*heads, dtype, loaded.device)
         max_blocks = -(-self._max_context_len // self._block_size)
         self._tables = BlockTables(max_num_seqs, max_blocks, loaded.device)
         limits = {
@@ -138,6 +126,7 @@ class ModelRunner:
             "vocab_size": loaded.vocab_size,
             "spare_slot": max_num_seqs,
             "spare_cell": self._tables.spare_cell,
+            "block_size": self._block_size,
         }
         max_tokens = max_num_batched_tokens + max_num_seqs
         self._buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
@@ -172,25 +161,14 @@ class ModelRunner:
         if key is not None and num_kept <= min(key[0], self._max_num_seqs):
             graph, buffers = self._graphs[key], self._graph_buffers
             num_tokens, num_kept = key[0], graph.output.logits.shape[0]
-        buffers.fill(
-            rows,
-            layout,
-            changes,
-            num_tokens=num_tokens,
-            num_kept=num_kept,
-            block_size=self._block_size,
-        )
+        buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
         if graph is not None:
             graph.graph.replay()
             return StepOutput(*(part[: len(layout.kept)] for part in graph.output))
         shares = layout.shares
-        batch = Batch(
-            self._tables.tensor,
-            layout.spans,
-            shares.dense,
-            buffers.narrow if shares.narrow else None,
-            buffers.wide if shares.wide else None,
-        )
+        narrow = buffers.narrow if shares.narrow else None
+        wide = buffers.wide if shares.wide else None
+        batch = Batch(self._tables.tensor, layout.spans, shares.dense, narrow, wide)
         return self._forward(buffers, num_tokens, num_kept, batch)
 
     def keep_tokens(self, output: StepOutput, tokens: Tensor) -> None:
@@ -284,7 +262,7 @@ class ModelRunner:
         keys += [(n, True) for n in MIXED_SIZES if n <= buffers.max_tokens]
         idle = Layout([], self._heads, self._max_num_seqs)
         sizes = {"num_tokens": buffers.max_tokens, "num_kept": buffers.max_tokens}
-        buffers.fill([], idle, ([], []), block_size=self._block_size, **sizes)
+        buffers.fill([], idle, ([], []), **sizes)
         for index, (size, is_mixed) in enumerate(sorted(keys, reverse=True)):
             report("capturing CUDA graphs", index / len(keys))
             wide = buffers.wide if is_mixed else None

@@ -99,9 +99,8 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: r.is_prefilling):
             if budget <= 0:
                 break
-            if request.phase is not Phase.RUNNING:  # preempted by an earlier one of this loop
-                continue
-            if request.is_long_enough:
+            is_preempted = request.phase is not Phase.RUNNING  # by an earlier one of this loop
+            if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
                 has_room = False

@@ -133,9 +133,11 @@ class StepBuffers:
         vocab_size: int,
         spare_slot: int,
         spare_cell: int,
+        block_size: int,
     ) -> None:
         self.max_tokens, self.max_rows, self._vocab_size = max_tokens, max_rows, vocab_size
         self._heads, self._spare_slot, self._spare_cell = heads, spare_slot, spare_cell
+        self._block_size = block_size
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
         max_wide_tiles = max_tokens // wide.num_queries + max_rows
         longs = dict.fromkeys(("sources", "kept", "targets"), max_tokens)
@@ -176,13 +178,12 @@ class StepBuffers:
         *,
         num_tokens: int,
         num_kept: int,
-        block_size: int,
     ) -> None:
         """Write a step and start copying it; what pads it to the sizes given has no effect."""
         if self._copied is not None:
             self._copied.synchronize()
         arrays = self._arrays
-        self._fill_tokens(rows, layout, block_size)
+        self._fill_tokens(rows, layout)
         end = layout.num_tokens
         token_ids = arrays["token_ids"]
         if end:
@@ -193,12 +194,10 @@ class StepBuffers:
         arrays["slots"][end:num_tokens] = -1
         np.maximum(-1 - token_ids[:num_tokens], 0, out=arrays["sources"][:num_tokens])
         num_real = len(layout.kept)
-        for name, values, pad in (
-            ("kept", layout.kept, 0),
-            ("targets", layout.targets, self._spare_slot),
-        ):
-            arrays[name][:num_real] = values
-            arrays[name][num_real:num_kept] = pad
+        arrays["kept"][:num_real] = layout.kept
+        arrays["kept"][num_real:num_kept] = 0
+        arrays["targets"][:num_real] = layout.targets
+        arrays["targets"][num_real:num_kept] = self._spare_slot
         cells, block_ids = changes
         arrays["cells"][: len(cells)] = cells
         arrays["cells"][len(cells) :] = self._spare_cell
@@ -211,8 +210,8 @@ class StepBuffers:
         if self._copied is not None:
             self._copied.record()
 
-    def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout", block_size: int) -> None:
-        arrays, end = self._arrays, layout.num_tokens
+    def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout") -> None:
+        arrays, end, block_size = self._arrays, layout.num_tokens, self._block_size
         token_ids, positions, slots = (arrays[n] for n in ("token_ids", "positions", "slots"))
         if end == len(rows):  # one token each: without numpy's overhead for every row
             token_ids[:end] = [row.token_ids[0] for row in rows]

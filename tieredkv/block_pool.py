@@ -249,14 +249,13 @@ class BlockPool:
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user ends."""
         block = self._index.get(block_hash)
-        if block is None:
-            return None
-        if block.ref_count == 0:
-            self._unlink(block)
+        if block is not None:
+            is_free = block.ref_count == 0
+            if is_free:
+                self._unlink(block)
             self._unindex(block)
-            self._append(block)
-        else:
-            self._unindex(block)
+            if is_free:
+                self._append(block)
         return block
 
     def check(self) -> None:
@@ -296,15 +295,13 @@ class BlockPool:
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
-        if block.block_hash is None and block.pin_count:
-            return
-        if block.block_hash is None:
+        if block.block_hash is not None:
+            self._link(block, self._evictable._prev)
+            self._num_evictable += 1
+        elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
             self._link(block, self._empty._prev)
             self._num_empty += 1
-        else:
-            self._link(block, self._evictable._prev)
-            self._num_evictable += 1
 
     @staticmethod
     def _link(block: Block, after: Block) -> None:

@@ -125,11 +125,9 @@ class Promoter:
             tiers.host.acquire(page)
             block.ref_count += 1
         tiers.counters.promoted_host_blocks += len(pairs)
-        page_ids = [page.block_id for page in copies.pages]
-        block_ids = [block.block_id for block in copies.blocks]
-        self._copying.update(block_ids)
-        pairs_of_ids = zip(page_ids, block_ids, strict=True)
-        tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], list(pairs_of_ids)), copies)
+        ids = [(page.block_id, block.block_id) for page, block in pairs]
+        self._copying.update(block_id for _, block_id in ids)
+        tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
 
     def start(self, block: Block, block_hash: BlockHash, record: BlockRecord | None) -> None:
         """Begin to fill a device block from its host page or, with a record, from disk."""

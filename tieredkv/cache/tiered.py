@@ -330,7 +330,8 @@ class TieredCache:
     def expire_due(self) -> None:
         """Make every block unreachable whose time has come."""
         for entry in self.tiers.directory.due(self.tiers.clock.now()):
-            self.tiers.expire(entry)
+            self.tiers.drop(entry.block_hash)
+            self.tiers.counters.expired_blocks += 1
 
     def take_events(self) -> list[Event]:
         """Return the store's events that are not about moves: control requests, up and down."""
@@ -350,9 +351,7 @@ class TieredCache:
         """
         wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
         for entry in wanted:
-            self.tiers.device.drop(entry.block_hash)
-            self.tiers.host.drop(entry.block_hash)
-            self.tiers.directory.forget(entry.block_hash)
+            self.tiers.drop(entry.block_hash)
         self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)

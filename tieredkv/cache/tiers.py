@@ -87,9 +87,8 @@ class Tiers:
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
 
-    def expire(self, entry: Entry) -> None:
+    def drop(self, block_hash: BlockHash) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
-        self.device.drop(entry.block_hash)
-        self.host.drop(entry.block_hash)
-        self.directory.forget(entry.block_hash)
-        self.counters.expired_blocks += 1
+        self.device.drop(block_hash)
+        self.host.drop(block_hash)
+        self.directory.forget(block_hash)
