@@ -21,7 +21,7 @@ import torch
 import xxhash
 
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.directory import Directory, Entry
+from tieredkv.cache.directory import Directory
 from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
@@ -39,12 +39,14 @@ from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
+from tieredkv.storage.results import EvictFilter
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+EVERYTHING = EvictFilter(all=True)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
@@ -104,17 +106,24 @@ class EngineCore:
         spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
+        limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": num_alone_tokens}
+        device_size = settings.device_size
+        if device_size is None and device.type != "cuda":
+            device_size = CPU_DEVICE_BYTES
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
-        _check_budgets(settings, spec)
+        if device_size is not None:
+            num_blocks = _num_slots("device_size", device_size, spec.block_bytes, least=2)
+        _check_disk_size(settings, spec)
         report = partial(progress, "taking host memory")
         self._arena = HostArena(num_pages, spec.page_bytes, progress=report)
         stack.callback(self._arena.close)
         self._store = self._open_store(stack)
-        self.model: LoadedModel = found.load(
-            progress=lambda stage, share: progress(stage, round(100 * share), 100),
-            fingerprint=settings.fingerprint,
-        )
-        num_blocks = self._size_device_pool(device, num_alone_tokens, progress)
+        self.model: LoadedModel = found.load(progress=progress, fingerprint=settings.fingerprint)
+        if device_size is None:
+            progress("profiling", 0, 1)
+            share = settings.gpu_memory_utilization
+            num_blocks = num_device_blocks(self.model, spec, share, **limits)
+            progress("profiling", 1, 1)
         self._pool = make_kv_pool(spec, num_blocks, device)
         max_model_len = min(
             settings.max_model_len or self.model.max_model_len,
@@ -122,12 +131,7 @@ class EngineCore:
             num_blocks * spec.block_size,
         )
         self._runner = ModelRunner(
-            self.model,
-            self._pool,
-            spec,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=num_alone_tokens,
-            max_context_len=max_model_len,
+            self.model, self._pool, spec, max_context_len=max_model_len, **limits
         )
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
@@ -172,11 +176,7 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._sampler = Sampler()
-        self._runner.warm_up(
-            max_num_batched_tokens=num_alone_tokens,
-            max_context_len=max_model_len,
-            progress=lambda stage, share: progress(stage, round(100 * share), 100),
-        )
+        self._runner.warm_up(progress)
         self.info = EngineInfo(
             model=settings.served_model_name or self.model.name,
             max_model_len=max_model_len,
@@ -311,33 +311,21 @@ class EngineCore:
             raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
         return self.cache.demoter.flush(to, deadline=time.monotonic() + timeout_s)
 
-    def evict(
-        self,
-        *,
-        older_than_s: float | None = None,
-        namespace_prefix: str = "",
-        ids: Sequence[str] = (),
-        blocks: Collection[BlockHash] = (),
-    ) -> int:
-        """Drop blocks from VRAM and host memory, all of them or those that match; count them.
+    def evict(self, wanted: EvictFilter = EVERYTHING, blocks: Collection[BlockHash] = ()) -> int:
+        """Drop blocks from VRAM and host memory; count them.
 
         Args:
-            older_than_s: only what was not used for so long.
-            namespace_prefix: only this namespace, by the beginning of its digest in hex.
-            ids: only these chains, by the beginning of their ids.
-            blocks: with `ids`, further blocks of these chains.
+            wanted: which of them.
+            blocks: further blocks of the chains that it names.
         """
         now = self._clock.now()
-        chains = self.tiers.directory.chains(ids, blocks)
-
-        def is_wanted(entry: Entry) -> bool:
-            if older_than_s is not None and now - entry.last_used < older_than_s:
-                return False
-            if ids and entry.block_hash not in chains:
-                return False
-            return entry.namespace.hex().startswith(namespace_prefix)
-
-        return self.cache.evict(is_wanted)
+        chains = self.tiers.directory.chains(wanted.ids, blocks)
+        return self.cache.evict(
+            lambda entry: (
+                (not wanted.ids or entry.block_hash in chains)
+                and wanted.matches(entry.namespace, entry.last_used, now)
+            )
+        )
 
     def evict_behind(self, request: EngineRequest, *, num_tokens: int) -> int:
         """Drop a prompt's blocks behind its first tokens from VRAM and host memory; count them."""
@@ -509,17 +497,11 @@ class EngineCore:
             if event.verb == "df":
                 self._store.reply_control(event.id, self.tier_stats())
             elif event.verb == "evict":
-                args = event.args
-                evicted = self.evict(
-                    older_than_s=args.get("older_than_s"),
-                    namespace_prefix=args.get("namespace_prefix") or "",
-                    ids=args.get("ids") or (),
-                    blocks=args.get("blocks") or (),
-                )
-                self._store.reply_control(
-                    event.id,
-                    {"evicted_blocks": evicted, "freed_bytes": evicted * self.kv_spec.block_bytes},
-                )
+                wanted = msgspec.convert(event.args, EvictFilter)
+                evicted = self.evict(wanted, event.args.get("blocks", ()))
+                freed_bytes = evicted * self.kv_spec.block_bytes
+                body = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
+                self._store.reply_control(event.id, body)
 
     def _open_store(self, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self._settings
@@ -538,26 +520,6 @@ class EngineCore:
         stack.callback(store.close)
         return store
 
-    def _size_device_pool(
-        self, device: torch.device, num_batched_tokens: int, progress: Progress
-    ) -> int:
-        """Return how many blocks the device pool has: as told, or what a profiling pass leaves."""
-        settings, spec = self._settings, self.kv_spec
-        if settings.device_size is not None:
-            return _num_slots("device_size", settings.device_size, spec.block_bytes, least=2)
-        if device.type != "cuda":
-            return _num_slots("device_size", CPU_DEVICE_BYTES, spec.block_bytes, least=2)
-        progress("profiling", 0, 1)
-        num_blocks = num_device_blocks(
-            self.model,
-            spec,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            max_num_batched_tokens=num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-        )
-        progress("profiling", 1, 1)
-        return num_blocks
-
 
 def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> int:
     """Return how many blocks fit into a budget.
@@ -573,14 +535,10 @@ def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> i
     return size_bytes // slot_bytes
 
 
-def _check_budgets(settings: Settings, spec: KVSpec) -> None:
-    """Refuse budgets that hold no block, before anything is allocated."""
-    if settings.device_size is not None:
-        _num_slots("device_size", settings.device_size, spec.block_bytes, least=2)
-    if settings.disk_dir is not None:
-        least = minimum_budget_bytes(spec.block_bytes)
-        if settings.disk_size < least:
-            raise ConfigError(
-                f"`disk_size` = {format_bytes(settings.disk_size)} holds no block of "
-                f"{format_bytes(spec.block_bytes)}; it must be at least {format_bytes(least)}"
-            )
+def _check_disk_size(settings: Settings, spec: KVSpec) -> None:
+    least = minimum_budget_bytes(spec.block_bytes)
+    if settings.disk_dir is not None and settings.disk_size < least:
+        raise ConfigError(
+            f"`disk_size` = {format_bytes(settings.disk_size)} holds no block of "
+            f"{format_bytes(spec.block_bytes)}; it must be at least {format_bytes(least)}"
+        )

@@ -29,17 +29,12 @@ from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME, register_attention
-from tieredkv.engine.fingerprint import (
-    FingerprintMode,
-    Progress,
-    files_fingerprint,
-    parameters_fingerprint,
-)
+from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.shapes import KNOWN_SHAPES
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.errors import ModelError
-from tieredkv.types import DTYPE_BYTES, KVSpec
+from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +90,7 @@ class FoundModel:
     def load(
         self,
         *,
-        progress: Progress | None = None,
+        progress: Progress = ignore_progress,
         fingerprint: FingerprintMode = "full",
         cache_dir: Path | None = DEFAULT_CACHE_DIR,
     ) -> "LoadedModel":
@@ -109,7 +104,6 @@ class FoundModel:
         Raises:
             ModelError: they cannot be read, or do not fit the config.
         """
-        progress = progress or _ignore_progress
         if self.folder is None:
             return _load_random(self, progress)
         files = _weight_files(self.name, self.folder)
@@ -298,7 +292,7 @@ def _load_folder(
     progress: Progress,
 ) -> LoadedModel:
     name, config, device = found.name, found.config, found.device
-    progress("loading weights", 0.0)
+    progress("loading weights", 0, 1)
     try:
         with _without_progress_bars():
             model, info = _AUTO_MODEL.from_pretrained(
@@ -323,7 +317,7 @@ def _load_folder(
         # change a running model, and results do not depend on where a tensor stood in its file.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    progress("loading weights", 1.0)
+    progress("loading weights", 1, 1)
     eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
     return _finish(found, model, tokenizer, digest, eos_token_ids)
 
@@ -354,7 +348,7 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
 def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     """Make a model with drawn weights, directly on the device and in its dtype."""
     config, device = found.config, found.device
-    progress("drawing weights", 0.0)
+    progress("drawing weights", 0, 1)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
@@ -366,7 +360,7 @@ def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     draw(model)
     digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
     tokenizer = tiny.byte_tokenizer(found.vocab_size, found.max_model_len)
-    progress("drawing weights", 1.0)
+    progress("drawing weights", 1, 1)
     return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
 
 
@@ -407,10 +401,6 @@ def _finish(
         eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < found.vocab_size),
         fused=FusedModel.from_model(model, found.config),
     )
-
-
-def _ignore_progress(_what: str, _fraction: float) -> None:
-    """Report progress to nobody."""
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

@@ -202,7 +202,7 @@ class Directory:
         children: dict[BlockHash, list[Entry]] = {}
         for entry in self._entries.values():
             children.setdefault(entry.parent_hash, []).append(entry)
-        prefixes = tuple(id_prefixes)
+        prefixes = tuple(map(str.lower, id_prefixes))
         found = {block_hash for block_hash in blocks if block_hash in self._entries}
         below = [e for e in self._entries.values() if e.block_hash.hex().startswith(prefixes)]
         for entry in below:  # grows while it is walked
