@@ -29,7 +29,7 @@ from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
-from tieredkv.engine.request import Phase, Request, check_prompt_length, pack_prompt
+from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
@@ -145,12 +145,7 @@ class EngineCore:
             stack.callback(pinned.unregister)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         layer_bytes = spec.block_bytes // spec.num_layers
-        transfer = BlockTransfer[Any](
-            copier,
-            device=device,
-            block_bytes=spec.block_bytes,
-            early_bytes=late_layer(spec) * layer_bytes,
-        )
+        transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -212,7 +207,6 @@ class EngineCore:
         prefix = Prefix(root=root, namespace=namespace, hashes=hashes, retention=policy.name)
         queued = Request(
             request_id=request.request_id,
-            params=request.params,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
@@ -445,11 +439,11 @@ class EngineCore:
             zip(launched.rows, launched.sampling.tokens(), strict=True)
         ):
             request = row.request
-            if request.phase is Phase.FINISHED:  # before its next token, which ran ahead, was seen
+            if not request.is_running:  # ended before its next token, which ran ahead, was seen
                 continue
             if self.on_logits is not None:
                 self.on_logits(request.request_id, launched.logits[index])
-            is_first = not request.output_ids
+            is_first = not request.num_output_tokens
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
@@ -476,13 +470,10 @@ class EngineCore:
         self.cache.touch(request.prefix)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        params = request.params
-        if (
-            len(request.output_ids) >= params.min_tokens
-            and token_id in request.sampler.end_token_ids
-        ):
+        state, num_tokens = request.sampler, request.num_output_tokens
+        if num_tokens >= state.params.min_tokens and token_id in state.end_token_ids:
             return "stop"
-        return "length" if len(request.output_ids) >= request.max_output_tokens else None
+        return "length" if num_tokens >= request.max_output_tokens else None
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]

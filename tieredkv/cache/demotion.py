@@ -8,7 +8,6 @@ dropped, oldest first, and counted.
 Called by the engine's thread only.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from itertools import islice
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
-from tieredkv.cache.tiers import Tiers
+from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import PageStored
 from tieredkv.storage.messages import StoreItem
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 0.0005
 
@@ -63,7 +60,6 @@ class Demoter:
         self._copying: set[int] = set()
         self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
-        self._warned: set[str] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -167,10 +163,8 @@ class Demoter:
                 assert tiers.store is not None
                 tiers.store.delete([entry.block_hash], "evicted")
         else:
-            tiers.counters.store_failures[event.reason] += 1
-            if event.reason not in self._warned:
-                self._warned.add(event.reason)
-                logger.warning("a block could not be written to disk (%s)", event.reason)
+            text = "a block could not be written to disk (%s)"
+            count_failure(tiers.counters.store_failures, event.reason, text)
             entry.is_droppable = True
         self._is_stale = True
 

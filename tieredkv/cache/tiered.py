@@ -141,7 +141,8 @@ class TieredCache:
         if prefix.is_protected or prefix.is_admitted or self._short_since:
             return
         device, host = self.tiers.device, self.tiers.host
-        if not prefix.hashes or not self.tiers.is_known(prefix.hashes[0]):
+        head = prefix.hashes[:1]
+        if not any(device.find(head) + host.find(head)):
             return  # without its head a chain is hardly ever cached
         self.expire_due()
         for block_hash in prefix.hashes:
@@ -362,7 +363,6 @@ class TieredCache:
         tiers.device.check()
         tiers.host.check()
         tiers.directory.check()
-        tiers.transfer.check()
         self.promoter.check()
         self.demoter.check()
         for entry in tiers.directory.entries():
