@@ -27,7 +27,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
@@ -176,7 +176,6 @@ class EngineCore:
             model=settings.served_model_name or self.model.name,
             max_model_len=max_model_len,
             vocab_size=self.model.vocab_size,
-            num_host_pages=num_pages,
             worker_pid=self.worker_pid,
         )
 
@@ -227,6 +226,11 @@ class EngineCore:
         if request is not None:
             self._finish(request)
             self._outputs.append(TokenOutput(request_id=request_id, finish_reason="abort"))
+
+    def abort_all(self) -> None:
+        """Cancel every request."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
 
     @property
     def worker_pid(self) -> int | None:
@@ -348,8 +352,7 @@ class EngineCore:
         if self._is_closed:
             return
         self._is_closed = True
-        for request in list(self._requests.values()):
-            self._finish(request)
+        self.abort_all()
         timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
         report = progress or ignore_progress
         left = self.cache.demoter.drain(
@@ -447,15 +450,11 @@ class EngineCore:
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
-            logprobs = None
-            if token.logprob is not None:
-                top = list(token.top_logprobs)
-                logprobs = [TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=top)]
             self._outputs.append(
                 TokenOutput(
                     request_id=request.request_id,
                     token_ids=[token.token_id],
-                    logprobs=logprobs,
+                    logprobs=[token.logprob] if token.logprob is not None else None,
                     finish_reason=finish_reason,
                     usage=request.usage if is_first or finish_reason else None,
                 )

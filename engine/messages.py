@@ -112,7 +112,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model: str
     max_model_len: int
     vocab_size: int
-    num_host_pages: int
     worker_pid: int | None
 
 

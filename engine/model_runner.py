@@ -107,7 +107,6 @@ class ModelRunner:
         max_context_len: int | None = None,
     ) -> None:
         self._loaded, self._kv_spec = loaded, kv_spec
-        self._block_size = kv_spec.block_size
         self._max_context_len = max_context_len or loaded.max_model_len
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._context = AttentionContext(kv_pool)
@@ -119,19 +118,15 @@ class ModelRunner:
         shape, dtype = loaded.shape, getattr(torch, loaded.dtype)
         heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
         self._heads = Heads(*heads, dtype, loaded.device)
-        max_blocks = -(-self._max_context_len // self._block_size)
-        self._tables = BlockTables(max_num_seqs, max_blocks, loaded.device)
-        limits = {
-            "max_rows": max_num_seqs,
-            "vocab_size": loaded.vocab_size,
-            "spare_slot": max_num_seqs,
-            "spare_cell": self._tables.spare_cell,
-            "block_size": self._block_size,
-        }
+        self._tables = BlockTables(
+            max_num_seqs, self._max_context_len, kv_spec.block_size, loaded.device
+        )
         max_tokens = max_num_batched_tokens + max_num_seqs
-        self._buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
-        max_tokens = min(max_tokens, max(MIXED_SIZES[-1], max_num_seqs))
-        self._graph_buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
+        sizes = (max_tokens, min(max_tokens, max(MIXED_SIZES[-1], max_num_seqs)))
+        self._buffers, self._graph_buffers = (
+            StepBuffers(self._heads, self._tables, max_tokens=size, vocab_size=loaded.vocab_size)
+            for size in sizes
+        )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
 
@@ -155,7 +150,7 @@ class ModelRunner:
             self._context.gate.record(self._gate_stream)
         layout = Layout(rows, self._heads, self._max_num_seqs)
         num_tokens, num_kept = layout.num_tokens, len(layout.kept)
-        changes = self._tables.update(rows, self._block_size)
+        changes = self._tables.update(rows)
         graph, buffers = None, self._buffers
         key = self._graph_key(layout)
         if key is not None and num_kept <= min(key[0], self._max_num_seqs):
@@ -265,7 +260,7 @@ class ModelRunner:
     def idle_row(self, num_tokens: int, start: int) -> BatchRow:
         """Make a row that computes something of this size over block 0 and writes nothing."""
         end = start + num_tokens
-        table = array("i", bytes(4 * -(-end // self._block_size)))
+        table = array("i", bytes(4 * -(-end // self._tables.block_size)))
         return BatchRow([0] * num_tokens, start, table, write_from=end)
 
 

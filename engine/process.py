@@ -48,7 +48,6 @@ class EngineProcess:
         self._inbox: collections.deque[ToEngine] = collections.deque()
         self._has_started = threading.Event()
         self._core: EngineCore | None = None
-        self._request_ids: set[str] = set()
         self._shutdown: Shutdown | None = None
         self._reported_at = 0.0
 
@@ -119,8 +118,6 @@ class EngineProcess:
                     core.add_request(message)
                 except RequestError as error:
                     self._send_outputs([messages.failed(request_id, str(error), error.code)])
-                else:
-                    self._request_ids.add(request_id)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case Shutdown():
@@ -129,7 +126,6 @@ class EngineProcess:
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         if outputs:
             self._channel.send(messages.StepOutputs(outputs))
-            self._request_ids.difference_update(o.request_id for o in outputs if o.finish_reason)
 
     def _announce_worker(self, info: EngineInfo) -> EngineInfo:
         """Tell the server when the store's worker is another process than it was."""
@@ -142,8 +138,7 @@ class EngineProcess:
 
     def _end(self, core: EngineCore, drain_timeout_s: float) -> None:
         """Abort what runs, tell its streams, and let the core write what was promised."""
-        for request_id in self._request_ids:
-            core.abort(request_id)
+        core.abort_all()
         self._send_outputs(core.step())
         core.close(drain_timeout_s=drain_timeout_s, progress=self._report)
         self._push_everything()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tieredkv.engine.messages import TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.kernels.small_copies import to_device, to_host
 
@@ -23,17 +24,15 @@ _MAX_GROUP_NUMEL = 1 << 22
 
 
 class SampledToken(NamedTuple):
-    """A chosen token; log probabilities are those of the model, before any sampling parameter.
+    """A chosen token.
 
     Attributes:
         token_id: the token.
-        logprob: its log probability, None if not asked for.
-        top_logprobs: the most likely tokens and theirs, most likely first.
+        logprob: what the model gave it before any sampling parameter; None if not asked for.
     """
 
     token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    logprob: TokenLogprob | None = None
 
 
 @dataclass(slots=True)
@@ -137,8 +136,8 @@ class Sampling:
         tokens = [SampledToken(token_id) for token_id in self._host_ids.tolist()]
         if self._scores is not None:
             wanted, scores = self._scores
-            for i, token in zip(wanted, scores.tokens(), strict=True):
-                tokens[i] = token
+            for i, logprob in zip(wanted, scores.logprobs(), strict=True):
+                tokens[i] = SampledToken(logprob.token_id, logprob)
         for state, token in zip(self._states, tokens, strict=True):
             state.append(token.token_id)
         return tokens
@@ -199,13 +198,13 @@ class Scores(NamedTuple):
     top_ids: Tensor
     top_values: Tensor
 
-    def tokens(self) -> list[SampledToken]:
+    def logprobs(self) -> list[TokenLogprob]:
         """Return them as they are handed out; the copies must have arrived."""
         columns = (self.token_ids, self.own, self.top_ids, self.top_values)
         rows = zip(*(column.tolist() for column in columns), self.num_top, strict=True)
         return [
-            SampledToken(token_id, logprob, tuple(zip(ids[:n], values[:n], strict=True)))
-            for token_id, logprob, ids, values, n in rows
+            TokenLogprob(token_id=i, logprob=own, top=list(zip(ids[:n], values[:n], strict=True)))
+            for i, own, ids, values, n in rows
         ]
 
 

@@ -63,7 +63,11 @@ def pending(slot: int) -> int:
 class BlockTables:
     """The block tables of all slots, on the device and pinned on the host."""
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_context_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.num_slots, self.block_size = num_slots, block_size
+        self.max_blocks = max_blocks = -(-max_context_len // block_size)
         self._host = torch.zeros(
             num_slots, max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
@@ -74,12 +78,7 @@ class BlockTables:
         self.tensor = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self.spare_cell = num_slots * max_blocks
 
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest context."""
-        return self.tensor.shape[1]
-
-    def update(self, rows: Sequence[BatchRow], block_size: int) -> tuple[list[int], list[int]]:
+    def update(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date.
 
         Long changes are copied at once; the short ones of rows that got a token more are left to
@@ -90,6 +89,7 @@ class BlockTables:
         """
         cells: list[int] = []
         block_ids: list[int] = []
+        block_size = self.block_size
         for index, row in enumerate(rows):
             slot = index if row.slot is None else row.slot
             table, end = row.block_table, -(-row.context_len // block_size)
@@ -110,7 +110,7 @@ class BlockTables:
 
 
 class StepBuffers:
-    """Inputs of steps of up to so many tokens and rows.
+    """Inputs of steps of up to so many tokens, and rows as there are block tables.
 
     The device side keeps its addresses for good, and the stream's order protects it. An event
     protects the pinned side from the next step.
@@ -125,19 +125,11 @@ class StepBuffers:
     """
 
     def __init__(
-        self,
-        heads: Heads,
-        *,
-        max_tokens: int,
-        max_rows: int,
-        vocab_size: int,
-        spare_slot: int,
-        spare_cell: int,
-        block_size: int,
+        self, heads: Heads, tables: BlockTables, *, max_tokens: int, vocab_size: int
     ) -> None:
-        self.max_tokens, self.max_rows, self._vocab_size = max_tokens, max_rows, vocab_size
-        self._heads, self._spare_slot, self._spare_cell = heads, spare_slot, spare_cell
-        self._block_size = block_size
+        self._heads, self._tables = heads, tables
+        self.max_tokens, self._vocab_size = max_tokens, vocab_size
+        max_rows = self._spare_slot = tables.num_slots
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
         max_wide_tiles = max_tokens // wide.num_queries + max_rows
         longs = dict.fromkeys(("sources", "kept", "targets"), max_tokens)
@@ -200,7 +192,7 @@ class StepBuffers:
         arrays["targets"][num_real:num_kept] = self._spare_slot
         cells, block_ids = changes
         arrays["cells"][: len(cells)] = cells
-        arrays["cells"][len(cells) :] = self._spare_cell
+        arrays["cells"][len(cells) :] = self._tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
         if self._copied is not None:
             heads, shares = self._heads, layout.shares
@@ -211,7 +203,7 @@ class StepBuffers:
             self._copied.record()
 
     def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout") -> None:
-        arrays, end, block_size = self._arrays, layout.num_tokens, self._block_size
+        arrays, end, block_size = self._arrays, layout.num_tokens, self._tables.block_size
         token_ids, positions, slots = (arrays[n] for n in ("token_ids", "positions", "slots"))
         if end == len(rows):  # one token each: without numpy's overhead for every row
             token_ids[:end] = [row.token_ids[0] for row in rows]

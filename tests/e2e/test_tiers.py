@@ -105,7 +105,7 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
     sizes = {**SIZES, "host_size": "512KiB"}
     tokens = prompt(4, 1600)
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
-        assert llm.core.info.num_host_pages == 16
+        assert llm.core.tiers.host.num_blocks == 16
         cold = one(llm, tokens)
         assert llm.demote("disk")
         hit = one(llm, tokens)

@@ -189,8 +189,9 @@ def test_a_bias_moves_the_choice_and_not_the_reported_probability() -> None:
     biased = state(temperature=0.0, logit_bias={2: 10.0}, logprobs=1)
     token = Sampler().sample(logits, [biased]).tokens()[0]
     assert token.token_id == 2
-    assert token.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 2]))
-    assert token.top_logprobs[0][0] == 0
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 2]))
+    assert token.logprob.top[0][0] == 0
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
@@ -206,11 +207,12 @@ def test_log_probabilities_are_those_of_the_model() -> None:
     tokens = Sampler().sample(logits, states).tokens()
     logprobs = logits.log_softmax(-1)
     for row, n in enumerate((0, 3, 20)):
-        token = tokens[row]
-        assert token.logprob == pytest.approx(float(logprobs[row, token.token_id]))
+        token, found = tokens[row]
+        assert found is not None and found.token_id == token
+        assert found.logprob == pytest.approx(float(logprobs[row, token]))
         values, ids = logprobs[row].topk(n)
-        assert [i for i, _ in token.top_logprobs] == ids.tolist()
-        assert [p for _, p in token.top_logprobs] == pytest.approx(values.tolist())
+        assert [i for i, _ in found.top] == ids.tolist()
+        assert [p for _, p in found.top] == pytest.approx(values.tolist())
     assert tokens[3] == SampledToken(tokens[3].token_id)
 
 
@@ -223,9 +225,9 @@ def test_sampling_leaves_the_logits_as_they_are() -> None:
 
 def test_scoring_a_prompt_gives_each_tokens_probability() -> None:
     logits = random_logits(3)
-    scored = score(logits, torch.tensor([4, 5, 6]), [2, 2, 2]).tokens()
+    scored = score(logits, torch.tensor([4, 5, 6]), [2, 2, 2]).logprobs()
     expected = logits.log_softmax(-1)
     assert [t.logprob for t in scored] == pytest.approx(
         [float(expected[i, token]) for i, token in enumerate((4, 5, 6))]
     )
-    assert all(len(t.top_logprobs) == 2 for t in scored)
+    assert all(len(t.top) == 2 for t in scored)

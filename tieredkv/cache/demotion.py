@@ -190,9 +190,7 @@ class Demoter:
                 entry.is_droppable = True
                 self._tiers.counters.demotions_dropped += 1
 
-    def flush(
-        self, to: Tier, *, deadline: float, on_progress: Callable[[int], None] = lambda _: None
-    ) -> bool:
+    def flush(self, to: Tier, *, deadline: float) -> bool:
         """Empty the tiers above `to` of everything that no request uses.
 
         What may not go as far down as `to` is dropped.
@@ -200,7 +198,6 @@ class Demoter:
         Args:
             to: HOST empties the device tier, DISK the device and the host tier.
             deadline: monotonic time at which to stop.
-            on_progress: told how many blocks have just left a tier.
 
         Returns:
             Whether everything has gone; False when the deadline came first.
@@ -212,7 +209,6 @@ class Demoter:
             moved = self._drop_clean(tiers.device, self.is_device_clean)
             if is_to_disk:
                 moved += self._drop_clean(tiers.host, self.is_host_clean)
-            on_progress(moved)
             started = self.demote(tiers.device.num_blocks)
             if is_to_disk or (started == 0 and tiers.device.num_evictable):
                 started += self.write(tiers.host.num_blocks)
