@@ -30,7 +30,7 @@ from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
-from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
+from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
@@ -170,7 +170,6 @@ class EngineCore:
             max_num_alone_tokens=num_alone_tokens,
             hash_algo=settings.hash_algo,
         )
-        self._sampler = Sampler()
         self._runner.warm_up(progress)
         self.info = EngineInfo(
             model=settings.served_model_name or self.model.name,
@@ -199,11 +198,9 @@ class EngineCore:
                 status=429,
             )
         request.params.check_vocabulary(info.vocab_size)
-        policy = self._policies.get(request.retention or settings.default_retention)
-        root, namespace, hashes = self._chain(request, packed)
-        self._describe(root, namespace)
+        prefix = self._prefix(request, packed)
+        self._describe(prefix)
         token_ids = list(request.prompt_token_ids)
-        prefix = Prefix(root=root, namespace=namespace, hashes=hashes, retention=policy.name)
         queued = Request(
             request_id=request.request_id,
             token_ids=token_ids,
@@ -327,7 +324,7 @@ class EngineCore:
 
     def evict_behind(self, request: EngineRequest, *, num_tokens: int) -> int:
         """Drop a prompt's blocks behind its first tokens from VRAM and host memory; count them."""
-        _, _, hashes = self._chain(request, request.prompt_token_ids)
+        hashes = self._prefix(request, request.prompt_token_ids).hashes
         behind = set(hashes[num_tokens // self.kv_spec.block_size :])
         return self.cache.evict(lambda entry: entry.block_hash in behind)
 
@@ -336,9 +333,8 @@ class EngineCore:
 
         The bytes are read from VRAM, head of the chain first. None where a block is not there.
         """
-        _, _, hashes = self._chain(request, request.prompt_token_ids)
         digest = xxhash.xxh3_128()
-        for block_hash in hashes:
+        for block_hash in self._prefix(request, request.prompt_token_ids).hashes:
             block = self.tiers.device.lookup(block_hash)
             if block is None or not block.is_ready:
                 return None
@@ -365,11 +361,10 @@ class EngineCore:
 
     # Inside
 
-    def _chain(
-        self, request: EngineRequest, token_ids: Sequence[int]
-    ) -> tuple[BlockHash, bytes, list[BlockHash]]:
-        """Return root, namespace and block hashes of a prompt, in the tenant's own namespace."""
+    def _prefix(self, request: EngineRequest, token_ids: Sequence[int]) -> Prefix:
+        """Hash a prompt's full blocks, in the tenant's own namespace."""
         settings = self._settings
+        retention = self._policies.get(request.retention or settings.default_retention).name
         isolate_by = settings.isolate_by
         namespace = namespace_digest(
             request.tenant if isolate_by != "none" else "",
@@ -388,10 +383,11 @@ class EngineCore:
             algo=settings.hash_algo,
         )
         hashes = chain_hashes(root, token_ids, self.kv_spec.block_size, algo=settings.hash_algo)
-        return root, namespace, hashes
+        return Prefix(root=root, namespace=namespace, hashes=hashes, retention=retention)
 
-    def _describe(self, root: BlockHash, namespace: bytes) -> None:
+    def _describe(self, prefix: Prefix) -> None:
         """Tell the store once what a root stands for, so that an operator can read its listings."""
+        root = prefix.root
         if self._store is None or root in self._described:
             return
         if len(self._described) >= MAX_DESCRIBED_ROOTS:
@@ -404,7 +400,7 @@ class EngineCore:
                 "kv_dtype": self.kv_spec.dtype,
                 "block_size": str(self.kv_spec.block_size),
                 "layout": LAYOUT,
-                "namespace": namespace.hex(),
+                "namespace": prefix.namespace.hex(),
             },
         )
 
@@ -417,7 +413,7 @@ class EngineCore:
         launched = None
         if rows:
             states = [row.request.sampler for row in rows]
-            sampling = self._sampler.sample(output.logits, states, output.tokens)
+            sampling = sample(output.logits, states, output.tokens)
             if sampling.token_ids is not output.tokens:
                 self._runner.keep_tokens(output, sampling.token_ids)
             may_run_ahead = not any(state.needs_history for state in states)
