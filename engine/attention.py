@@ -154,10 +154,6 @@ def attention_forward(
     return torch.ops.tieredkv.paged_attention(q, k, v, scale, layer, context)[None], None
 
 
-def register_attention() -> None:
-    """Make `attn_implementation="tieredkv"` known to transformers; safe to repeat.
-
-    NOTE: no mask function goes with it. For an implementation without one transformers builds no
-    mask at all; with one it would first search the positions for packed sequences on the device.
-    """
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+# NOTE: no mask function goes with it. For an implementation without one transformers builds no
+# mask at all; with one it would first search the positions for packed sequences on the device.
+AttentionInterface.register(ATTENTION_NAME, attention_forward)

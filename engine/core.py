@@ -61,7 +61,11 @@ class _Launched:
     rows: list[ScheduledRow]
     sampling: Sampling
     logits: torch.Tensor
-    may_run_ahead: bool
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step can be chosen before these tokens are seen."""
+        return not any(row.request.sampler.needs_history for row in self.rows)
 
 
 class EngineCore:
@@ -206,7 +210,7 @@ class EngineCore:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
-            sampler=SamplerState.from_params(
+            sampler=SamplerState(
                 request.params,
                 self._seeds.getrandbits(63),
                 eos_token_ids=self.model.eos_token_ids,
@@ -416,8 +420,7 @@ class EngineCore:
             sampling = sample(output.logits, states, output.tokens)
             if sampling.token_ids is not output.tokens:
                 self._runner.keep_tokens(output, sampling.token_ids)
-            may_run_ahead = not any(state.needs_history for state in states)
-            launched = _Launched(rows, sampling, output.logits, may_run_ahead)
+            launched = _Launched(rows, sampling, output.logits)
         for row in scheduled:
             self.scheduler.complete(row)
         for row in rows:

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine import tiny
-from tieredkv.engine.attention import ATTENTION_NAME, register_attention
+from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.shapes import KNOWN_SHAPES
@@ -151,7 +151,6 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
     Raises:
         ModelError: the model cannot be found, read, or served.
     """
-    register_attention()
     target = _resolve_device(device)
     if dtype not in (None, "auto", *DTYPE_BYTES):
         raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")

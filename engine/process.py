@@ -5,10 +5,10 @@ channel is its life line: when the server is gone, requests are aborted, what a 
 written to disk, and the process ends.
 """
 
-import collections
 import contextlib
 import logging
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -45,8 +45,7 @@ class EngineProcess:
 
     def __init__(self, channel: FrameChannel[ToEngine]) -> None:
         self._channel = channel
-        self._inbox: collections.deque[ToEngine] = collections.deque()
-        self._has_started = threading.Event()
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._core: EngineCore | None = None
         self._shutdown: Shutdown | None = None
         self._reported_at = 0.0
@@ -54,8 +53,7 @@ class EngineProcess:
     def run(self) -> int:
         """Serve until the server says stop or is gone; return the exit code."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
-        self._has_started.wait()
-        start = self._inbox.popleft()
+        start = self._inbox.get()
         assert isinstance(start, Start), start
         logging.basicConfig(
             level=start.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
@@ -67,14 +65,13 @@ class EngineProcess:
             self._push_everything()
             return EXIT_START_FAILED
         self._core = core
-        on_sigterm = Shutdown(start.settings.drain_timeout)
-        signal.signal(signal.SIGTERM, lambda *_: self._post(on_sigterm))
+        signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
         info = core.info
         self._channel.send(info)
         while self._shutdown is None:
             info = self._announce_worker(info)
-            while self._inbox:
-                self._take(self._inbox.popleft())
+            while not self._inbox.empty():
+                self._take(self._inbox.get())
             self._send_outputs(core.step())
             core.wait(UNSENT_WAIT_S if self._channel.push_queued() else IDLE_WAIT_S)
         self._end(core, self._shutdown.drain_timeout_s)
@@ -82,7 +79,6 @@ class EngineProcess:
 
     def _receive(self) -> None:
         """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
-        drain_timeout_s = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
@@ -94,18 +90,13 @@ class EngineProcess:
                         os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
                     if isinstance(error, StorageError):
                         logger.error("the server sent %s", error)
-                    self._post(Shutdown(drain_timeout_s))
+                    self._post(Shutdown())
                     return
                 for message in received:
-                    if isinstance(message, Start):
-                        drain_timeout_s = message.settings.drain_timeout
-                        self._inbox.append(message)
-                        self._has_started.set()
-                    else:
-                        self._post(message)
+                    self._post(message)
 
     def _post(self, message: ToEngine) -> None:
-        self._inbox.append(message)
+        self._inbox.put(message)
         if self._core is not None:
             self._core.wake()
 
@@ -136,7 +127,7 @@ class EngineProcess:
             self._channel.send(info)
         return info
 
-    def _end(self, core: EngineCore, drain_timeout_s: float) -> None:
+    def _end(self, core: EngineCore, drain_timeout_s: float | None) -> None:
         """Abort what runs, tell its streams, and let the core write what was promised."""
         core.abort_all()
         self._send_outputs(core.step())

@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -35,7 +34,6 @@ class SampledToken(NamedTuple):
     logprob: TokenLogprob | None = None
 
 
-@dataclass(slots=True)
 class SamplerState:
     """What sampling one request remembers between its tokens; survives its preemption.
 
@@ -48,29 +46,21 @@ class SamplerState:
         num_output_tokens: tokens chosen so far, those that the host has not seen yet included.
     """
 
-    params: SamplingParams
-    seed: int
-    end_token_ids: frozenset[int] = frozenset()
-    seen_token_ids: set[int] = field(default_factory=set)
-    output_counts: Counter[int] = field(default_factory=Counter)
-    num_output_tokens: int = 0
-
-    @classmethod
-    def from_params(
-        cls,
+    def __init__(
+        self,
         params: SamplingParams,
         request_seed: int,
         *,
         eos_token_ids: Collection[int] = (),
         prompt_token_ids: Iterable[int] = (),
-    ) -> "SamplerState":
+    ) -> None:
         """Begin a request; `request_seed` counts if the parameters have no seed."""
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= frozenset(eos_token_ids)
-        seen = set(prompt_token_ids) if params.repetition_penalty != 1.0 else set()
-        seed = request_seed if params.seed is None else params.seed
-        return cls(params=params, seed=seed, end_token_ids=ends, seen_token_ids=seen)
+        self.params = params
+        self.seed = request_seed if params.seed is None else params.seed
+        self.end_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self.seen_token_ids = set(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self.output_counts = Counter[int]()
+        self.num_output_tokens = 0
 
     @property
     def needs_history(self) -> bool:

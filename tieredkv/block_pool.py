@@ -244,12 +244,9 @@ class BlockPool:
         """Forget a hash; a block in use is freed when its last user ends."""
         block = self._index.get(block_hash)
         if block is not None:
-            is_free = block.ref_count == 0
-            if is_free:
-                self._unlink(block)
+            self.acquire(block)
             self._unindex(block)
-            if is_free:
-                self._append(block)
+            self.release([block])
         return block
 
     def check(self) -> None:

@@ -201,7 +201,7 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(disk_dir: str) 
         assert pid is not None
         request = llm.make_request(tokens, GREEDY)
         llm.core.add_request(request)
-        while not llm.core.cache.promoter.num_reads:
+        while not llm.core.tiers.host.num_used:  # a page is being read
             llm.core.step()
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -18,7 +18,7 @@ def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
         token_ids=[1] * num_prompt_tokens,
         num_prompt_tokens=num_prompt_tokens,
         prefix=prefix,
-        sampler=SamplerState.from_params(params, 0),
+        sampler=SamplerState(params, 0),
         max_output_tokens=params.max_tokens,
     )
 

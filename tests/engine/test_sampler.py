@@ -15,7 +15,7 @@ NUM_DRAWS = 4000
 
 
 def state(drawn_seed: int = 1, **params: Any) -> SamplerState:
-    return SamplerState.from_params(SamplingParams(**params), drawn_seed)
+    return SamplerState(SamplingParams(**params), drawn_seed)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -178,8 +178,8 @@ def test_presence_and_frequency_penalties_count_the_output() -> None:
 def test_repetition_penalty_counts_the_prompt_too() -> None:
     logits = torch.tensor([2.0, 1.5, -1.0])
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
-    fresh = SamplerState.from_params(params, 0, prompt_token_ids=[2])
-    repeated = SamplerState.from_params(params, 0, prompt_token_ids=[0, 2])
+    fresh = SamplerState(params, 0, prompt_token_ids=[2])
+    repeated = SamplerState(params, 0, prompt_token_ids=[0, 2])
     assert sample_one(logits, fresh) == 0
     assert sample_one(logits, repeated) == 1
 
@@ -197,7 +197,7 @@ def test_a_bias_moves_the_choice_and_not_the_reported_probability() -> None:
 def test_end_tokens_wait_for_min_tokens() -> None:
     logits = torch.tensor([5.0, 4.0, 3.0])
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
-    row = SamplerState.from_params(params, 0, eos_token_ids={0})
+    row = SamplerState(params, 0, eos_token_ids={0})
     assert [sample_one(logits, row) for _ in range(3)] == [2, 2, 0]
 
 

@@ -52,9 +52,7 @@ class Loop:
             token_ids=token_ids,
             num_prompt_tokens=num_tokens,
             prefix=Prefix(root=root, namespace=b"ns", hashes=hashes, retention="24h"),
-            sampler=SamplerState.from_params(
-                params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids
-            ),
+            sampler=SamplerState(params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids),
             max_output_tokens=max_tokens,
         )
         self.scheduler.add(request)

@@ -119,7 +119,7 @@ class _Host:
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             prefix=Prefix(root=ROOT, namespace=b"", hashes=hashes, retention="in_memory"),
-            sampler=SamplerState.from_params(PARAMS, 0),
+            sampler=SamplerState(PARAMS, 0),
             max_output_tokens=1,
         )
         self.scheduler.add(request)

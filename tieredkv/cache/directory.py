@@ -72,12 +72,6 @@ class Directory:
         self.num_queued = 0
         self._sequence = itertools.count()
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._entries
-
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
         return self._entries.get(block_hash) if block_hash is not None else None

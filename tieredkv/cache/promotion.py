@@ -77,11 +77,6 @@ class Promoter:
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
 
     @property
-    def num_reads(self) -> int:
-        """Pages being filled from disk."""
-        return len(self._reads)
-
-    @property
     def has_unstarted_reads(self) -> bool:
         """Whether a promotion from disk waits for a page."""
         return bool(self._to_read)
