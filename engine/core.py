@@ -129,13 +129,13 @@ class EngineCore:
             num_blocks = num_device_blocks(self.model, spec, share, **limits)
             progress("profiling", 1, 1)
         self._pool = make_kv_pool(spec, num_blocks, device)
-        max_model_len = min(
+        self._max_model_len = min(
             settings.max_model_len or self.model.max_model_len,
             self.model.max_model_len,
             num_blocks * spec.block_size,
         )
         self._runner = ModelRunner(
-            self.model, self._pool, spec, max_context_len=max_model_len, **limits
+            self.model, self._pool, spec, max_context_len=self._max_model_len, **limits
         )
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
@@ -175,11 +175,15 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._runner.warm_up(progress)
-        self.info = EngineInfo(
-            model=settings.served_model_name or self.model.name,
-            max_model_len=max_model_len,
+
+    @property
+    def info(self) -> EngineInfo:
+        """What those who send requests are told; it changes when the store's worker does."""
+        return EngineInfo(
+            model=self._settings.served_model_name or self.model.name,
+            max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
-            worker_pid=self.worker_pid,
+            worker_pid=self._store.pid if self._store else None,
         )
 
     # Requests
@@ -190,18 +194,18 @@ class EngineCore:
         Raises:
             RequestError: it is malformed, too long, or the queue is full.
         """
-        settings, info = self._settings, self.info
-        check_prompt_length(len(request.prompt_token_ids), info.max_model_len)
+        settings, vocab_size = self._settings, self.model.vocab_size
+        check_prompt_length(len(request.prompt_token_ids), self._max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
-        packed = pack_prompt(request.prompt_token_ids, info.vocab_size)
+        packed = pack_prompt(request.prompt_token_ids, vocab_size)
         if len(self.scheduler.waiting) >= settings.max_num_queued_reqs:
             raise RequestError(
                 f"The queue is full: {settings.max_num_queued_reqs} requests are waiting",
                 code="queue_full",
                 status=429,
             )
-        request.params.check_vocabulary(info.vocab_size)
+        request.params.check_vocabulary(vocab_size)
         prefix = self._prefix(request, packed)
         self._describe(prefix)
         token_ids = list(request.prompt_token_ids)
@@ -216,7 +220,7 @@ class EngineCore:
                 eos_token_ids=self.model.eos_token_ids,
                 prompt_token_ids=token_ids,
             ),
-            max_output_tokens=min(request.params.max_tokens, info.max_model_len - len(token_ids)),
+            max_output_tokens=min(request.params.max_tokens, self._max_model_len - len(token_ids)),
         )
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
@@ -232,11 +236,6 @@ class EngineCore:
         """Cancel every request."""
         for request_id in list(self._requests):
             self.abort(request_id)
-
-    @property
-    def worker_pid(self) -> int | None:
-        """The store's worker; None without a disk tier or while there is no worker."""
-        return self._store.pid if self._store else None
 
     @property
     def has_work(self) -> bool:

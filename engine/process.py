@@ -20,7 +20,7 @@ import msgspec
 
 from tieredkv.engine import messages
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import EngineInfo, Shutdown, Start, ToEngine, TokenOutput
+from tieredkv.engine.messages import Shutdown, Start, ToEngine, TokenOutput
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 
@@ -69,7 +69,9 @@ class EngineProcess:
         info = core.info
         self._channel.send(info)
         while self._shutdown is None:
-            info = self._announce_worker(info)
+            if core.info != info:  # the store's worker is another process than it was
+                info = core.info
+                self._channel.send(info)
             while not self._inbox.empty():
                 self._take(self._inbox.get())
             self._send_outputs(core.step())
@@ -117,15 +119,6 @@ class EngineProcess:
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         if outputs:
             self._channel.send(messages.StepOutputs(outputs))
-
-    def _announce_worker(self, info: EngineInfo) -> EngineInfo:
-        """Tell the server when the store's worker is another process than it was."""
-        assert self._core is not None
-        worker_pid = self._core.worker_pid
-        if worker_pid != info.worker_pid:
-            info = msgspec.structs.replace(info, worker_pid=worker_pid)
-            self._channel.send(info)
-        return info
 
     def _end(self, core: EngineCore, drain_timeout_s: float | None) -> None:
         """Abort what runs, tell its streams, and let the core write what was promised."""
