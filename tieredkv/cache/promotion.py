@@ -47,8 +47,7 @@ class _Read:
 
 
 Copies = Sequence[tuple[Block, Block]]
-"""Pages, each with the device block that it is copied to; both are held until the bytes are there.
-"""
+"""Pages, each with the device block it is copied to; both are held until the bytes are there."""
 
 
 class Promoter:
