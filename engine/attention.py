@@ -148,34 +148,18 @@ def attention_forward(
     layer = module.layer_idx
     assert isinstance(layer, int), f"layer index is `{layer}`"
     if isinstance(context, list):
-        context.append(
-            AttentionCall(
-                layer,
-                tuple(query.shape),
-                tuple(key.shape),
-                tuple(value.shape),
-                bool(getattr(module, "is_causal", True)),
-                options | {"attention_mask": attention_mask},
-            )
-        )
+        shapes = tuple(query.shape), tuple(key.shape), tuple(value.shape)
+        is_causal = bool(getattr(module, "is_causal", True))
+        options["attention_mask"] = attention_mask
+        context.append(AttentionCall(layer, *shapes, is_causal, options))
         return query.transpose(1, 2), None
     if not isinstance(context, int):
         raise ModelError("its layers do not pass keyword arguments on to the attention interface")
-    out = torch.ops.tieredkv.paged_attention(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        query.shape[-1] ** -0.5 if scaling is None else scaling,
-        layer,
-        context,
-    )
-    return out[None], None
+    q, k, v = (part[0].transpose(0, 1) for part in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return torch.ops.tieredkv.paged_attention(q, k, v, scale, layer, context)[None], None
 
 
-def register_attention() -> None:
-    """Make `attn_implementation="tieredkv"` known to transformers; safe to repeat.
-
-    NOTE: no mask function goes with it. For an implementation without one transformers builds no
-    mask at all; with one it would first search the positions for packed sequences on the device.
-    """
-    AttentionInterface.register(ATTENTION_NAME, attention_forward)
+# NOTE: no mask function goes with it. For an implementation without one transformers builds no
+# mask at all; with one it would first search the positions for packed sequences on the device.
+AttentionInterface.register(ATTENTION_NAME, attention_forward)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,16 +21,16 @@ import torch
 import xxhash
 
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.directory import Directory, Entry
+from tieredkv.cache.directory import Directory
 from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenLogprob, TokenOutput
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
-from tieredkv.engine.request import Phase, Request, check_prompt_length, pack_prompt
-from tieredkv.engine.sampler import Sampler, SamplerState, Sampling
+from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
+from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
@@ -38,12 +39,14 @@ from tieredkv.storage.client import ControlRequest, StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
+from tieredkv.storage.results import EvictFilter
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
+EVERYTHING = EvictFilter(all=True)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
@@ -58,7 +61,11 @@ class _Launched:
     rows: list[ScheduledRow]
     sampling: Sampling
     logits: torch.Tensor
-    may_run_ahead: bool
+
+    @property
+    def may_run_ahead(self) -> bool:
+        """Whether the next step can be chosen before these tokens are seen."""
+        return not any(row.request.sampler.needs_history for row in self.rows)
 
 
 class EngineCore:
@@ -104,33 +111,32 @@ class EngineCore:
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
         most_tokens = longest_chunk(num_alone_tokens)
+        limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
+        device_size = settings.device_size
+        if device_size is None and device.type != "cuda":
+            device_size = CPU_DEVICE_BYTES
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
-        _check_budgets(settings, spec)
-        self._arena = HostArena(
-            num_pages,
-            spec.page_bytes,
-            progress=lambda done, total: progress("taking host memory", done, total),
-        )
+        if device_size is not None:
+            num_blocks = _num_slots("device_size", device_size, spec.block_bytes, least=2)
+        _check_disk_size(settings, spec)
+        report = partial(progress, "taking host memory")
+        self._arena = HostArena(num_pages, spec.page_bytes, progress=report)
         stack.callback(self._arena.close)
         self._store = self._open_store(stack)
-        self.model: LoadedModel = found.load(
-            progress=lambda stage, share: progress(stage, round(100 * share), 100),
-            fingerprint=settings.fingerprint,
-        )
-        num_blocks = self._size_device_pool(device, most_tokens, progress)
+        self.model: LoadedModel = found.load(progress=progress, fingerprint=settings.fingerprint)
+        if device_size is None:
+            progress("profiling", 0, 1)
+            share = settings.gpu_memory_utilization
+            num_blocks = num_device_blocks(self.model, spec, share, **limits)
+            progress("profiling", 1, 1)
         self._pool = make_kv_pool(spec, num_blocks, device)
-        max_model_len = min(
+        self._max_model_len = min(
             settings.max_model_len or self.model.max_model_len,
             self.model.max_model_len,
             num_blocks * spec.block_size,
         )
         self._runner = ModelRunner(
-            self.model,
-            self._pool,
-            spec,
-            max_num_seqs=settings.max_num_seqs,
-            max_num_batched_tokens=most_tokens,
-            max_context_len=max_model_len,
+            self.model, self._pool, spec, max_context_len=self._max_model_len, **limits
         )
         self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
@@ -139,17 +145,12 @@ class EngineCore:
                 arena_bytes.data_ptr(),
                 self._arena.size_bytes,
                 page_bytes=spec.page_bytes,
-                progress=lambda done, total: progress("pinning host memory", done, total),
+                progress=partial(progress, "pinning host memory"),
             )
             stack.callback(pinned.unregister)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         layer_bytes = spec.block_bytes // spec.num_layers
-        transfer = BlockTransfer[Any](
-            copier,
-            device=device,
-            block_bytes=spec.block_bytes,
-            early_bytes=late_layer(spec) * layer_bytes,
-        )
+        transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -174,18 +175,16 @@ class EngineCore:
             max_num_alone_tokens=num_alone_tokens,
             hash_algo=settings.hash_algo,
         )
-        self._sampler = Sampler()
-        self._runner.warm_up(
-            max_num_batched_tokens=most_tokens,
-            max_context_len=max_model_len,
-            progress=lambda stage, share: progress(stage, round(100 * share), 100),
-        )
-        self.info = EngineInfo(
-            model=settings.served_model_name or self.model.name,
-            max_model_len=max_model_len,
+        self._runner.warm_up(progress)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What those who send requests are told; it changes when the store's worker does."""
+        return EngineInfo(
+            model=self._settings.served_model_name or self.model.name,
+            max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
-            num_host_pages=num_pages,
-            worker_pid=self.worker_pid,
+            worker_pid=self._store.pid if self._store else None,
         )
 
     # Requests
@@ -196,36 +195,33 @@ class EngineCore:
         Raises:
             RequestError: it is malformed, too long, or the queue is full.
         """
-        settings, info = self._settings, self.info
-        check_prompt_length(len(request.prompt_token_ids), info.max_model_len)
+        settings, vocab_size = self._settings, self.model.vocab_size
+        check_prompt_length(len(request.prompt_token_ids), self._max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
-        packed = pack_prompt(request.prompt_token_ids, info.vocab_size)
+        packed = pack_prompt(request.prompt_token_ids, vocab_size)
         if len(self.scheduler.waiting) >= settings.max_num_queued_reqs:
             raise RequestError(
                 f"The queue is full: {settings.max_num_queued_reqs} requests are waiting",
                 code="queue_full",
                 status=429,
             )
-        request.params.check_vocabulary(info.vocab_size)
-        policy = self._policies.get(request.retention or settings.default_retention)
-        root, namespace, hashes = self._chain(request, packed)
-        self._describe(root, namespace)
+        request.params.check_vocabulary(vocab_size)
+        prefix = self._prefix(request, packed)
+        self._describe(prefix)
         token_ids = list(request.prompt_token_ids)
-        prefix = Prefix(root=root, namespace=namespace, hashes=hashes, retention=policy.name)
         queued = Request(
             request_id=request.request_id,
-            params=request.params,
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
-            sampler=SamplerState.from_params(
+            sampler=SamplerState(
                 request.params,
                 self._seeds.getrandbits(63),
                 eos_token_ids=self.model.eos_token_ids,
                 prompt_token_ids=token_ids,
             ),
-            max_output_tokens=min(request.params.max_tokens, info.max_model_len - len(token_ids)),
+            max_output_tokens=min(request.params.max_tokens, self._max_model_len - len(token_ids)),
         )
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
@@ -237,21 +233,16 @@ class EngineCore:
             self._finish(request)
             self._outputs.append(TokenOutput(request_id=request_id, finish_reason="abort"))
 
-    @property
-    def worker_pid(self) -> int | None:
-        """The store's worker; None without a disk tier or while there is no worker."""
-        return self._store.pid if self._store else None
+    def abort_all(self) -> None:
+        """Cancel every request."""
+        for request_id in list(self._requests):
+            self.abort(request_id)
 
     @property
     def has_work(self) -> bool:
         """Whether a `step` could do something: requests, or blocks on the move."""
         is_busy = bool(self._requests or self._outputs) or self._launched is not None
         return is_busy or not self.cache.is_idle
-
-    @property
-    def num_unfinished_requests(self) -> int:
-        """Requests queued or running."""
-        return len(self._requests)
 
     def step(self) -> list[TokenOutput]:
         """Issue one step, then return what the step before it made.
@@ -319,37 +310,25 @@ class EngineCore:
             raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
         return self.cache.demoter.flush(to, deadline=time.monotonic() + timeout_s)
 
-    def evict(
-        self,
-        *,
-        older_than_s: float | None = None,
-        namespace_prefix: str = "",
-        ids: Sequence[str] = (),
-        blocks: Collection[BlockHash] = (),
-    ) -> int:
-        """Drop blocks from VRAM and host memory, all of them or those that match; count them.
+    def evict(self, wanted: EvictFilter = EVERYTHING, blocks: Collection[BlockHash] = ()) -> int:
+        """Drop blocks from VRAM and host memory; count them.
 
         Args:
-            older_than_s: only what was not used for so long.
-            namespace_prefix: only this namespace, by the beginning of its digest in hex.
-            ids: only these chains, by the beginning of their ids.
-            blocks: with `ids`, further blocks of these chains.
+            wanted: which of them.
+            blocks: further blocks of the chains that it names.
         """
         now = self._clock.now()
-        chains = self.tiers.directory.chains(ids, blocks)
-
-        def is_wanted(entry: Entry) -> bool:
-            if older_than_s is not None and now - entry.last_used < older_than_s:
-                return False
-            if ids and entry.block_hash not in chains:
-                return False
-            return entry.namespace.hex().startswith(namespace_prefix)
-
-        return self.cache.evict(is_wanted)
+        chains = self.tiers.directory.chains(wanted.ids, blocks)
+        return self.cache.evict(
+            lambda entry: (
+                (not wanted.ids or entry.block_hash in chains)
+                and wanted.matches(entry.namespace, entry.last_used, now)
+            )
+        )
 
     def evict_behind(self, request: EngineRequest, *, num_tokens: int) -> int:
         """Drop a prompt's blocks behind its first tokens from VRAM and host memory; count them."""
-        _, _, hashes = self._chain(request, request.prompt_token_ids)
+        hashes = self._prefix(request, request.prompt_token_ids).hashes
         behind = set(hashes[num_tokens // self.kv_spec.block_size :])
         return self.cache.evict(lambda entry: entry.block_hash in behind)
 
@@ -358,9 +337,8 @@ class EngineCore:
 
         The bytes are read from VRAM, head of the chain first. None where a block is not there.
         """
-        _, _, hashes = self._chain(request, request.prompt_token_ids)
         digest = xxhash.xxh3_128()
-        for block_hash in hashes:
+        for block_hash in self._prefix(request, request.prompt_token_ids).hashes:
             block = self.tiers.device.lookup(block_hash)
             if block is None or not block.is_ready:
                 return None
@@ -374,13 +352,11 @@ class EngineCore:
         if self._is_closed:
             return
         self._is_closed = True
-        for request in list(self._requests.values()):
-            self._finish(request)
+        self.abort_all()
         timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
         report = progress or ignore_progress
         left = self.cache.demoter.drain(
-            deadline=time.monotonic() + timeout_s,
-            on_progress=lambda done, total: report("writing to disk", done, total),
+            deadline=time.monotonic() + timeout_s, on_progress=partial(report, "writing to disk")
         )
         if left:
             logger.warning("%d blocks were not written to disk in time", left)
@@ -389,11 +365,10 @@ class EngineCore:
 
     # Inside
 
-    def _chain(
-        self, request: EngineRequest, token_ids: Sequence[int]
-    ) -> tuple[BlockHash, bytes, list[BlockHash]]:
-        """Return root, namespace and block hashes of a prompt, in the tenant's own namespace."""
+    def _prefix(self, request: EngineRequest, token_ids: Sequence[int]) -> Prefix:
+        """Hash a prompt's full blocks, in the tenant's own namespace."""
         settings = self._settings
+        retention = self._policies.get(request.retention or settings.default_retention).name
         isolate_by = settings.isolate_by
         namespace = namespace_digest(
             request.tenant if isolate_by != "none" else "",
@@ -412,10 +387,11 @@ class EngineCore:
             algo=settings.hash_algo,
         )
         hashes = chain_hashes(root, token_ids, self.kv_spec.block_size, algo=settings.hash_algo)
-        return root, namespace, hashes
+        return Prefix(root=root, namespace=namespace, hashes=hashes, retention=retention)
 
-    def _describe(self, root: BlockHash, namespace: bytes) -> None:
+    def _describe(self, prefix: Prefix) -> None:
         """Tell the store once what a root stands for, so that an operator can read its listings."""
+        root = prefix.root
         if self._store is None or root in self._described:
             return
         if len(self._described) >= MAX_DESCRIBED_ROOTS:
@@ -428,7 +404,7 @@ class EngineCore:
                 "kv_dtype": self.kv_spec.dtype,
                 "block_size": str(self.kv_spec.block_size),
                 "layout": LAYOUT,
-                "namespace": namespace.hex(),
+                "namespace": prefix.namespace.hex(),
             },
         )
 
@@ -441,11 +417,10 @@ class EngineCore:
         launched = None
         if rows:
             states = [row.request.sampler for row in rows]
-            sampling = self._sampler.sample(output.logits, states, output.tokens)
+            sampling = sample(output.logits, states, output.tokens)
             if sampling.token_ids is not output.tokens:
                 self._runner.keep_tokens(output, sampling.token_ids)
-            may_run_ahead = not any(state.needs_history for state in states)
-            launched = _Launched(rows, sampling, output.logits, may_run_ahead)
+            launched = _Launched(rows, sampling, output.logits)
         for row in scheduled:
             self.scheduler.complete(row)
         for row in rows:
@@ -466,23 +441,19 @@ class EngineCore:
             zip(launched.rows, launched.sampling.tokens(), strict=True)
         ):
             request = row.request
-            if request.phase is Phase.FINISHED:  # before its next token, which ran ahead, was seen
+            if not request.is_running:  # ended before its next token, which ran ahead, was seen
                 continue
             if self.on_logits is not None:
                 self.on_logits(request.request_id, launched.logits[index])
-            is_first = not request.output_ids
+            is_first = not request.num_output_tokens
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
-            logprobs = None
-            if token.logprob is not None:
-                top = list(token.top_logprobs)
-                logprobs = [TokenLogprob(token_id=token.token_id, logprob=token.logprob, top=top)]
             self._outputs.append(
                 TokenOutput(
                     request_id=request.request_id,
                     token_ids=[token.token_id],
-                    logprobs=logprobs,
+                    logprobs=[token.logprob] if token.logprob is not None else None,
                     finish_reason=finish_reason,
                     usage=request.usage if is_first or finish_reason else None,
                 )
@@ -497,13 +468,10 @@ class EngineCore:
         self.cache.touch(request.prefix)
 
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
-        params = request.params
-        if (
-            len(request.output_ids) >= params.min_tokens
-            and token_id in request.sampler.end_token_ids
-        ):
+        state, num_tokens = request.sampler, request.num_output_tokens
+        if num_tokens >= state.params.min_tokens and token_id in state.end_token_ids:
             return "stop"
-        return "length" if len(request.output_ids) >= request.max_output_tokens else None
+        return "length" if num_tokens >= request.max_output_tokens else None
 
     def _finish(self, request: Request) -> None:
         del self._requests[request.request_id]
@@ -518,17 +486,11 @@ class EngineCore:
             if event.verb == "df":
                 self._store.reply_control(event.id, self.tier_stats())
             elif event.verb == "evict":
-                args = event.args
-                evicted = self.evict(
-                    older_than_s=args.get("older_than_s"),
-                    namespace_prefix=args.get("namespace_prefix") or "",
-                    ids=args.get("ids") or (),
-                    blocks=args.get("blocks") or (),
-                )
-                self._store.reply_control(
-                    event.id,
-                    {"evicted_blocks": evicted, "freed_bytes": evicted * self.kv_spec.block_bytes},
-                )
+                wanted = msgspec.convert(event.args, EvictFilter)
+                evicted = self.evict(wanted, event.args.get("blocks", ()))
+                freed_bytes = evicted * self.kv_spec.block_bytes
+                body = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
+                self._store.reply_control(event.id, body)
 
     def _open_store(self, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self._settings
@@ -547,26 +509,6 @@ class EngineCore:
         stack.callback(store.close)
         return store
 
-    def _size_device_pool(
-        self, device: torch.device, num_batched_tokens: int, progress: Progress
-    ) -> int:
-        """Return how many blocks the device pool has: as told, or what a profiling pass leaves."""
-        settings, spec = self._settings, self.kv_spec
-        if settings.device_size is not None:
-            return _num_slots("device_size", settings.device_size, spec.block_bytes, least=2)
-        if device.type != "cuda":
-            return _num_slots("device_size", CPU_DEVICE_BYTES, spec.block_bytes, least=2)
-        progress("profiling", 0, 1)
-        num_blocks = num_device_blocks(
-            self.model,
-            spec,
-            gpu_memory_utilization=settings.gpu_memory_utilization,
-            max_num_batched_tokens=num_batched_tokens,
-            max_num_seqs=settings.max_num_seqs,
-        )
-        progress("profiling", 1, 1)
-        return num_blocks
-
 
 def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> int:
     """Return how many blocks fit into a budget.
@@ -582,14 +524,10 @@ def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> i
     return size_bytes // slot_bytes
 
 
-def _check_budgets(settings: Settings, spec: KVSpec) -> None:
-    """Refuse budgets that hold no block, before anything is allocated."""
-    if settings.device_size is not None:
-        _num_slots("device_size", settings.device_size, spec.block_bytes, least=2)
-    if settings.disk_dir is not None:
-        least = minimum_budget_bytes(spec.block_bytes)
-        if settings.disk_size < least:
-            raise ConfigError(
-                f"`disk_size` = {format_bytes(settings.disk_size)} holds no block of "
-                f"{format_bytes(spec.block_bytes)}; it must be at least {format_bytes(least)}"
-            )
+def _check_disk_size(settings: Settings, spec: KVSpec) -> None:
+    least = minimum_budget_bytes(spec.block_bytes)
+    if settings.disk_dir is not None and settings.disk_size < least:
+        raise ConfigError(
+            f"`disk_size` = {format_bytes(settings.disk_size)} holds no block of "
+            f"{format_bytes(spec.block_bytes)}; it must be at least {format_bytes(least)}"
+        )

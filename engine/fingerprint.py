@@ -9,7 +9,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
@@ -18,12 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from tieredkv.errors import ModelError
+from tieredkv.types import Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
 FingerprintMode = Literal["full", "sample"]
-Progress = Callable[[str, float], None]
-"""Called with what is being done and the fraction that is done."""
 
 _FORMAT = b"tieredkv/fingerprint/1"
 _PIECE_BYTES = 64 << 20
@@ -57,7 +56,7 @@ def files_fingerprint(
     *,
     mode: FingerprintMode = "full",
     cache_dir: Path | None = None,
-    progress: Progress | None = None,
+    progress: Progress = ignore_progress,
 ) -> bytes:
     """Digest a checkpoint: its config and its weight files, whole or in samples.
 
@@ -68,7 +67,7 @@ def files_fingerprint(
             can miss a change between the pieces.
         cache_dir: folder that remembers a file's full digest by path, size, mtime and inode; None
             or an unwritable one means that it is computed again.
-        progress: told the fraction of the bytes that are read.
+        progress: told how much of the bytes is read, in percent.
 
     Raises:
         ModelError: a weight file cannot be read.
@@ -109,14 +108,11 @@ def _digest_parts(parts: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
-def _full_digests(
-    files: Sequence[Path], cache_dir: Path | None, progress: Progress | None
-) -> list[bytes]:
+def _full_digests(files: Sequence[Path], cache_dir: Path | None, progress: Progress) -> list[bytes]:
     remembered = {} if cache_dir is None else _read_cache(cache_dir)
     keys = [_cache_key(path) for path in files]
     missing = [(path, key) for path, key in zip(files, keys, strict=True) if key not in remembered]
     if missing:
-        progress = progress or (lambda _what, _fraction: None)
         total_bytes = max(1, sum(path.stat().st_size for path, _ in missing))
         done_bytes = 0
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -128,7 +124,7 @@ def _full_digests(
                 for offset, piece in zip(offsets, read, strict=True):
                     pieces.append(piece)
                     done_bytes += min(_PIECE_BYTES, size - offset)
-                    progress("fingerprinting weights", done_bytes / total_bytes)
+                    progress("fingerprinting weights", 100 * done_bytes // total_bytes, 100)
                 digest = _digest_parts([size.to_bytes(8, "little"), *pieces])
                 if _cache_key(path) != key:
                     raise ModelError(f"`{path}` changed while it was read; load it again")

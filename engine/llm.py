@@ -69,12 +69,8 @@ class _Generation:
         if self.finish_reason is None:
             self.token_ids.extend(output.token_ids)
             self.logprobs.extend(output.logprobs or ())
-            self.detokenizer.feed(output.token_ids)
-            if self.detokenizer.stopped_by is not None:
-                self.finish_reason = "stop"
-            elif output.finish_reason is not None:
-                self.detokenizer.finish()
-                self.finish_reason = output.finish_reason
+            _, ended = self.detokenizer.take(output.token_ids, output.finish_reason)
+            self.finish_reason = ended
 
     def result(self) -> RequestOutput:
         """Return the finished output."""

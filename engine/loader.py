@@ -28,18 +28,13 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from tieredkv.engine import tiny
-from tieredkv.engine.attention import ATTENTION_NAME, register_attention
-from tieredkv.engine.fingerprint import (
-    FingerprintMode,
-    Progress,
-    files_fingerprint,
-    parameters_fingerprint,
-)
+from tieredkv.engine.attention import ATTENTION_NAME
+from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.shapes import KNOWN_SHAPES
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.errors import ModelError
-from tieredkv.types import DTYPE_BYTES, KVSpec
+from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +90,7 @@ class FoundModel:
     def load(
         self,
         *,
-        progress: Progress | None = None,
+        progress: Progress = ignore_progress,
         fingerprint: FingerprintMode = "full",
         cache_dir: Path | None = DEFAULT_CACHE_DIR,
     ) -> "LoadedModel":
@@ -109,7 +104,6 @@ class FoundModel:
         Raises:
             ModelError: they cannot be read, or do not fit the config.
         """
-        progress = progress or _ignore_progress
         if self.folder is None:
             return _load_random(self, progress)
         files = _weight_files(self.name, self.folder)
@@ -118,7 +112,11 @@ class FoundModel:
         digest = files_fingerprint(
             self.config.to_dict(), files, mode=fingerprint, cache_dir=cache_dir, progress=progress
         )
-        return _load_folder(self, self.folder, tokenizer, digest, progress)
+        progress("loading weights", 0, 1)
+        model = _read_weights(self, self.folder)
+        progress("loading weights", 1, 1)
+        eos_token_ids = _eos_token_ids(self.config, model.generation_config, tokenizer)
+        return _finish(self, model, tokenizer, digest, eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +146,11 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
             `random:<shape>` with a known shape or the path of a config.json.
         dtype: None or `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16
             where it does not say.
-        device: a torch device, or `auto`: CUDA where there is one.
+        device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
 
     Raises:
         ModelError: the model cannot be found, read, or served.
     """
-    register_attention()
     target = _resolve_device(device)
     if dtype not in (None, "auto", *DTYPE_BYTES):
         raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
@@ -191,17 +188,12 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _resolve_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        target = torch.device(device)
-    except RuntimeError:
-        raise ModelError(f"device `{device}` is not one; use auto, cpu or cuda") from None
-    if target.type not in ("cpu", "cuda"):
+    if device not in ("auto", "cpu", "cuda"):
         raise ModelError(f"device `{device}` is not supported; use auto, cpu or cuda")
-    if target.type == "cuda" and not torch.cuda.is_available():
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
         raise ModelError(f"device `{device}` was asked for, but torch sees no CUDA device")
-    return target
+    return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
 def _resolve_dtype(dtype: str | None, config: PreTrainedConfig, device: torch.device) -> str:
@@ -290,20 +282,14 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     return [folder / shard for shard in shards]
 
 
-def _load_folder(
-    found: FoundModel,
-    folder: Path,
-    tokenizer: PreTrainedTokenizerBase,
-    digest: bytes,
-    progress: Progress,
-) -> LoadedModel:
-    name, config, device = found.name, found.config, found.device
-    progress("loading weights", 0.0)
+def _read_weights(found: FoundModel, folder: Path) -> Any:
+    """Make the model that a checkpoint holds, on its device."""
+    name = found.name
     try:
         with _without_progress_bars():
             model, info = _AUTO_MODEL.from_pretrained(
                 folder,
-                config=config,
+                config=found.config,
                 dtype=getattr(torch, found.dtype),
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
@@ -317,15 +303,13 @@ def _load_folder(
     if absent := sorted(info["missing_keys"]):
         what = f"{len(absent)} tensors are missing, the first is `{absent[0]}`"
         raise _refused(name, f"its weights do not fit its config: {what}")
-    model = model.to(device)
-    if device.type == "cpu":
+    model = model.to(found.device)
+    if found.device.type == "cpu":
         # Copied out of the memory-mapped file, one by one: a file that is overwritten then cannot
         # change a running model, and results do not depend on where a tensor stood in its file.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
-    progress("loading weights", 1.0)
-    eos_token_ids = _eos_token_ids(config, model.generation_config, tokenizer)
-    return _finish(found, model, tokenizer, digest, eos_token_ids)
+    return model
 
 
 @contextlib.contextmanager
@@ -354,7 +338,7 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
 def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     """Make a model with drawn weights, directly on the device and in its dtype."""
     config, device = found.config, found.device
-    progress("drawing weights", 0.0)
+    progress("drawing weights", 0, 1)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
@@ -366,7 +350,7 @@ def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     draw(model)
     digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
     tokenizer = tiny.byte_tokenizer(found.vocab_size, found.max_model_len)
-    progress("drawing weights", 1.0)
+    progress("drawing weights", 1, 1)
     return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
 
 
@@ -407,10 +391,6 @@ def _finish(
         eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < found.vocab_size),
         fused=FusedModel.from_model(model, found.config),
     )
-
-
-def _ignore_progress(_what: str, _fraction: float) -> None:
-    """Report progress to nobody."""
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

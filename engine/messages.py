@@ -112,7 +112,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     model: str
     max_model_len: int
     vocab_size: int
-    num_host_pages: int
     worker_pid: int | None
 
 
@@ -132,9 +131,13 @@ class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Stop: end running requests with "abort", write what `24h` promised, exit."""
+    """Stop: end running requests with "abort", write what `24h` promised, exit.
 
-    drain_timeout_s: float
+    Attributes:
+        drain_timeout_s: how long the writing may take; as the settings say if None.
+    """
+
+    drain_timeout_s: float | None = None
 
 
 ToEngine = Start | EngineRequest | Abort | Shutdown

@@ -7,7 +7,7 @@ sampling, and of blocks only their ids.
 import logging
 import math
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from tieredkv.engine.suitability import TESTED_MODEL_TYPES
 from tieredkv.errors import ConfigError, ModelError
 from tieredkv.kernels import prefill_dense
 from tieredkv.kernels.partition import Batch, Heads
-from tieredkv.types import KVSpec
+from tieredkv.types import KVSpec, Progress, ignore_progress, tracked
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +45,8 @@ def make_kv_pool(kv_spec: KVSpec, num_blocks: int, device: torch.device) -> Tens
     On the CPU it is zeroed, which also makes the operating system hand out its pages.
     """
     make = torch.zeros if device.type == "cpu" else torch.empty
-    return make(
-        num_blocks,
-        kv_spec.num_layers,
-        2,
-        kv_spec.block_size,
-        kv_spec.num_kv_heads,
-        kv_spec.head_dim,
-        dtype=getattr(torch, kv_spec.dtype),
-        device=device,
-    )
+    block = (kv_spec.num_layers, 2, kv_spec.block_size, kv_spec.num_kv_heads, kv_spec.head_dim)
+    return make(num_blocks, *block, dtype=getattr(torch, kv_spec.dtype), device=device)
 
 
 def late_layer(kv_spec: KVSpec) -> int:
@@ -115,34 +107,26 @@ class ModelRunner:
         max_context_len: int | None = None,
     ) -> None:
         self._loaded, self._kv_spec = loaded, kv_spec
-        self._block_size = kv_spec.block_size
         self._max_context_len = max_context_len or loaded.max_model_len
-        self._max_num_seqs = max_num_seqs
+        self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._context = AttentionContext(kv_pool)
         if loaded.device.type == "cuda":
             self._context.late_layer = late_layer(kv_spec)
             self._context.gate = torch.cuda.Event(external=True)
             self._gate_stream = torch.cuda.Stream(loaded.device)
             self._context.gate.record(self._gate_stream)
-        self._heads = Heads(
-            loaded.shape.num_heads,
-            loaded.shape.num_kv_heads,
-            loaded.shape.head_dim,
-            getattr(torch, loaded.dtype),
-            loaded.device,
+        shape, dtype = loaded.shape, getattr(torch, loaded.dtype)
+        heads = (shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        self._heads = Heads(*heads, dtype, loaded.device)
+        self._tables = BlockTables(
+            max_num_seqs, self._max_context_len, kv_spec.block_size, loaded.device
         )
-        max_blocks = -(-self._max_context_len // self._block_size)
-        self._tables = BlockTables(max_num_seqs, max_blocks, loaded.device)
-        limits = {
-            "max_rows": max_num_seqs,
-            "vocab_size": loaded.vocab_size,
-            "spare_slot": max_num_seqs,
-            "spare_cell": self._tables.spare_cell,
-        }
         max_tokens = max_num_batched_tokens + max_num_seqs
-        self._buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
-        max_tokens = min(max_tokens, max(MIXED_SIZES[-1], max_num_seqs))
-        self._graph_buffers = StepBuffers(self._heads, max_tokens=max_tokens, **limits)
+        sizes = (max_tokens, min(max_tokens, max(MIXED_SIZES[-1], max_num_seqs)))
+        self._buffers, self._graph_buffers = (
+            StepBuffers(self._heads, self._tables, max_tokens=size, vocab_size=loaded.vocab_size)
+            for size in sizes
+        )
         self._sampled = torch.zeros(max_num_seqs + 1, dtype=torch.int64, device=loaded.device)
         self._graphs: dict[tuple[int, bool], _Graph] = {}
 
@@ -166,31 +150,20 @@ class ModelRunner:
             self._context.gate.record(self._gate_stream)
         layout = Layout(rows, self._heads, self._max_num_seqs)
         num_tokens, num_kept = layout.num_tokens, len(layout.kept)
-        changes = self._tables.update(rows, self._block_size)
+        changes = self._tables.update(rows)
         graph, buffers = None, self._buffers
         key = self._graph_key(layout)
         if key is not None and num_kept <= min(key[0], self._max_num_seqs):
             graph, buffers = self._graphs[key], self._graph_buffers
             num_tokens, num_kept = key[0], graph.output.logits.shape[0]
-        buffers.fill(
-            rows,
-            layout,
-            changes,
-            num_tokens=num_tokens,
-            num_kept=num_kept,
-            block_size=self._block_size,
-        )
+        buffers.fill(rows, layout, changes, num_tokens=num_tokens, num_kept=num_kept)
         if graph is not None:
             graph.graph.replay()
             return StepOutput(*(part[: len(layout.kept)] for part in graph.output))
         shares, tables = layout.shares, self._tables.tensor
-        batch = Batch(
-            tables,
-            layout.spans,
-            shares.dense,
-            buffers.narrow if shares.narrow else None,
-            buffers.wide if shares.wide else None,
-        )
+        narrow = buffers.narrow if shares.narrow else None
+        wide = buffers.wide if shares.wide else None
+        batch = Batch(tables, layout.spans, shares.dense, narrow, wide)
         last = Batch(tables, layout.last, narrow=buffers.last) if layout.last else None
         return self._forward(buffers, num_tokens, num_kept, batch, last)
 
@@ -247,52 +220,39 @@ class ModelRunner:
                 return (size, is_mixed) if (size, is_mixed) in self._graphs else None
         return None
 
-    def warm_up(
-        self,
-        *,
-        max_num_batched_tokens: int,
-        max_context_len: int,
-        progress: Callable[[str, float], None] | None = None,
-    ) -> None:
+    def warm_up(self, progress: Progress = ignore_progress) -> None:
         """Compile, plan and capture what a request would wait for; writes nothing to the pool.
-
-        Args:
-            max_num_batched_tokens: tokens of the largest step.
-            max_context_len: the longest context that will be served.
-            progress: told what is being done and how far it is.
 
         Raises:
             ModelError: the model's type is not among the tested ones and fails `check_paging`.
         """
         if self._loaded.config.model_type not in TESTED_MODEL_TYPES:
             check_paging(self._loaded, self._kv_spec)
-        report = progress or (lambda _what, _share: None)
-        chunk = min(max_num_batched_tokens, max_context_len)
+        chunk = min(self._max_num_batched_tokens, self._max_context_len)
         rows = [self.idle_row(min(2, chunk), 0), self.idle_row(1, 0)]
         self.execute(rows[: self._max_num_seqs])
         if self._loaded.device.type == "cuda":
             if prefill_dense.is_available(self._heads):
-                limits = {"max_query_len": chunk, "max_context_len": max_context_len}
+                limits = {"max_query_len": chunk, "max_context_len": self._max_context_len}
                 for share in prefill_dense.warm_up(self._heads, **limits):
-                    report("planning attention", share)
+                    progress("planning attention", round(100 * share), 100)
             sizes = [1 << n for n in range(1, 20) if 1 << n < chunk] + [chunk]
-            for index, size in enumerate(sizes):
-                report("warming up", index / len(sizes))
-                self.execute([self.idle_row(size, max_context_len - size)])
-            self._capture(report)
+            for size in tracked(progress, "warming up", sizes):
+                self.execute([self.idle_row(size, self._max_context_len - size)])
+            self._capture(progress)
             torch.cuda.synchronize(self._loaded.device)
-        report("warming up", 1.0)
+        progress("warming up", 1, 1)
 
-    def _capture(self, report: Callable[[str, float], None]) -> None:
+    def _capture(self, progress: Progress) -> None:
         """Capture small steps, the largest first, so that the others fit into its memory."""
         buffers, pool = self._graph_buffers, torch.cuda.graph_pool_handle()
         keys = [(n, False) for n in DECODE_SIZES if n <= self._max_num_seqs]
         keys += [(n, True) for n in MIXED_SIZES if n <= buffers.max_tokens]
         idle = Layout([], self._heads, self._max_num_seqs)
         sizes = {"num_tokens": buffers.max_tokens, "num_kept": buffers.max_tokens}
-        buffers.fill([], idle, ([], []), block_size=self._block_size, **sizes)
-        for index, (size, is_mixed) in enumerate(sorted(keys, reverse=True)):
-            report("capturing CUDA graphs", index / len(keys))
+        buffers.fill([], idle, ([], []), **sizes)
+        keys.sort(reverse=True)
+        for size, is_mixed in tracked(progress, "capturing CUDA graphs", keys):
             wide = buffers.wide if is_mixed else None
             batch = Batch(self._tables.tensor, (), (), buffers.narrow, wide)
             num_kept = min(size, self._max_num_seqs)
@@ -306,7 +266,7 @@ class ModelRunner:
     def idle_row(self, num_tokens: int, start: int) -> BatchRow:
         """Make a row that computes something of this size over block 0 and writes nothing."""
         end = start + num_tokens
-        table = array("i", bytes(4 * -(-end // self._block_size)))
+        table = array("i", bytes(4 * -(-end // self._tables.block_size)))
         return BatchRow([0] * num_tokens, start, table, write_from=end)
 
 
@@ -361,13 +321,8 @@ def profile_peak_bytes(
     Two steps are run over a pool of one block: many requests with logits each, and one chunk at
     the end of the longest context.
     """
-    runner = ModelRunner(
-        loaded,
-        make_kv_pool(kv_spec, 1, loaded.device),
-        kv_spec,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-    )
+    limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    runner = ModelRunner(loaded, make_kv_pool(kv_spec, 1, loaded.device), kv_spec, **limits)
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     share = min(max_num_batched_tokens // num_rows, loaded.max_model_len)
     chunk = min(max_num_batched_tokens, loaded.max_model_len)
@@ -386,21 +341,20 @@ def profile_peak_bytes(
 
 
 def num_device_blocks(
-    loaded: LoadedModel,
-    kv_spec: KVSpec,
-    *,
-    gpu_memory_utilization: float,
-    max_num_batched_tokens: int,
-    max_num_seqs: int,
+    loaded: LoadedModel, kv_spec: KVSpec, gpu_memory_utilization: float, **limits: int
 ) -> int:
     """Count the blocks that fit on the device beside weights, activations and other processes.
+
+    Args:
+        loaded: the model.
+        kv_spec: of the pool to be.
+        gpu_memory_utilization: share of the memory to use at most, whatever for.
+        limits: `max_num_seqs` and `max_num_batched_tokens` of the runner to be.
 
     Raises:
         ConfigError: not even one fits.
     """
-    peak_bytes = profile_peak_bytes(
-        loaded, kv_spec, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-    )
+    peak_bytes = profile_peak_bytes(loaded, kv_spec, **limits)
     torch.cuda.empty_cache()
     free_bytes, total_bytes = torch.cuda.mem_get_info(loaded.device)
     used_bytes = total_bytes - free_bytes

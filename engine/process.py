@@ -5,10 +5,10 @@ channel is its life line: when the server is gone, requests are aborted, what a 
 written to disk, and the process ends.
 """
 
-import collections
 import contextlib
 import logging
 import os
+import queue
 import selectors
 import signal
 import socket
@@ -20,7 +20,7 @@ import msgspec
 
 from tieredkv.engine import messages
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import EngineInfo, Shutdown, Start, ToEngine, TokenOutput
+from tieredkv.engine.messages import Shutdown, Start, ToEngine, TokenOutput
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 
@@ -45,18 +45,15 @@ class EngineProcess:
 
     def __init__(self, channel: FrameChannel[ToEngine]) -> None:
         self._channel = channel
-        self._inbox: collections.deque[ToEngine] = collections.deque()
-        self._has_started = threading.Event()
+        self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._core: EngineCore | None = None
-        self._request_ids: set[str] = set()
         self._shutdown: Shutdown | None = None
         self._reported_at = 0.0
 
     def run(self) -> int:
         """Serve until the server says stop or is gone; return the exit code."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
-        self._has_started.wait()
-        start = self._inbox.popleft()
+        start = self._inbox.get()
         assert isinstance(start, Start), start
         logging.basicConfig(
             level=start.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
@@ -68,14 +65,15 @@ class EngineProcess:
             self._push_everything()
             return EXIT_START_FAILED
         self._core = core
-        on_sigterm = Shutdown(start.settings.drain_timeout)
-        signal.signal(signal.SIGTERM, lambda *_: self._post(on_sigterm))
+        signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
         info = core.info
         self._channel.send(info)
         while self._shutdown is None:
-            info = self._announce_worker(info)
-            while self._inbox:
-                self._take(self._inbox.popleft())
+            if core.info != info:  # the store's worker is another process than it was
+                info = core.info
+                self._channel.send(info)
+            while not self._inbox.empty():
+                self._take(self._inbox.get())
             self._send_outputs(core.step())
             core.wait(UNSENT_WAIT_S if self._channel.push_queued() else IDLE_WAIT_S)
         self._end(core, self._shutdown.drain_timeout_s)
@@ -83,7 +81,6 @@ class EngineProcess:
 
     def _receive(self) -> None:
         """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
-        drain_timeout_s = 0.0
         with selectors.DefaultSelector() as selector:
             selector.register(self._channel, selectors.EVENT_READ)
             while True:
@@ -95,18 +92,13 @@ class EngineProcess:
                         os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
                     if isinstance(error, StorageError):
                         logger.error("the server sent %s", error)
-                    self._post(Shutdown(drain_timeout_s))
+                    self._post(Shutdown())
                     return
                 for message in received:
-                    if isinstance(message, Start):
-                        drain_timeout_s = message.settings.drain_timeout
-                        self._inbox.append(message)
-                        self._has_started.set()
-                    else:
-                        self._post(message)
+                    self._post(message)
 
     def _post(self, message: ToEngine) -> None:
-        self._inbox.append(message)
+        self._inbox.put(message)
         if self._core is not None:
             self._core.wake()
 
@@ -119,8 +111,6 @@ class EngineProcess:
                     core.add_request(message)
                 except RequestError as error:
                     self._send_outputs([messages.failed(request_id, str(error), error.code)])
-                else:
-                    self._request_ids.add(request_id)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case Shutdown():
@@ -129,21 +119,10 @@ class EngineProcess:
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         if outputs:
             self._channel.send(messages.StepOutputs(outputs))
-            self._request_ids.difference_update(o.request_id for o in outputs if o.finish_reason)
 
-    def _announce_worker(self, info: EngineInfo) -> EngineInfo:
-        """Tell the server when the store's worker is another process than it was."""
-        assert self._core is not None
-        worker_pid = self._core.worker_pid
-        if worker_pid != info.worker_pid:
-            info = msgspec.structs.replace(info, worker_pid=worker_pid)
-            self._channel.send(info)
-        return info
-
-    def _end(self, core: EngineCore, drain_timeout_s: float) -> None:
+    def _end(self, core: EngineCore, drain_timeout_s: float | None) -> None:
         """Abort what runs, tell its streams, and let the core write what was promised."""
-        for request_id in self._request_ids:
-            core.abort(request_id)
+        core.abort_all()
         self._send_outputs(core.step())
         core.close(drain_timeout_s=drain_timeout_s, progress=self._report)
         self._push_everything()

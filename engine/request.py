@@ -1,6 +1,5 @@
 """One request: its tokens, how far they are computed, and what it holds in the cache."""
 
-import enum
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,18 +9,9 @@ import numpy as np
 from tieredkv.cache.tiered import Prefix
 from tieredkv.engine.messages import RequestUsage
 from tieredkv.engine.sampler import SamplerState
-from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.step_buffers import pending
 from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash, Tier
-
-
-class Phase(enum.Enum):
-    """Where a request stands: queued, holding a block table, or out of the engine."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    FINISHED = "finished"
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +29,7 @@ class Request:
     Attributes:
         token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
         max_output_tokens: tokens that it may generate at most.
-        slot: its place among the running requests, -1 while it waits.
+        slot: its place among the running requests, -1 while it is none of them.
         table_key: unique to its present block table.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
@@ -47,7 +37,6 @@ class Request:
     """
 
     request_id: str
-    params: SamplingParams
     token_ids: list[int]
     num_prompt_tokens: int
     prefix: Prefix
@@ -56,18 +45,25 @@ class Request:
     slot: int = -1
     table_key: int = 0
     num_pending_tokens: int = 0
-    phase: Phase = Phase.WAITING
     num_computed_tokens: int = 0
-    num_preemptions: int = 0
     touched_at: float = 0.0
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
-    output_ids: list[int] = field(default_factory=list)
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a slot and a block table; if not, it waits or has finished."""
+        return self.slot >= 0
 
     @property
     def num_tokens(self) -> int:
         """Prompt and generated tokens."""
         return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Generated tokens that were seen here."""
+        return self.num_tokens - self.num_prompt_tokens - self.num_pending_tokens
 
     @property
     def is_prefilling(self) -> bool:
@@ -80,7 +76,7 @@ class Request:
     @property
     def is_long_enough(self) -> bool:
         """Whether its last token has been sampled, seen or not."""
-        return len(self.output_ids) + self.num_pending_tokens >= self.max_output_tokens
+        return self.num_tokens - self.num_prompt_tokens >= self.max_output_tokens
 
     def expect_token(self) -> None:
         """Add a token that is being sampled on the device."""
@@ -89,8 +85,7 @@ class Request:
 
     def append(self, token_id: int) -> None:
         """Take in the first pending token."""
-        self.token_ids[self.num_prompt_tokens + len(self.output_ids)] = token_id
-        self.output_ids.append(token_id)
+        self.token_ids[-self.num_pending_tokens] = token_id
         self.num_pending_tokens -= 1
 
     def measure_usage(self, block_size: int, num_recomputed_tokens: int) -> RequestUsage:

@@ -9,12 +9,12 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tieredkv.engine.messages import TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.kernels.small_copies import to_device, to_host
 
@@ -23,20 +23,17 @@ _MAX_GROUP_NUMEL = 1 << 22
 
 
 class SampledToken(NamedTuple):
-    """A chosen token; log probabilities are those of the model, before any sampling parameter.
+    """A chosen token.
 
     Attributes:
         token_id: the token.
-        logprob: its log probability, None if not asked for.
-        top_logprobs: the most likely tokens and theirs, most likely first.
+        logprob: what the model gave it before any sampling parameter; None if not asked for.
     """
 
     token_id: int
-    logprob: float | None = None
-    top_logprobs: tuple[tuple[int, float], ...] = ()
+    logprob: TokenLogprob | None = None
 
 
-@dataclass(slots=True)
 class SamplerState:
     """What sampling one request remembers between its tokens; survives its preemption.
 
@@ -49,29 +46,21 @@ class SamplerState:
         num_output_tokens: tokens chosen so far, those that the host has not seen yet included.
     """
 
-    params: SamplingParams
-    seed: int
-    end_token_ids: frozenset[int] = frozenset()
-    seen_token_ids: set[int] = field(default_factory=set)
-    output_counts: Counter[int] = field(default_factory=Counter)
-    num_output_tokens: int = 0
-
-    @classmethod
-    def from_params(
-        cls,
+    def __init__(
+        self,
         params: SamplingParams,
         request_seed: int,
         *,
         eos_token_ids: Collection[int] = (),
         prompt_token_ids: Iterable[int] = (),
-    ) -> "SamplerState":
+    ) -> None:
         """Begin a request; `request_seed` counts if the parameters have no seed."""
-        ends = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            ends |= frozenset(eos_token_ids)
-        seen = set(prompt_token_ids) if params.repetition_penalty != 1.0 else set()
-        seed = request_seed if params.seed is None else params.seed
-        return cls(params=params, seed=seed, end_token_ids=ends, seen_token_ids=seen)
+        self.params = params
+        self.seed = request_seed if params.seed is None else params.seed
+        self.end_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
+        self.seen_token_ids = set(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self.output_counts = Counter[int]()
+        self.num_output_tokens = 0
 
     @property
     def needs_history(self) -> bool:
@@ -113,22 +102,20 @@ class Sampling:
         token_ids: [num_rows] int64 on the device.
     """
 
-    def __init__(self, token_ids: Tensor, states: Sequence[SamplerState]) -> None:
+    def __init__(self, token_ids: Tensor, states: Sequence[SamplerState], logits: Tensor) -> None:
+        """Start the copies; the logits give the log probabilities of the rows that want them."""
         self.token_ids = token_ids
         self._states = states
         self._host_ids = to_host(token_ids)
-        self._scores: tuple[list[int], Scores] | None = None
+        self._wanted = [i for i, state in enumerate(states) if state.params.logprobs is not None]
+        self._scores: Scores | None = None
+        if self._wanted:
+            counts = [states[i].params.logprobs or 0 for i in self._wanted]
+            rows = _rows(logits, self._wanted), _rows(token_ids, self._wanted)
+            self._scores = score(*rows, counts)
         self._event = torch.cuda.Event() if token_ids.is_cuda else None
-        self._record()
-
-    def score(self, logits: Tensor) -> None:
-        """Add the log probabilities of the rows that want them."""
-        wanted = [i for i, state in enumerate(self._states) if state.params.logprobs is not None]
-        if wanted:
-            counts = [self._states[i].params.logprobs or 0 for i in wanted]
-            scores = score(_rows(logits, wanted), _rows(self.token_ids, wanted), counts)
-            self._scores = wanted, scores
-            self._record()
+        if self._event is not None:
+            self._event.record()
 
     def tokens(self) -> list[SampledToken]:
         """Wait for the tokens and note each in its state."""
@@ -136,58 +123,50 @@ class Sampling:
             self._event.synchronize()
         tokens = [SampledToken(token_id) for token_id in self._host_ids.tolist()]
         if self._scores is not None:
-            wanted, scores = self._scores
-            for i, token in zip(wanted, scores.tokens(), strict=True):
-                tokens[i] = token
+            for i, logprob in zip(self._wanted, self._scores.logprobs(), strict=True):
+                tokens[i] = SampledToken(logprob.token_id, logprob)
         for state, token in zip(self._states, tokens, strict=True):
             state.append(token.token_id)
         return tokens
 
-    def _record(self) -> None:
-        if self._event is not None:
-            self._event.record()
+
+@torch.inference_mode()
+def sample(
+    logits: Tensor, states: Sequence[SamplerState], most_likely: Tensor | None = None
+) -> Sampling:
+    """Choose the next token of each request, without waiting for the device.
+
+    Args:
+        logits: [num_rows, vocab_size] float32 on any device; left as they are.
+        states: one per row.
+        most_likely: [num_rows] int64, where somebody has it already.
+    """
+    assert logits.shape[0] == len(states), f"{logits.shape[0]} rows, {len(states)} states"
+    if most_likely is None or not all(state.takes_most_likely for state in states):
+        most_likely = _choose(_adjust(logits, states), states)
+    sampling = Sampling(most_likely, states, logits)
+    for state in states:
+        state.num_output_tokens += 1
+    return sampling
 
 
-class Sampler:
-    """Chooses one token a row; keeps nothing between calls."""
+def _choose(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
+    """Take the most likely token where the request is greedy and draw one where it is not.
 
-    @torch.inference_mode()
-    def sample(
-        self, logits: Tensor, states: Sequence[SamplerState], most_likely: Tensor | None = None
-    ) -> Sampling:
-        """Choose the next token of each request, without waiting for the device.
-
-        Args:
-            logits: [num_rows, vocab_size] float32 on any device; left as they are.
-            states: one per row.
-            most_likely: [num_rows] int64, where somebody has it already.
-        """
-        assert logits.shape[0] == len(states), f"{logits.shape[0]} rows, {len(states)} states"
-        if most_likely is None or not all(state.takes_most_likely for state in states):
-            most_likely = self._choose(_adjust(logits, states), states)
-        sampling = Sampling(most_likely, states)
-        sampling.score(logits)
-        for state in states:
-            state.num_output_tokens += 1
-        return sampling
-
-    def _choose(self, logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-        """Take the most likely token where the request is greedy and draw one where it is not.
-
-        A row is drawn the same way whatever the other rows need.
-        """
-        chosen = logits.argmax(dim=-1)
-        drawn_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
-        filtered = [i for i in drawn_rows if states[i].is_filtered]
-        plain = [i for i in drawn_rows if not states[i].is_filtered]
-        for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
-            # In groups, so that float64 copies of the logits take little of the device's memory.
-            group = max(1, _MAX_GROUP_NUMEL // logits.shape[-1])
-            for first in range(0, len(rows), group):
-                part = rows[first : first + group]
-                drawn = draw(_rows(logits, part), [states[i] for i in part])
-                chosen[to_device(part, torch.int64, logits.device)] = drawn
-        return chosen
+    A row is drawn the same way whatever the other rows need.
+    """
+    chosen = logits.argmax(dim=-1)
+    drawn_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
+    filtered = [i for i in drawn_rows if states[i].is_filtered]
+    plain = [i for i in drawn_rows if not states[i].is_filtered]
+    for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
+        # In groups, so that float64 copies of the logits take little of the device's memory.
+        group = max(1, _MAX_GROUP_NUMEL // logits.shape[-1])
+        for first in range(0, len(rows), group):
+            part = rows[first : first + group]
+            drawn = draw(_rows(logits, part), [states[i] for i in part])
+            chosen[to_device(part, torch.int64, logits.device)] = drawn
+    return chosen
 
 
 class Scores(NamedTuple):
@@ -199,13 +178,13 @@ class Scores(NamedTuple):
     top_ids: Tensor
     top_values: Tensor
 
-    def tokens(self) -> list[SampledToken]:
+    def logprobs(self) -> list[TokenLogprob]:
         """Return them as they are handed out; the copies must have arrived."""
         columns = (self.token_ids, self.own, self.top_ids, self.top_values)
         rows = zip(*(column.tolist() for column in columns), self.num_top, strict=True)
         return [
-            SampledToken(token_id, logprob, tuple(zip(ids[:n], values[:n], strict=True)))
-            for token_id, logprob, ids, values, n in rows
+            TokenLogprob(token_id=i, logprob=own, top=list(zip(ids[:n], values[:n], strict=True)))
+            for i, own, ids, values, n in rows
         ]
 
 
@@ -238,7 +217,6 @@ def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     """
     scaled = _Cells()
     shifted = _Cells()
-    banned = _Cells()
     for row, state in enumerate(states):
         params = state.params
         if params.repetition_penalty != 1.0:
@@ -248,20 +226,19 @@ def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
             for token_id, count in state.output_counts.items():
                 penalty = params.frequency_penalty * count + params.presence_penalty
                 shifts[token_id] = shifts.get(token_id, 0.0) - penalty
-        shifted.add(row, shifts)
         if state.num_output_tokens < params.min_tokens:
-            banned.add(row, dict.fromkeys(state.end_token_ids, -math.inf))
-    if not (scaled.values or shifted.values or banned.values):
+            shifts |= dict.fromkeys(state.end_token_ids, -math.inf)
+        shifted.add(row, shifts)
+    if not (scaled.values or shifted.values):
         return logits
     adjusted = logits.clone()
     if scaled.values:
         at, factor = scaled.upload(logits)
         seen = adjusted[at]
         adjusted[at] = torch.where(seen > 0, seen / factor, seen * factor)
-    for cells in (shifted, banned):
-        if cells.values:
-            at, value = cells.upload(logits)
-            adjusted[at] += value
+    if shifted.values:
+        at, value = shifted.upload(logits)
+        adjusted[at] += value
     return adjusted
 
 

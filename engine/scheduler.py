@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.request import Phase, Request
+from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
 from tieredkv.hashing import chain_hashes
@@ -82,11 +82,10 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Take a request out, finished or cancelled, and release exactly what it holds."""
-        if request.phase is Phase.RUNNING:
+        if request.is_running:
             self._stop_running(request)
         else:
             self.waiting.remove(request)
-        request.phase = Phase.FINISHED
         self.cache.release(request.prefix)
 
     def schedule(self, *, may_preempt: bool = True) -> list[ScheduledRow]:
@@ -107,9 +106,8 @@ class Scheduler:
         for request in sorted(self.running, key=lambda r: r.is_prefilling):
             if budget <= 0:
                 break
-            if request.phase is not Phase.RUNNING:  # preempted by an earlier one of this loop
-                continue
-            if request.is_long_enough:
+            is_preempted = not request.is_running  # by an earlier one of this loop
+            if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
                 has_room = False
@@ -152,11 +150,11 @@ class Scheduler:
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         for request in self.waiting:
-            if request.phase is not Phase.WAITING or request.prefix.blocks:
+            if request.is_running or request.prefix.blocks:
                 raise IntegrityError(f"waiting request {request.request_id} holds a block table")
         for request in self.running:
             capacity = len(request.prefix.blocks) * self._block_size
-            if request.phase is not Phase.RUNNING or capacity < request.num_computed_tokens:
+            if not request.is_running or capacity < request.num_computed_tokens:
                 raise IntegrityError(f"running request {request.request_id} outgrew its table")
         slots = self._free_slots + [request.slot for request in self.running]
         if sorted(slots) != list(range(self._max_num_seqs)):
@@ -234,7 +232,6 @@ class Scheduler:
                 break
             has_admitted = True
             self.waiting.popleft()
-            request.phase = Phase.RUNNING
             request.slot = self._free_slots.pop()
             request.table_key = next(self._table_keys)
             self.running.append(request)
@@ -266,7 +263,6 @@ class Scheduler:
         """Send a running request back to the head of the queue; its full blocks stay cached."""
         logger.debug("preempting %s", request.request_id)
         self.num_preemptions += 1
-        request.num_preemptions += 1
         assert not request.num_pending_tokens, request.request_id
         self._stop_running(request)
         prefix = request.prefix
@@ -278,7 +274,6 @@ class Scheduler:
         prefix.records.clear()
         num_full = request.num_tokens // self._block_size
         prefix.hashes.extend(self._hash_behind(request, num_full))
-        request.phase = Phase.WAITING
         request.touched_at = 0.0
         request.num_computed_tokens = 0
         self.waiting.appendleft(request)

@@ -63,7 +63,11 @@ def pending(slot: int) -> int:
 class BlockTables:
     """The block tables of all slots, on the device and pinned on the host."""
 
-    def __init__(self, num_slots: int, max_blocks: int, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_context_len: int, block_size: int, device: torch.device
+    ) -> None:
+        self.num_slots, self.block_size = num_slots, block_size
+        self.max_blocks = max_blocks = -(-max_context_len // block_size)
         self._host = torch.zeros(
             num_slots, max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
@@ -74,12 +78,7 @@ class BlockTables:
         self.tensor = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self.spare_cell = num_slots * max_blocks
 
-    @property
-    def max_blocks(self) -> int:
-        """Blocks of the longest context."""
-        return self.tensor.shape[1]
-
-    def update(self, rows: Sequence[BatchRow], block_size: int) -> tuple[list[int], list[int]]:
+    def update(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
         """Bring the tables up to date.
 
         Long changes are copied at once; the short ones of rows that got a token more are left to
@@ -90,6 +89,7 @@ class BlockTables:
         """
         cells: list[int] = []
         block_ids: list[int] = []
+        block_size = self.block_size
         for index, row in enumerate(rows):
             slot = index if row.slot is None else row.slot
             table, end = row.block_table, -(-row.context_len // block_size)
@@ -110,7 +110,7 @@ class BlockTables:
 
 
 class StepBuffers:
-    """Inputs of steps of up to so many tokens and rows.
+    """Inputs of steps of up to so many tokens, and rows as there are block tables.
 
     The device side keeps its addresses for good, and the stream's order protects it. An event
     protects the pinned side from the next step.
@@ -125,17 +125,11 @@ class StepBuffers:
     """
 
     def __init__(
-        self,
-        heads: Heads,
-        *,
-        max_tokens: int,
-        max_rows: int,
-        vocab_size: int,
-        spare_slot: int,
-        spare_cell: int,
+        self, heads: Heads, tables: BlockTables, *, max_tokens: int, vocab_size: int
     ) -> None:
-        self.max_tokens, self.max_rows, self._vocab_size = max_tokens, max_rows, vocab_size
-        self._heads, self._spare_slot, self._spare_cell = heads, spare_slot, spare_cell
+        self._heads, self._tables = heads, tables
+        self.max_tokens, self._vocab_size = max_tokens, vocab_size
+        max_rows = self._spare_slot = tables.num_slots
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
         max_wide_tiles = max_tokens // wide.num_queries + max_rows
         longs = dict.fromkeys(("sources", "kept", "targets"), max_tokens)
@@ -176,13 +170,12 @@ class StepBuffers:
         *,
         num_tokens: int,
         num_kept: int,
-        block_size: int,
     ) -> None:
         """Write a step and start copying it; what pads it to the sizes given has no effect."""
         if self._copied is not None:
             self._copied.synchronize()
         arrays = self._arrays
-        self._fill_tokens(rows, layout, block_size)
+        self._fill_tokens(rows, layout)
         end = layout.num_tokens
         token_ids = arrays["token_ids"]
         if end:
@@ -193,15 +186,13 @@ class StepBuffers:
         arrays["slots"][end:num_tokens] = -1
         np.maximum(-1 - token_ids[:num_tokens], 0, out=arrays["sources"][:num_tokens])
         num_real = len(layout.kept)
-        for name, values, pad in (
-            ("kept", layout.kept, 0),
-            ("targets", layout.targets, self._spare_slot),
-        ):
-            arrays[name][:num_real] = values
-            arrays[name][num_real:num_kept] = pad
+        arrays["kept"][:num_real] = layout.kept
+        arrays["kept"][num_real:num_kept] = 0
+        arrays["targets"][:num_real] = layout.targets
+        arrays["targets"][num_real:num_kept] = self._spare_slot
         cells, block_ids = changes
         arrays["cells"][: len(cells)] = cells
-        arrays["cells"][len(cells) :] = self._spare_cell
+        arrays["cells"][len(cells) :] = self._tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
         if self._copied is not None:
             narrow = partition.narrow_tiling(self._heads)
@@ -214,8 +205,8 @@ class StepBuffers:
         if self._copied is not None:
             self._copied.record()
 
-    def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout", block_size: int) -> None:
-        arrays, end = self._arrays, layout.num_tokens
+    def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout") -> None:
+        arrays, end, block_size = self._arrays, layout.num_tokens, self._tables.block_size
         token_ids, positions, slots = (arrays[n] for n in ("token_ids", "positions", "slots"))
         if end == len(rows):  # one token each: without numpy's overhead for every row
             token_ids[:end] = [row.token_ids[0] for row in rows]

@@ -33,6 +33,10 @@ class BlockCopier:
     A page holds the bytes of one block from its start; what follows in the page is left alone.
     On a CPU a copy is done when the call returns. On CUDA it is done when the stream gets there,
     and until then neither side may be reused or written. One thread at a time calls it.
+
+    Attributes:
+        block_bytes: of one block.
+        device: of the pool.
     """
 
     def __init__(self, device_blocks: Tensor, arena: Tensor) -> None:
@@ -56,6 +60,7 @@ class BlockCopier:
             raise ShapeError(
                 f"pages of {page_bytes} bytes on {arena.device} do not hold blocks of {block_bytes}"
             )
+        self.block_bytes, self.device = block_bytes, device_blocks.device
         self._blocks = device_blocks
         self._arena = arena
 

@@ -89,7 +89,7 @@ def _cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
 
 
 def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterator[float]:
-    """Make the plan of every shape that contexts up to a length can ask for; yields its progress.
+    """Make the plan of every shape that contexts up to a length can ask for; yields what is done.
 
     Args:
         heads: of the model.
@@ -100,9 +100,9 @@ def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterat
     squares = [STEP << k for k in range(20) if STEP << k <= longest]
     pieces = [STEP << k for k in range(20) if STEP << k < max_context_len]
     shapes = [(n, n, True) for n in squares] + [(n, m, False) for n in squares for m in pieces]
-    for done, (num_queries, num_keys, is_causal) in enumerate(shapes):
-        yield done / len(shapes)
+    for done, (num_queries, num_keys, is_causal) in enumerate(shapes, 1):
         _try_shape(heads, num_queries, num_keys, is_causal=is_causal)
+        yield done / len(shapes)
 
 
 def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool) -> None:

@@ -230,9 +230,7 @@ class FakeTransfer(BlockTransfer[Any]):
     """Copies that move their bytes when they complete, and complete when the test lets them."""
 
     def __init__(self, device: torch.Tensor, arena: torch.Tensor) -> None:
-        super().__init__(
-            BlockCopier(device, arena), device=torch.device("cpu"), block_bytes=BLOCK_BYTES
-        )
+        super().__init__(BlockCopier(device, arena))
         self.is_held = False
         self._up: list[tuple[Sequence[tuple[PageId, BlockId]], Any]] = []
         self._down: list[tuple[Sequence[tuple[BlockId, PageId]], Any]] = []

@@ -62,6 +62,10 @@ class BlockPool:
     Args:
         num_blocks: how many.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
+
+    Attributes:
+        num_empty: blocks that nobody uses and that hold nothing.
+        num_evictable: blocks that nobody uses and that hold cached content.
     """
 
     def __init__(
@@ -72,8 +76,8 @@ class BlockPool:
         self._index: dict[BlockHash, Block] = {}
         self._empty = Block(-1)
         self._evictable = Block(-2)
-        self._num_empty = 0
-        self._num_evictable = 0
+        self.num_empty = 0
+        self.num_evictable = 0
         for block in self._blocks:
             self._append(block)
 
@@ -85,17 +89,7 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Blocks that nobody uses, empty and evictable."""
-        return self._num_empty + self._num_evictable
-
-    @property
-    def num_empty(self) -> int:
-        """Blocks that nobody uses and that hold nothing."""
-        return self._num_empty
-
-    @property
-    def num_evictable(self) -> int:
-        """Blocks that nobody uses and that hold cached content."""
-        return self._num_evictable
+        return self.num_empty + self.num_evictable
 
     @property
     def num_used(self) -> int:
@@ -136,8 +130,8 @@ class BlockPool:
             Blocks with ref_count 1 and no hash; None, with nothing changed, if there are too few.
         """
         victims: list[Block] = []
-        num_needed = count - self._num_empty
-        if num_needed > self._num_evictable and not is_partial:
+        num_needed = count - self.num_empty
+        if num_needed > self.num_evictable and not is_partial:
             return None
         if num_needed > 0:
             for block in self.evictable():
@@ -149,7 +143,7 @@ class BlockPool:
                 if not is_partial:
                     return None
         taken: list[Block] = []
-        while len(taken) < count - len(victims) and self._num_empty:
+        while len(taken) < count - len(victims) and self.num_empty:
             taken.append(self._empty._next)
             self._unlink(taken[-1])
         for block in victims:
@@ -226,7 +220,7 @@ class BlockPool:
             self._unindex(block)
             self._append(block)
         tail._next, self._evictable._prev = self._evictable, tail
-        self._num_evictable += count
+        self.num_evictable += count
 
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""
@@ -249,22 +243,18 @@ class BlockPool:
     def drop(self, block_hash: BlockHash) -> Block | None:
         """Forget a hash; a block in use is freed when its last user ends."""
         block = self._index.get(block_hash)
-        if block is None:
-            return None
-        if block.ref_count == 0:
-            self._unlink(block)
+        if block is not None:
+            self.acquire(block)
             self._unindex(block)
-            self._append(block)
-        else:
-            self._unindex(block)
+            self.release([block])
         return block
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         free: set[int] = set()
         for head, is_evictable, count in (
-            (self._empty, False, self._num_empty),
-            (self._evictable, True, self._num_evictable),
+            (self._empty, False, self.num_empty),
+            (self._evictable, True, self.num_evictable),
         ):
             seen, block = 0, head._next
             while block is not head:
@@ -296,15 +286,13 @@ class BlockPool:
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
-        if block.block_hash is None and block.pin_count:
-            return
-        if block.block_hash is None:
+        if block.block_hash is not None:
+            self._link(block, self._evictable._prev)
+            self.num_evictable += 1
+        elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
             self._link(block, self._empty._prev)
-            self._num_empty += 1
-        else:
-            self._link(block, self._evictable._prev)
-            self._num_evictable += 1
+            self.num_empty += 1
 
     @staticmethod
     def _link(block: Block, after: Block) -> None:
@@ -314,9 +302,9 @@ class BlockPool:
 
     def _unlink(self, block: Block) -> None:
         if block.block_hash is None:
-            self._num_empty -= 1
+            self.num_empty -= 1
         else:
-            self._num_evictable -= 1
+            self.num_evictable -= 1
         block._prev._next, block._next._prev = block._next, block._prev
         block._prev = block._next = block
 

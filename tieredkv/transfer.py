@@ -14,7 +14,6 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from tieredkv.errors import IntegrityError
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.types import BlockId, PageId
 
@@ -43,38 +42,25 @@ class BlockTransfer(Generic[Tag]):
     A large promotion comes in two parts, the first layers of every block and then the late ones: a
     forward pass that waits for `late_event` before the latter may start with the former.
 
-    Invariant (`check`): a copy that was started is either pending or was reported by `poll`.
+    A copy that was started is pending until `poll` reports it.
     """
 
-    def __init__(
-        self,
-        copier: BlockCopier,
-        *,
-        device: torch.device,
-        block_bytes: int,
-        early_bytes: int | None = None,
-    ) -> None:
+    def __init__(self, copier: BlockCopier, *, early_bytes: int | None = None) -> None:
         """Bind a copier.
 
         Args:
             copier: of the two memories.
-            device: of the pool.
-            block_bytes: of one block.
             early_bytes: of one block's first layers; None if no forward pass starts with them.
         """
         self._copier = copier
-        self._block_bytes = block_bytes
         self._early_bytes = early_bytes
         self._num_usable = 0
-        self._is_cuda = device.type == "cuda"
-        self._in_stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._out_stream = torch.cuda.Stream(device) if self._is_cuda else None
+        is_cuda = copier.device.type == "cuda"
+        self._in_stream = torch.cuda.Stream(copier.device) if is_cuda else None
+        self._out_stream = torch.cuda.Stream(copier.device) if is_cuda else None
         self._promotions: deque[_Pending[Tag]] = deque()
         self._demotions: deque[_Pending[Tag]] = deque()
-        self._num_started = 0
-        self._num_reported = 0
         self.bytes_promoted = 0
-        self.bytes_demoted = 0
 
     @property
     def has_pending(self) -> bool:
@@ -97,16 +83,15 @@ class BlockTransfer(Generic[Tag]):
         stream, early = self._in_stream, None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        split = self._early_bytes
-        if split and stream and len(pairs) * self._block_bytes >= MIN_SPLIT_BYTES:
+        split, num_bytes = self._early_bytes, len(pairs) * self._copier.block_bytes
+        if split and stream and num_bytes >= MIN_SPLIT_BYTES:
             self._copier.copy_in(pairs, stream, slice(split))
             early = self._record(stream)
             self._copier.copy_in(pairs, stream, slice(split, None))
         else:
             self._copier.copy_in(pairs, stream)
-        self._num_started += 1
         self._promotions.append(_Pending(self._record(stream), tag, early))
-        self.bytes_promoted += len(pairs) * self._block_bytes
+        self.bytes_promoted += num_bytes
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag) -> None:
         """Start copying device blocks into host pages."""
@@ -114,9 +99,7 @@ class BlockTransfer(Generic[Tag]):
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         self._copier.copy_out(pairs, stream)
-        self._num_started += 1
         self._demotions.append(_Pending(self._record(stream), tag))
-        self.bytes_demoted += len(pairs) * self._block_bytes
 
     def poll_usable(self) -> list[Tag]:
         """Return the tags of promotions whose first layers have arrived since the last call."""
@@ -140,7 +123,6 @@ class BlockTransfer(Generic[Tag]):
         """Return the tags of promotions and of demotions completed since the last call."""
         promoted, demoted = _completed(self._promotions), _completed(self._demotions)
         self._num_usable = max(0, self._num_usable - len(promoted))
-        self._num_reported += len(promoted) + len(demoted)
         return promoted, demoted
 
     def synchronize(self) -> None:
@@ -148,15 +130,6 @@ class BlockTransfer(Generic[Tag]):
         for stream in (self._in_stream, self._out_stream):
             if stream is not None:
                 stream.synchronize()
-
-    def check(self) -> None:
-        """Raise IntegrityError if the invariant of the class docstring is broken."""
-        num_pending = len(self._promotions) + len(self._demotions)
-        if self._num_started != self._num_reported + num_pending:
-            raise IntegrityError(
-                f"{self._num_started} copies started, {self._num_reported} reported, "
-                f"{num_pending} pending"
-            )
 
     def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
         if stream is None:

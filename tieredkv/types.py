@@ -4,11 +4,13 @@ Sizes are bytes, times are wall-clock seconds since the epoch, unless a name say
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NewType
+from typing import Literal, NewType, TypeVar
 
 import msgspec
+
+T = TypeVar("T")
 
 BlockHash = NewType("BlockHash", bytes)
 """Chained digest of one full block; bytes, equal in every process and on every machine."""
@@ -104,3 +106,11 @@ Progress = Callable[[str, int, int], None]
 
 def ignore_progress(_stage: str, _done: int, _total: int) -> None:
     """Report progress to nobody."""
+
+
+def tracked(progress: Progress, stage: str, items: Sequence[T]) -> Iterator[T]:
+    """Yield items, and tell how many of them are done."""
+    for done, item in enumerate(items):
+        progress(stage, done, len(items))
+        yield item
+    progress(stage, 1, 1)

@@ -105,7 +105,7 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
     sizes = {**SIZES, "host_size": "512KiB"}
     tokens = prompt(4, 1600)
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
-        assert llm.core.info.num_host_pages == 16
+        assert llm.core.tiers.host.num_blocks == 16
         cold = one(llm, tokens)
         assert llm.demote("disk")
         hit = one(llm, tokens)
@@ -201,7 +201,7 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(disk_dir: str) 
         assert pid is not None
         request = llm.make_request(tokens, GREEDY)
         llm.core.add_request(request)
-        while not llm.core.cache.promoter.num_reads:
+        while not llm.core.tiers.host.num_used:  # a page is being read
             llm.core.step()
         os.kill(pid, signal.SIGSTOP)
         try:

@@ -70,16 +70,16 @@ def test_rope_settings_count_and_the_librarys_version_does_not() -> None:
 
 def test_a_remembered_digest_is_used_until_the_file_changes(weights: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    seen: list[float] = []
+    seen: list[int] = []
 
     def fingerprint_now() -> bytes:
         seen.clear()
         return files_fingerprint(
-            CONFIG, [weights], cache_dir=cache, progress=lambda _, done: seen.append(done)
+            CONFIG, [weights], cache_dir=cache, progress=lambda _, done, of: seen.append(done)
         )
 
     first = fingerprint_now()
-    assert seen[-1] == 1.0
+    assert seen[-1] == 100
     assert fingerprint_now() == first
     assert seen == []
     status = weights.stat()

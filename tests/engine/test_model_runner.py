@@ -210,12 +210,9 @@ def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
 
 def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> None:
     harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
-    seen: list[float] = []
-    harness.runner.warm_up(
-        max_num_batched_tokens=64, max_context_len=512, progress=lambda _, done: seen.append(done)
-    )
-    assert seen == sorted(seen)
-    assert seen[-1] == 1.0
+    seen: list[tuple[str, int, int]] = []
+    harness.runner.warm_up(lambda *report: seen.append(report))
+    assert seen[-1] == ("warming up", 1, 1)
     assert harness.pool.isnan().all()
 
 
@@ -235,11 +232,11 @@ def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_pat
     config |= {"num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
     (tmp_path / "config.json").write_text(json.dumps(config))
     harness = Harness(find_model(f"random:{tmp_path}", device="cpu").load())
-    harness.runner.warm_up(max_num_batched_tokens=16, max_context_len=64)
+    harness.runner.warm_up()
     layer: torch.nn.Module = harness.loaded.model.get_submodule("model.layers.0")
     layer.register_forward_hook(lambda _module, _args, out: out + out.roll(1, dims=1))
     with pytest.raises(ModelError, match="`granite` mixes tokens outside of attention"):
-        harness.runner.warm_up(max_num_batched_tokens=16, max_context_len=64)
+        harness.runner.warm_up()
 
 
 def test_a_token_id_beyond_the_vocabulary_never_reaches_the_device(checkpoints: Any) -> None:
@@ -284,7 +281,7 @@ def test_greedy_tokens_on_the_device_equal_those_of_transformers(
 ) -> None:
     folder = checkpoints(family)
     harness = Harness(find_model(str(folder), dtype="float32", device="cuda").load(cache_dir=None))
-    harness.runner.warm_up(max_num_batched_tokens=128, max_context_len=512)
+    harness.runner.warm_up()
     ids = prompt(77, seed=1)
     expected = reference_tokens(folder, ids, 20)
     assert harness.generate(ids, 20, [40, 1, 36])[:8] == expected[:8]
@@ -296,9 +293,8 @@ def test_the_pool_is_sized_from_what_steps_take() -> None:
     spec = loaded.kv_spec(16)
     peak_bytes = profile_peak_bytes(loaded, spec, max_num_batched_tokens=2048, max_num_seqs=64)
     assert peak_bytes > 64 * loaded.vocab_size * 4
-    num_blocks = num_device_blocks(
-        loaded, spec, gpu_memory_utilization=0.5, max_num_batched_tokens=2048, max_num_seqs=64
-    )
+    limits = {"max_num_batched_tokens": 2048, "max_num_seqs": 64}
+    num_blocks = num_device_blocks(loaded, spec, 0.5, **limits)
     total = torch.cuda.mem_get_info()[1]
     assert 0.3 * total < num_blocks * spec.block_bytes < 0.5 * total
 

@@ -15,11 +15,10 @@ def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
     prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], "24h", sources=sources)
     return Request(
         request_id="r",
-        params=params,
         token_ids=[1] * num_prompt_tokens,
         num_prompt_tokens=num_prompt_tokens,
         prefix=prefix,
-        sampler=SamplerState.from_params(params, 0),
+        sampler=SamplerState(params, 0),
         max_output_tokens=params.max_tokens,
     )
 

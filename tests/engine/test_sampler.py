@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tieredkv.engine import sampler
-from tieredkv.engine.sampler import SampledToken, Sampler, SamplerState, score
+from tieredkv.engine.sampler import SampledToken, SamplerState, sample, score
 from tieredkv.engine.sampling_params import SamplingParams
 
 VOCAB = 50
@@ -15,7 +15,7 @@ NUM_DRAWS = 4000
 
 
 def state(drawn_seed: int = 1, **params: Any) -> SamplerState:
-    return SamplerState.from_params(SamplingParams(**params), drawn_seed)
+    return SamplerState(SamplingParams(**params), drawn_seed)
 
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
@@ -23,12 +23,12 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def sample_one(logits: torch.Tensor, row_state: SamplerState) -> int:
-    return Sampler().sample(logits[None], [row_state]).tokens()[0].token_id
+    return sample(logits[None], [row_state]).tokens()[0].token_id
 
 
 def frequencies(logits: torch.Tensor, **params: Any) -> torch.Tensor:
     states = [state(seed, **params) for seed in range(NUM_DRAWS)]
-    tokens = Sampler().sample(logits.expand(NUM_DRAWS, -1), states).tokens()
+    tokens = sample(logits.expand(NUM_DRAWS, -1), states).tokens()
     return torch.bincount(torch.tensor([t.token_id for t in tokens]), minlength=logits.numel())
 
 
@@ -45,20 +45,20 @@ def assert_distributed(counts: torch.Tensor, expected: torch.Tensor) -> None:
 
 def test_greedy_takes_the_most_likely_token() -> None:
     logits = random_logits(8)
-    tokens = Sampler().sample(logits, [state(temperature=0.0) for _ in range(8)]).tokens()
+    tokens = sample(logits, [state(temperature=0.0) for _ in range(8)]).tokens()
     assert [t.token_id for t in tokens] == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}])
 def test_filters_that_leave_one_token_are_greedy(params: dict[str, Any]) -> None:
     logits = random_logits(16)
-    tokens = Sampler().sample(logits, [state(seed, **params) for seed in range(16)]).tokens()
+    tokens = sample(logits, [state(seed, **params) for seed in range(16)]).tokens()
     assert [t.token_id for t in tokens] == logits.argmax(-1).tolist()
 
 
 def test_tiny_temperatures_are_greedy_and_finite() -> None:
     logits = random_logits(4) * 1000
-    tokens = Sampler().sample(logits, [state(temperature=1e-5) for _ in range(4)]).tokens()
+    tokens = sample(logits, [state(temperature=1e-5) for _ in range(4)]).tokens()
     assert [t.token_id for t in tokens] == logits.argmax(-1).tolist()
 
 
@@ -102,7 +102,7 @@ def test_a_seeded_request_is_the_same_in_any_batch(params: dict[str, Any]) -> No
     mates = [state(n, top_k=n, temperature=n % 3 / 2) for n in range(5)]
     for logits in steps:
         expected = sample_one(logits[3], alone)
-        tokens = Sampler().sample(logits, [*mates[:3], batched, *mates[3:]]).tokens()
+        tokens = sample(logits, [*mates[:3], batched, *mates[3:]]).tokens()
         assert tokens[3].token_id == expected
 
 
@@ -113,7 +113,7 @@ def test_large_batches_are_drawn_in_groups_without_a_difference(
     kinds: list[dict[str, Any]] = [{}, {"top_k": 9}, {"top_p": 0.9, "frequency_penalty": 1.0}]
 
     def draw() -> list[int]:
-        tokens = Sampler().sample(logits, [state(i, **kinds[i % 3]) for i in range(30)]).tokens()
+        tokens = sample(logits, [state(i, **kinds[i % 3]) for i in range(30)]).tokens()
         return [token.token_id for token in tokens]
 
     expected = draw()
@@ -137,7 +137,7 @@ def test_each_row_is_adjusted_by_its_own_parameters() -> None:
         return made
 
     logits = random_logits(4, seed=3)
-    together = Sampler().sample(logits, states()).tokens()
+    together = sample(logits, states()).tokens()
     apart = [sample_one(line, one) for line, one in zip(logits, states(), strict=True)]
     assert [token.token_id for token in together] == apart
     assert apart[2] not in (3, 4)
@@ -178,8 +178,8 @@ def test_presence_and_frequency_penalties_count_the_output() -> None:
 def test_repetition_penalty_counts_the_prompt_too() -> None:
     logits = torch.tensor([2.0, 1.5, -1.0])
     params = SamplingParams(temperature=0.0, repetition_penalty=2.0)
-    fresh = SamplerState.from_params(params, 0, prompt_token_ids=[2])
-    repeated = SamplerState.from_params(params, 0, prompt_token_ids=[0, 2])
+    fresh = SamplerState(params, 0, prompt_token_ids=[2])
+    repeated = SamplerState(params, 0, prompt_token_ids=[0, 2])
     assert sample_one(logits, fresh) == 0
     assert sample_one(logits, repeated) == 1
 
@@ -187,45 +187,47 @@ def test_repetition_penalty_counts_the_prompt_too() -> None:
 def test_a_bias_moves_the_choice_and_not_the_reported_probability() -> None:
     logits = torch.tensor([[2.0, 1.0, 0.0]])
     biased = state(temperature=0.0, logit_bias={2: 10.0}, logprobs=1)
-    token = Sampler().sample(logits, [biased]).tokens()[0]
+    token = sample(logits, [biased]).tokens()[0]
     assert token.token_id == 2
-    assert token.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 2]))
-    assert token.top_logprobs[0][0] == 0
+    assert token.logprob is not None
+    assert token.logprob.logprob == pytest.approx(float(logits.log_softmax(-1)[0, 2]))
+    assert token.logprob.top[0][0] == 0
 
 
 def test_end_tokens_wait_for_min_tokens() -> None:
     logits = torch.tensor([5.0, 4.0, 3.0])
     params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(1,))
-    row = SamplerState.from_params(params, 0, eos_token_ids={0})
+    row = SamplerState(params, 0, eos_token_ids={0})
     assert [sample_one(logits, row) for _ in range(3)] == [2, 2, 0]
 
 
 def test_log_probabilities_are_those_of_the_model() -> None:
     logits = random_logits(4)
     states = [state(i, logprobs=n, temperature=0.3) for i, n in enumerate((0, 3, 20))] + [state()]
-    tokens = Sampler().sample(logits, states).tokens()
+    tokens = sample(logits, states).tokens()
     logprobs = logits.log_softmax(-1)
     for row, n in enumerate((0, 3, 20)):
-        token = tokens[row]
-        assert token.logprob == pytest.approx(float(logprobs[row, token.token_id]))
+        token, found = tokens[row]
+        assert found is not None and found.token_id == token
+        assert found.logprob == pytest.approx(float(logprobs[row, token]))
         values, ids = logprobs[row].topk(n)
-        assert [i for i, _ in token.top_logprobs] == ids.tolist()
-        assert [p for _, p in token.top_logprobs] == pytest.approx(values.tolist())
+        assert [i for i, _ in found.top] == ids.tolist()
+        assert [p for _, p in found.top] == pytest.approx(values.tolist())
     assert tokens[3] == SampledToken(tokens[3].token_id)
 
 
 def test_sampling_leaves_the_logits_as_they_are() -> None:
     logits = random_logits(2)
     before = logits.clone()
-    Sampler().sample(logits, [state(logit_bias={1: 5.0}), state(top_k=3)]).tokens()
+    sample(logits, [state(logit_bias={1: 5.0}), state(top_k=3)]).tokens()
     assert torch.equal(logits, before)
 
 
 def test_scoring_a_prompt_gives_each_tokens_probability() -> None:
     logits = random_logits(3)
-    scored = score(logits, torch.tensor([4, 5, 6]), [2, 2, 2]).tokens()
+    scored = score(logits, torch.tensor([4, 5, 6]), [2, 2, 2]).logprobs()
     expected = logits.log_softmax(-1)
     assert [t.logprob for t in scored] == pytest.approx(
         [float(expected[i, token]) for i, token in enumerate((4, 5, 6))]
     )
-    assert all(len(t.top_logprobs) == 2 for t in scored)
+    assert all(len(t.top) == 2 for t in scored)

@@ -7,7 +7,7 @@ import pytest
 from tests.fake_store import Rig, root_of
 from tieredkv.cache import tiered
 from tieredkv.cache.tiered import Prefix
-from tieredkv.engine.request import Phase, Request
+from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler
@@ -49,13 +49,10 @@ class Loop:
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(
             request_id=name,
-            params=params,
             token_ids=token_ids,
             num_prompt_tokens=num_tokens,
             prefix=Prefix(root=root, namespace=b"ns", hashes=hashes, retention="24h"),
-            sampler=SamplerState.from_params(
-                params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids
-            ),
+            sampler=SamplerState(params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids),
             max_output_tokens=max_tokens,
         )
         self.scheduler.add(request)
@@ -98,7 +95,7 @@ class Loop:
         """Take in the tokens of the step before; some requests may have been taken out since."""
         pending, self.pending = self.pending, []
         for request in pending:
-            if request.phase is not Phase.FINISHED:
+            if request.is_running:
                 self.sample(request)
 
     def sample(self, request: Request) -> None:
@@ -115,7 +112,7 @@ class Loop:
             (block_hash,) = chain_hashes(parent, tokens, SIZE, algo="sha256")
             self.rig.write(request.prefix.blocks[start // SIZE], block_hash)
         self.scheduler.seal_full_blocks(request)
-        if len(request.output_ids) >= request.params.max_tokens:
+        if request.num_output_tokens >= request.max_output_tokens:
             self.finished.append(request.request_id)
             self.scheduler.remove(request)
 
@@ -273,7 +270,7 @@ def test_a_preempted_request_is_not_admitted_again_in_the_step_that_preempted_it
         loop.add(f"r{index}", 8, seed=index, max_tokens=12)
     while loop.scheduler.num_preemptions == 0:
         loop.step()
-    assert [request.phase for request in loop.scheduler.waiting] == [Phase.WAITING]
+    assert [request.is_running for request in loop.scheduler.waiting] == [False]
     loop.run()
 
 

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tieredkv.engine.attention import register_attention
 from tieredkv.engine.shapes import KNOWN_SHAPES
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.engine.tiny import tiny_config
@@ -25,7 +24,6 @@ FULL = ["full_attention", "full_attention"]
 
 
 def examine(model_type: str, changes: dict[str, Any]) -> None:
-    register_attention()
     config = AutoConfig.for_model(model_type, **(SMALL | changes))
     check_config("some/model", config)
     probe_attention("some/model", config)
@@ -102,7 +100,6 @@ def test_full_attention_is_accepted_however_the_config_says_it(
 
 @pytest.mark.parametrize("shape", sorted(KNOWN_SHAPES))
 def test_every_known_shape_can_be_served(shape: str) -> None:
-    register_attention()
     table = dict(KNOWN_SHAPES[shape])
     config = AutoConfig.for_model(table.pop("model_type"), **table)
     check_config(shape, config)
@@ -116,14 +113,12 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
 
 
 def test_the_probe_allocates_no_weights() -> None:
-    register_attention()
     huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 100}
     config = AutoConfig.for_model("llama", **(SMALL | huge), head_dim=128)
     assert probe_attention("huge", config) == (100, 4, 2, 128)
 
 
 def test_the_probe_leaves_the_config_as_it_was() -> None:
-    register_attention()
     config = tiny_config()
     before = config.to_dict()
     probe_attention("tiny", config)

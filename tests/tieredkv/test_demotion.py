@@ -58,10 +58,10 @@ def test_demoting_what_the_tier_below_has_writes_nothing() -> None:
     rig.run("a", 4)
     assert rig.cache.demoter.flush(Tier.DISK, deadline=soon())
     assert rig.run("a", 4) == 0
-    demoted, stored = rig.transfer.bytes_demoted, list(rig.store.stored)
+    demoted, stored = rig.tiers.counters.demoted_host_blocks, list(rig.store.stored)
     assert rig.on_host("a", 4) == [0, 1, 2, 3], "promotion keeps the lower copy"
     assert rig.cache.demoter.flush(Tier.DISK, deadline=soon())
-    assert rig.transfer.bytes_demoted == demoted
+    assert rig.tiers.counters.demoted_host_blocks == demoted
     assert rig.store.stored == stored
 
 

@@ -532,7 +532,7 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
     assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
     rig.cache.release(prefix)
     rig.check()
-    assert len(rig.tiers.directory) == 2
+    assert len(rig.tiers.directory.entries()) == 2
 
 
 def test_what_a_new_worker_may_have_lost_is_written_again() -> None:

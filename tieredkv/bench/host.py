@@ -81,7 +81,6 @@ class _Host:
 
     def __init__(self, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
         memory = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
-        copier, cpu = _NoCopies(memory, memory), torch.device("cpu")
         device, host = (
             BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h))
             for _ in range(2)
@@ -90,7 +89,7 @@ class _Host:
             device=device,
             host=host,
             directory=Directory(RetentionPolicies()),
-            transfer=BlockTransfer[Any](copier, device=cpu, block_bytes=BLOCK_BYTES),
+            transfer=BlockTransfer[Any](_NoCopies(memory, memory)),
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,
@@ -117,11 +116,10 @@ class _Host:
         marks.append(time.perf_counter())
         request = Request(
             request_id="r",
-            params=PARAMS,
             token_ids=list(token_ids),
             num_prompt_tokens=len(token_ids),
             prefix=Prefix(root=ROOT, namespace=b"", hashes=hashes, retention="in_memory"),
-            sampler=SamplerState.from_params(PARAMS, 0),
+            sampler=SamplerState(PARAMS, 0),
             max_output_tokens=1,
         )
         self.scheduler.add(request)

@@ -1,24 +1,13 @@
 """Progress of long work on a terminal; nothing in a pipe."""
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 from tieredkv.types import Progress, ignore_progress
-
-T = TypeVar("T")
-
-
-def tracked(progress: Progress, stage: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield items, and tell how many of them are done."""
-    for done, item in enumerate(items):
-        progress(stage, done, len(items))
-        yield item
-    progress(stage, 1, 1)
+from tieredkv.types import tracked as tracked
 
 
 def terminal_progress() -> Progress:

@@ -63,8 +63,7 @@ class _Memories:
             pinned = register_pinned(*extent, page_bytes=block_bytes, progress=lambda *_: None)
             stack.callback(pinned.unregister)
         self.pool = torch.zeros(count, block_bytes, dtype=torch.uint8, device=device)
-        copier = BlockCopier(self.pool, self.pages)
-        self._transfer = BlockTransfer[None](copier, device=device, block_bytes=block_bytes)
+        self._transfer = BlockTransfer[None](BlockCopier(self.pool, self.pages))
         generator = torch.Generator().manual_seed(0)
         orders = [torch.randperm(count, generator=generator) for _ in range(2)]
         self.order = torch.stack(orders, dim=1)  # [count, (page_id, block_id)]

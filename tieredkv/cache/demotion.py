@@ -8,7 +8,6 @@ dropped, oldest first, and counted.
 Called by the engine's thread only.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,13 +16,11 @@ from itertools import islice
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
-from tieredkv.cache.tiers import Tiers
+from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import PageStored
 from tieredkv.storage.messages import StoreItem
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 0.0005
 
@@ -63,7 +60,6 @@ class Demoter:
         self._copying: set[int] = set()
         self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
-        self._warned: set[str] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -175,10 +171,8 @@ class Demoter:
                 assert tiers.store is not None
                 tiers.store.delete([entry.block_hash], "evicted")
         else:
-            tiers.counters.store_failures[event.reason] += 1
-            if event.reason not in self._warned:
-                self._warned.add(event.reason)
-                logger.warning("a block could not be written to disk (%s)", event.reason)
+            text = "a block could not be written to disk (%s)"
+            count_failure(tiers.counters.store_failures, event.reason, text)
             entry.is_droppable = True
         self._is_stale = True
 
@@ -204,9 +198,7 @@ class Demoter:
                 entry.is_droppable = True
                 self._tiers.counters.demotions_dropped += 1
 
-    def flush(
-        self, to: Tier, *, deadline: float, on_progress: Callable[[int], None] = lambda _: None
-    ) -> bool:
+    def flush(self, to: Tier, *, deadline: float) -> bool:
         """Empty the tiers above `to` of everything that no request uses.
 
         What may not go as far down as `to` is dropped.
@@ -214,7 +206,6 @@ class Demoter:
         Args:
             to: HOST empties the device tier, DISK the device and the host tier.
             deadline: monotonic time at which to stop.
-            on_progress: told how many blocks have just left a tier.
 
         Returns:
             Whether everything has gone; False when the deadline came first.
@@ -226,7 +217,6 @@ class Demoter:
             moved = self._drop_clean(tiers.device, self.is_device_clean)
             if is_to_disk:
                 moved += self._drop_clean(tiers.host, self.is_host_clean)
-            on_progress(moved)
             started = self.demote(tiers.device.num_blocks)
             if is_to_disk or (started == 0 and tiers.device.num_evictable):
                 started += self.write(tiers.host.num_blocks)

@@ -8,12 +8,17 @@ import heapq
 import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SLACK = 64
+_SHARED = (
+    *("block_hash", "parent_hash", "root", "namespace", "position"),
+    *("computed_at", "last_used", "hits"),
+)
 
 
 @dataclass(slots=True)
@@ -44,6 +49,11 @@ class Entry:
         return self.disk_expires_at > 0.0
 
 
+def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
+    """Return what an entry and the record of the same block both say."""
+    return {name: getattr(block, name) for name in _SHARED}
+
+
 class Directory:
     """Entries by block hash, and the order in which they expire.
 
@@ -61,12 +71,6 @@ class Directory:
         self._deadlines: list[tuple[float, int, list[BlockHash]]] = []
         self.num_queued = 0
         self._sequence = itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, block_hash: BlockHash) -> bool:
-        return block_hash in self._entries
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -120,18 +124,8 @@ class Directory:
         A retention that is no longer configured falls back to what the record itself allows: the
         entry then lives by the disk's deadline.
         """
-        return Entry(
-            block_hash=BlockHash(record.block_hash),
-            parent_hash=BlockHash(record.parent_hash),
-            root=BlockHash(record.root),
-            namespace=record.namespace,
-            position=record.position,
-            computed_at=record.computed_at,
-            last_used=record.last_used,
-            claims=frozenset({record.retention}) & self._policies.names,
-            disk_expires_at=record.expires_at,
-            hits=record.hits,
-        )
+        claims = frozenset({record.retention}) & self._policies.names
+        return Entry(**_shared(record), claims=claims, disk_expires_at=record.expires_at)
 
     def claim(self, entry: Entry, retention: str, now: float) -> None:
         """Note that a request with this retention used the block now."""
@@ -175,17 +169,10 @@ class Directory:
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return what the store is told of the block."""
         return BlockRecord(
-            block_hash=entry.block_hash,
-            parent_hash=entry.parent_hash,
-            root=entry.root,
-            namespace=entry.namespace,
-            position=entry.position,
+            **_shared(entry),
             size_bytes=size_bytes,
             retention=self.disk_retention(entry),
-            computed_at=entry.computed_at,
             expires_at=expires_at,
-            last_used=entry.last_used,
-            hits=entry.hits,
         )
 
     def chains(
@@ -202,7 +189,7 @@ class Directory:
         children: dict[BlockHash, list[Entry]] = {}
         for entry in self._entries.values():
             children.setdefault(entry.parent_hash, []).append(entry)
-        prefixes = tuple(id_prefixes)
+        prefixes = tuple(map(str.lower, id_prefixes))
         found = {block_hash for block_hash in blocks if block_hash in self._entries}
         below = [e for e in self._entries.values() if e.block_hash.hex().startswith(prefixes)]
         for entry in below:  # grows while it is walked

@@ -9,7 +9,6 @@ a timeout ends the waiting of a promotion, never the loan.
 Called by the engine's thread only.
 """
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -18,14 +17,11 @@ from typing import cast
 
 from tieredkv.block_pool import Block
 from tieredkv.cache.directory import Entry
-from tieredkv.cache.tiers import Tiers
+from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import PageLoaded
 from tieredkv.storage.messages import LoadItem
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
-
-logger = logging.getLogger(__name__)
-
 
 LOOK_AGAIN_S = 0.05
 
@@ -50,12 +46,8 @@ class _Read:
     waiting: list[Promotion] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Device blocks that are being copied from pages; both are held until the bytes are there."""
-
-    pages: list[Block]
-    blocks: list[Block]
+Copies = Sequence[tuple[Block, Block]]
+"""Pages, each with the device block it is copied to; both are held until the bytes are there."""
 
 
 class Promoter:
@@ -80,17 +72,8 @@ class Promoter:
         self._to_copy: list[tuple[Block, Promotion]] = []
         self._copying: set[int] = set()
         self._look_again_at = 0.0
-        self._warned: set[str] = set()
-
-    @property
-    def inbound_cap(self) -> int:
-        """Pages that reads and copies up may hold together."""
-        return max(1, self._tiers.host.num_blocks // 2)
-
-    @property
-    def num_reads(self) -> int:
-        """Pages being filled from disk."""
-        return len(self._reads)
+        # Pages that reads and copies up may hold together.
+        self._inbound_cap = max(1, tiers.host.num_blocks // 2)
 
     @property
     def has_unstarted_reads(self) -> bool:
@@ -115,21 +98,18 @@ class Promoter:
         """Look at the next `pump` for blocks that nobody wants any longer."""
         self._look_again_at = 0.0
 
-    def copy(self, pairs: Sequence[tuple[Block, Block]]) -> None:
-        """Begin to fill device blocks from host pages whose content is there: (page, block)."""
-        if not pairs:
+    def copy(self, copies: Copies) -> None:
+        """Begin to fill device blocks from host pages whose content is there."""
+        if not copies:
             return
         tiers = self._tiers
-        copies = Copies([page for page, _ in pairs], [block for _, block in pairs])
-        for page, block in pairs:
+        for page, block in copies:
             tiers.host.acquire(page)
             block.ref_count += 1
-        tiers.counters.promoted_host_blocks += len(pairs)
-        page_ids = [page.block_id for page in copies.pages]
-        block_ids = [block.block_id for block in copies.blocks]
-        self._copying.update(block_ids)
-        pairs_of_ids = zip(page_ids, block_ids, strict=True)
-        tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], list(pairs_of_ids)), copies)
+        tiers.counters.promoted_host_blocks += len(copies)
+        ids = [(page.block_id, block.block_id) for page, block in copies]
+        self._copying.update(block_id for _, block_id in ids)
+        tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
 
     def start(self, block: Block, block_hash: BlockHash, record: BlockRecord | None) -> None:
         """Begin to fill a device block from its host page or, with a record, from disk."""
@@ -139,15 +119,24 @@ class Promoter:
             block, block_hash, record, give_up_at=time.monotonic() + self._load_timeout_s
         )
         self._promotions[block.block_id] = promotion
-        page = tiers.host.lookup(block_hash)
-        if page is not None and page.is_ready:
-            self._take_page(promotion, page)
-        elif block_hash in self._reads:
-            self._reads[block_hash].waiting.append(promotion)
-        elif record is not None:
+        if self._join(promotion):
+            return
+        if record is not None:
             self._to_read.append(promotion)
         else:
             self._fail(promotion, "evicted")
+
+    def _join(self, promotion: Promotion) -> bool:
+        """Fill a block from its page that is there or being read; False if there is none."""
+        page = self._tiers.host.lookup(promotion.block_hash)
+        read = self._reads.get(promotion.block_hash)
+        if page is not None and page.is_ready:
+            self._take_page(promotion, page)
+        elif read is not None:
+            read.waiting.append(promotion)
+        else:
+            return False
+        return True
 
     def prefetch(self, records: Iterable[BlockRecord], *, max_pages: int) -> list[Block]:
         """Start reading blocks that a queued request wants; return the pages now held for it."""
@@ -158,7 +147,7 @@ class Promoter:
             block_hash = BlockHash(record.block_hash)
             if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
-            if len(held) >= max_pages or self._num_inbound() >= self.inbound_cap // 2:
+            if len(held) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
                 break
             page = self._begin_read(block_hash, record, items)
             if page is None:
@@ -172,21 +161,13 @@ class Promoter:
         """Start the reads and copies that there is room for; give up what is late or unwanted."""
         self._give_up()
         items: list[LoadItem] = []
-        while self._to_read and self._num_inbound() < self.inbound_cap:
+        while self._to_read and self._num_inbound() < self._inbound_cap:
             promotion = self._to_read[0]
-            if promotion.is_settled:
-                self._to_read.popleft()
-                continue
-            page = self._tiers.host.lookup(promotion.block_hash)
-            if page is not None and page.is_ready:
-                self._take_page(promotion, page)
-            elif promotion.block_hash in self._reads:
-                self._reads[promotion.block_hash].waiting.append(promotion)
-            else:
+            if not (promotion.is_settled or self._join(promotion)):
                 assert promotion.record is not None
                 if self._begin_read(promotion.block_hash, promotion.record, items) is None:
                     break
-                self._reads[promotion.block_hash].waiting.append(promotion)
+                self._join(promotion)
             self._to_read.popleft()
         self._submit(items)
         self._copy()
@@ -224,16 +205,16 @@ class Promoter:
 
     def on_usable(self, copies: Copies) -> None:
         """Hand over blocks whose first layers are in VRAM; the late ones are waited for there."""
-        for block in copies.blocks:
+        for _, block in copies:
             block.is_ready = True
 
     def on_copied(self, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
         tiers = self._tiers
         self.on_usable(copies)
-        self._copying.difference_update(block.block_id for block in copies.blocks)
-        tiers.device.release(copies.blocks[::-1])
-        tiers.host.release(copies.pages[::-1])
+        self._copying.difference_update(block.block_id for _, block in copies)
+        tiers.device.release(block for _, block in reversed(copies))
+        tiers.host.release(page for page, _ in reversed(copies))
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
         """Let go of the blocks that the filter wants and that are being read just now."""
@@ -254,8 +235,8 @@ class Promoter:
         for block_hash, read in self._reads.items():
             if read.page.ref_count < 1:
                 raise IntegrityError(f"page of {block_hash.hex()[:12]} is read into but not held")
-        if len(self._reads) > self.inbound_cap:
-            raise IntegrityError(f"{len(self._reads)} pages read, cap {self.inbound_cap}")
+        if len(self._reads) > self._inbound_cap:
+            raise IntegrityError(f"{len(self._reads)} pages read, cap {self._inbound_cap}")
 
     def _num_inbound(self) -> int:
         return len(self._reads) + len(self._to_copy) + len(self._copying)
@@ -324,7 +305,5 @@ class Promoter:
         self._tiers.device.release([promotion.block])
 
     def _count_failure(self, reason: str) -> None:
-        self._tiers.counters.load_failures[reason] += 1
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning("a block could not be loaded (%s); it is computed again", reason)
+        text = "a block could not be loaded (%s); it is computed again"
+        count_failure(self._tiers.counters.load_failures, reason, text)

@@ -141,7 +141,8 @@ class TieredCache:
         if prefix.is_protected or prefix.is_admitted or self._short_since:
             return
         device, host = self.tiers.device, self.tiers.host
-        if not prefix.hashes or not self.tiers.is_known(prefix.hashes[0]):
+        head = prefix.hashes[:1]
+        if not any(device.find(head) + host.find(head)):
             return  # without its head a chain is hardly ever cached
         self.expire_due()
         for block_hash in prefix.hashes:
@@ -330,7 +331,8 @@ class TieredCache:
     def expire_due(self) -> None:
         """Make every block unreachable whose time has come."""
         for entry in self.tiers.directory.due(self.tiers.clock.now()):
-            self.tiers.expire(entry)
+            self.tiers.drop(entry.block_hash)
+            self.tiers.counters.expired_blocks += 1
 
     def take_events(self) -> list[Event]:
         """Return the store's events that are not about moves: control requests, up and down."""
@@ -350,9 +352,7 @@ class TieredCache:
         """
         wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
         for entry in wanted:
-            self.tiers.device.drop(entry.block_hash)
-            self.tiers.host.drop(entry.block_hash)
-            self.tiers.directory.forget(entry.block_hash)
+            self.tiers.drop(entry.block_hash)
         self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)
@@ -363,7 +363,6 @@ class TieredCache:
         tiers.device.check()
         tiers.host.check()
         tiers.directory.check()
-        tiers.transfer.check()
         self.promoter.check()
         self.demoter.check()
         for entry in tiers.directory.entries():

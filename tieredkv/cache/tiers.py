@@ -1,5 +1,6 @@
 """The parts that promotion and demotion share, and the counters that they keep."""
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -11,6 +12,8 @@ from tieredkv.storage.client import StoreClient
 from tieredkv.storage.messages import TouchItem
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -39,6 +42,13 @@ class CacheCounters:
         return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
 
 
+def count_failure(failures: Counter[str], reason: str, text: str) -> None:
+    """Count a failed move, and log the first of its reason."""
+    failures[reason] += 1
+    if failures[reason] == 1:
+        logger.warning(text, reason)
+
+
 @dataclass(slots=True)
 class Tiers:
     """The tiers of one engine.
@@ -58,11 +68,6 @@ class Tiers:
     clock: Clock
     block_bytes: int
     counters: CacheCounters = field(default_factory=CacheCounters)
-
-    def is_known(self, block_hash: BlockHash) -> bool:
-        """Return whether VRAM or host memory has the block or is being filled with it."""
-        copies = self.device.lookup(block_hash), self.host.lookup(block_hash)
-        return copies != (None, None)
 
     def touch_item(self, entry: Entry, now: float) -> TouchItem:
         """Return what the disk is to be told of a use of a block that it has, and note it."""
@@ -87,9 +92,8 @@ class Tiers:
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
 
-    def expire(self, entry: Entry) -> None:
+    def drop(self, block_hash: BlockHash) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
-        self.device.drop(entry.block_hash)
-        self.host.drop(entry.block_hash)
-        self.directory.forget(entry.block_hash)
-        self.counters.expired_blocks += 1
+        self.device.drop(block_hash)
+        self.host.drop(block_hash)
+        self.directory.forget(block_hash)

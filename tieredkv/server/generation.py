@@ -46,12 +46,7 @@ class _Answer:
     def take(self, output: TokenOutput) -> Piece:
         self.num_tokens += len(output.token_ids)
         self.usage = output.usage or self.usage
-        text = self.detokenizer.feed(output.token_ids)
-        finish_reason = output.finish_reason
-        if finish_reason is not None:
-            text += self.detokenizer.finish()
-        if self.detokenizer.stopped_by is not None:
-            finish_reason = "stop"
+        text, finish_reason = self.detokenizer.take(output.token_ids, output.finish_reason)
         return Piece(self.index, text, output.logprobs, finish_reason)
 
 
