@@ -34,7 +34,7 @@ from tieredkv.engine.scheduler import ScheduledRow, Scheduler
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
-from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
@@ -510,9 +510,7 @@ class EngineCore:
 
     def _answer_control(self) -> None:
         """Serve what an operator asked the store's worker about VRAM and host memory."""
-        for event in self.cache.take_events():
-            if not isinstance(event, ControlRequest):
-                continue
+        for event in self.cache.take_control_requests():
             assert self._store is not None
             if event.verb == "df":
                 self._store.reply_control(event.id, self.tier_stats())

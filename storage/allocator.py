@@ -17,7 +17,6 @@ from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
-from tieredkv.storage.results import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -161,13 +160,13 @@ class SlotAllocator:
                 taken += found
         return taken
 
-    def take_back(self, slot: Slot, *, is_stored: bool) -> None:
+    def take_back(self, extent: Extent, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
-        if self.lent.pop(slot.extent, None) is None:
-            raise IntegrityError(f"slot {slot.extent} is not lent")
-        self.files.refresh(slot.extent.segment)
+        if self.lent.pop(extent, None) is None:
+            raise IntegrityError(f"slot {extent} is not lent")
+        self.files.refresh(extent.segment)
         if not is_stored:
-            self.add_dirty(slot.extent)
+            self.add_dirty(extent)
 
     def add_dirty(self, extent: Extent) -> None:
         """Note a pending slot as waiting to be reused or erased."""
@@ -315,9 +314,9 @@ class SlotAllocator:
 
     # --- evicting ---------------------------------------------------------------------------
 
-    def obtain(self, slot_bytes: int, count: int) -> list[Slot]:
+    def obtain(self, slot_bytes: int, count: int) -> list[Extent]:
         """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
-        slots: list[Slot] = []
+        slots: list[Extent] = []
         while len(slots) < count:
             short = min(count - len(slots), TXN_BLOCKS)
             with self.changing() as txn:
@@ -327,7 +326,7 @@ class SlotAllocator:
                     taken += self.take(txn, slot_bytes, short - len(taken))
                 self.failpoint("reserve:before")
             self.failpoint("reserve:done")
-            slots += [Slot(extent, slot_bytes) for extent in taken]
+            slots += taken
             self.lent.update((extent, slot_bytes) for extent in taken)
             if len(taken) < short and not self.release_idle(keep=slot_bytes):
                 break

@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,7 +20,19 @@ from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, Tiered
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions, TouchItem, WorkerMessage
+from tieredkv.storage.messages import (
+    ControlRequest,
+    LentPage,
+    LoadCall,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreCall,
+    StoreOptions,
+    TouchItem,
+    WorkerMessage,
+    WorkerUp,
+)
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import StoreStats
 
@@ -33,23 +44,8 @@ _BUSY_POLL_S = 0.2
 _MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
 
 
-# Said by the worker and handed on as they are.
-ControlRequest = messages.ControlRequest
-LookupDone = messages.LookupDone
-PageLoaded = messages.PageLoaded
-PageStored = messages.PageStored
-WorkerUp = messages.WorkerUp
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDown:
-    """The worker is dead; every page that was on loan has its event before this one."""
-
-    reason: str
-
-
 Ending = PageLoaded | PageStored
-Event = LookupDone | Ending | WorkerDown | WorkerUp | ControlRequest
+Event = LookupDone | Ending | WorkerUp | ControlRequest
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
@@ -89,8 +85,6 @@ class StoreClient:
         self._events: deque[Event] = deque()
         self._lookups: dict[int, int] = {}  # job -> number of hashes
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
-        self._num_lent = 0
-        self._num_returned = 0
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
         self._is_closing = False
@@ -125,16 +119,13 @@ class StoreClient:
         self._wake()
         return job
 
-    def load(self, items: Sequence[LoadItem]) -> int:
+    def load(self, pages: Sequence[LentPage]) -> None:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        blocks = [(item.block_hash, item.page_id, item.size_bytes) for item in items]
-        return self._lend(PageLoaded, blocks, lambda job: messages.LoadCall(job, list(items)))
+        self._lend(LoadCall(list(pages)), PageLoaded)
 
-    def store(self, items: Sequence[StoreItem]) -> int:
+    def store(self, pages: Sequence[LentPage]) -> None:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        records = [(item.record, item.page_id) for item in items]
-        blocks = [(record.block_hash, page_id, record.size_bytes) for record, page_id in records]
-        return self._lend(PageStored, blocks, lambda job: messages.StoreCall(job, list(items)))
+        self._lend(StoreCall(list(pages)), PageStored)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -208,9 +199,6 @@ class StoreClient:
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
         with self._lock:
-            lent, returned, on_loan = self._num_lent, self._num_returned, len(self._loans)
-            if lent != returned + on_loan:
-                raise IntegrityError(f"{lent} pages lent, {returned} returned, {on_loan} on loan")
             num_pages = self.arena.num_pages if self.arena is not None else 0
             if any(not 0 <= page < num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
@@ -218,28 +206,22 @@ class StoreClient:
                 raise IntegrityError("jobs are open though no worker process exists")
 
     def _lend(
-        self,
-        kind: type[PageLoaded] | type[PageStored],
-        blocks: list[tuple[bytes, int, int]],
-        call_of: Callable[[int], messages.EngineMessage],
-    ) -> int:
+        self, call: LoadCall | StoreCall, ending: type[PageLoaded] | type[PageStored]
+    ) -> None:
         with self._lock:
-            job = next(self._jobs)
             fault = "worker_died" if self._accepts else "worker_down"
-            endings: list[Ending] = [kind(job, *block[:2], False, fault) for block in blocks]
+            ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
             if self._accepts:
-                self._check_lendable(blocks)
-                self._loans.update((ending.page_id, ending) for ending in endings)
-                self._num_lent += len(endings)
-                self._send(call_of(job))
-                return job
-            self._events += endings
+                self._check_lendable(call.pages)
+                self._loans.update((end.page_id, end) for end in ends)
+                self._send(call)
+                return
+            self._events += ends
         self._wake()
-        return job
 
-    def _check_lendable(self, blocks: list[tuple[bytes, int, int]]) -> None:
-        pages = [page_id for _, page_id, _ in blocks]
-        max_size_bytes = max((size_bytes for *_, size_bytes in blocks), default=0)
+    def _check_lendable(self, lent: list[LentPage]) -> None:
+        pages = [each.page_id for each in lent]
+        max_size_bytes = max((each.record.size_bytes for each in lent), default=0)
         if self.arena is None:
             raise IntegrityError("this client has no arena to lend pages of")
         if any(not 0 <= page < self.arena.num_pages for page in pages):
@@ -305,7 +287,7 @@ class StoreClient:
                 if is_crash(returncode):
                     num_crashes = num_crashes + 1 if served_s < _CRASH_WINDOW_S else 1
                 reason = str(self._refused or describe_exit(returncode))
-            self._end_all(reason)
+            self._end_all()
             if self._stop.is_set():
                 return
             if not self._started.is_set():
@@ -346,10 +328,13 @@ class StoreClient:
                             if self._stop.is_set() and self._channel is None:
                                 worker.kill()  # closed before it was ever ready
                         elif ready & selectors.EVENT_READ:
-                            for message in channel.receive():
-                                if isinstance(message, WorkerUp):
-                                    served_since = time.monotonic()
-                                self._receive(message, channel)
+                            received = channel.receive()
+                            if any(isinstance(message, WorkerUp) for message in received):
+                                served_since = time.monotonic()
+                            with self._lock:
+                                for message in received:
+                                    self._take(message, channel)
+                            self._wake()
             except EOFError:
                 pass
             except StorageError as error:
@@ -362,19 +347,10 @@ class StoreClient:
 
     # --- in ----------------------------------------------------------------------------------
 
-    def _receive(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
-        with self._lock:
-            num_before = len(self._events)
-            self._handle(message, channel)
-            has_news = len(self._events) > num_before
-        if has_news:
-            self._wake()
-
-    def _handle(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
+    def _take(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
         match message:
-            case messages.Completions(loads, stores, stats):
-                endings: list[Ending] = [*loads, *stores]
-                self._events += [done for done in endings if self._return_page(done)]
+            case messages.Completions(pages, stats):
+                self._events += [done for done in pages if self._return_page(done)]
                 self._stats = stats
             case messages.LookupDone(job):
                 if self._lookups.pop(job, None) is not None:
@@ -397,23 +373,19 @@ class StoreClient:
 
     def _return_page(self, done: Ending) -> bool:
         loan = self._loans.get(done.page_id)
-        is_its = loan is not None and (loan.job, loan.block_hash) == (done.job, done.block_hash)
+        is_its = loan is not None and loan.block_hash == done.block_hash
         if not is_its or type(loan) is not type(done):
             logger.error("completion of page %d, which is not on that loan", done.page_id)
             return False
         del self._loans[done.page_id]
-        self._num_returned += 1
         return True
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self) -> None:
         """Answer everything that a worker left open; only after it is dead and reaped."""
         with self._lock:
             self._worker = None
             self._events += self._loans.values()
             self._events += [LookupDone(job, [None] * num) for job, num in self._lookups.items()]
-            self._num_returned += len(self._loans)
             self._loans.clear()
             self._lookups.clear()
-            if self._started.is_set() and not self._is_closing:
-                self._events.append(WorkerDown(reason))
         self._wake()

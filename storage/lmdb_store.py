@@ -17,12 +17,12 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
-from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
+from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.inspection import find_problems, list_chains, select_blocks, verifying
-from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats
+from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -169,7 +169,7 @@ class BlockStore:
 
     # --- storing ------------------------------------------------------------------------------
 
-    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Slot | None]:
+    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
 
         None where slots lent to other puts leave no room at the moment. Every slot must come back
@@ -189,14 +189,14 @@ class BlockStore:
             answer = [next(lent[size], None) for size in sizes]
         except BaseException:
             for extent in self._slots.lent.keys() - lent_before:
-                self.abandon(Slot(extent, self._slots.lent[extent]))
+                self.abandon(extent)
             raise
         if self._slots.is_disk_full and not any(answer):
             self._count_fault("no_space", "the filesystem is full")
             raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
         return answer
 
-    def write_payload(self, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:
+    def write_payload(self, slot: Extent, record: BlockRecord, payload: memoryview) -> bytes:
         """Write a block's bytes into its slot and answer their checksum; any thread may call this.
 
         Args:
@@ -209,11 +209,11 @@ class BlockStore:
             StoreFullError, StorageError: not written; hand the slot to `abandon`.
         """
         self._failpoint("write:before")
-        checksum = self._files.write_block(slot.extent, record, payload)
+        checksum = self._files.write_block(slot, record, payload)
         self._failpoint("write:done")
         return checksum
 
-    def commit(self, writes: Sequence[tuple[Slot, BlockRecord, bytes]]) -> list[bool]:
+    def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
 
         Answers for each whether it is stored; a block that has expired meanwhile is not. A block
@@ -222,13 +222,13 @@ class BlockStore:
         Raises:
             StorageError: none of the rest is stored; their slots are taken back.
         """
-        if any(slot.extent not in self._slots.lent for slot, _, _ in writes):
+        if any(slot not in self._slots.lent for slot, _, _ in writes):
             raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
         try:
             if self._sync:
                 with storage_errors(self.path):
-                    self._files.sync({slot.extent.segment for slot, _, _ in writes})
+                    self._files.sync({slot.segment for slot, _, _ in writes})
             for batch in batches(writes):
                 now = self._clock.now()
                 with self._slots.changing() as txn:
@@ -237,9 +237,9 @@ class BlockStore:
                     self._failpoint("commit:before")
                 self._failpoint("commit:done")
                 for (slot, _, _), owner in zip(batch, owners, strict=True):
-                    self._slots.take_back(slot, is_stored=owner == slot.extent)
+                    self._slots.take_back(slot, is_stored=owner == slot)
                     stored.append(owner is not None)
-                    self._num_stored += owner == slot.extent
+                    self._num_stored += owner == slot
         except BaseException:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
@@ -247,7 +247,7 @@ class BlockStore:
         self._slots.enforce_budget()
         return stored
 
-    def abandon(self, slot: Slot) -> None:
+    def abandon(self, slot: Extent) -> None:
         """Give back a slot that was not committed; its thread must be done with it."""
         self._slots.take_back(slot, is_stored=False)
 
@@ -438,8 +438,8 @@ class BlockStore:
         return num_dropped
 
     def _insert(
-        self, txn: IndexTxn, slot: Slot, record: BlockRecord, checksum: bytes, now: float
-    ) -> object:
+        self, txn: IndexTxn, slot: Extent, record: BlockRecord, checksum: bytes, now: float
+    ) -> Extent | None:
         """Add a written block; answer the extent that holds it from now on, None if expired."""
         if now >= record.expires_at:
             return None
@@ -450,9 +450,9 @@ class BlockStore:
                 self._refresh(txn, old, record.last_used, record.expires_at, record.retention)
                 return old.extent
             self._slots.remove(txn, old)
-        txn.insert(Located(record, slot.extent, record.size_bytes, checksum))
-        txn.drop_pending(slot.extent)
-        return slot.extent
+        txn.insert(Located(record, slot, record.size_bytes, checksum))
+        txn.drop_pending(slot)
+        return slot
 
     def _refresh(
         self, txn: IndexTxn, old: Located, last_used: float, until: float | None, claim: str | None

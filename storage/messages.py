@@ -66,19 +66,11 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
     set_aside_index: bool = False
 
 
-class LoadItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A block wanted in a page, and what its record must say."""
+class LentPage(msgspec.Struct, frozen=True, array_like=True):
+    """A page lent to the worker: for a load what the block's record must say, or a block to store.
 
-    block_hash: bytes
-    parent_hash: bytes
-    root: bytes
-    position: int
-    size_bytes: int
-    page_id: int
-
-
-class StoreItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A block to be written from a page."""
+    A page is on one loan at a time, so that its number is the loan's.
+    """
 
     record: BlockRecord
     page_id: int
@@ -93,25 +85,27 @@ class TouchItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     retention: str | None = None
 
 
-class PageLoaded(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one load; the page is no longer on loan. `record` is set if `ok`."""
+class PageReturned(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one loan; `reason` says why it failed, if it did."""
 
-    job: int
     block_hash: bytes
     page_id: int
-    ok: bool
     reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the block was loaded or stored."""
+        return not self.reason
+
+
+class PageLoaded(PageReturned, frozen=True, array_like=True, tag="loaded"):
+    """The end of one load; `record` is set if `ok`."""
+
     record: BlockRecord | None = None
 
 
-class PageStored(msgspec.Struct, frozen=True, array_like=True):
+class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
     """The end of one store; if `ok`, the block survives a kill of every process of ours."""
-
-    job: int
-    block_hash: bytes
-    page_id: int
-    ok: bool
-    reason: str = ""
 
 
 # --- Engine to worker ------------------------------------------------------------------------
@@ -123,13 +117,11 @@ class LookupCall(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
 
 
 class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    job: int
-    items: list[LoadItem]
+    pages: list[LentPage]
 
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
-    job: int
-    items: list[StoreItem]
+    pages: list[LentPage]
 
 
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
@@ -185,8 +177,7 @@ class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Pages that are ready, as they become so, and the figures that follow from them."""
 
-    loads: list[PageLoaded]
-    stores: list[PageStored]
+    pages: list[PageLoaded | PageStored]
     stats: StoreStats
 
 

@@ -4,15 +4,6 @@ from typing import NamedTuple
 
 import msgspec
 
-from tieredkv.storage.codec import Extent
-
-
-class Slot(NamedTuple):
-    """A slot lent to one put, until `commit` or `abandon`."""
-
-    extent: Extent
-    slot_bytes: int
-
 
 class EvictResult(NamedTuple):
     """What an operator's eviction freed; `unknown_ids` matched no chain."""

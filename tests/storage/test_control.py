@@ -22,8 +22,9 @@ from tests.storage.conftest import (
     payload_of,
 )
 from tieredkv.errors import ConfigError, StorageError
-from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl
+from tieredkv.storage.messages import ControlRequest
 from tieredkv.storage.results import EvictFilter
 
 

@@ -25,8 +25,9 @@ from tests.storage.blocks import (
     sweep,
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
+from tieredkv.storage.codec import Extent
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
-from tieredkv.storage.results import EvictFilter, Slot
+from tieredkv.storage.results import EvictFilter
 from tieredkv.types import BlockRecord
 
 
@@ -288,7 +289,7 @@ def test_the_smallest_budget_lets_blocks_replace_one_another(tmp_path: Path, siz
 
 def test_lent_slots_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=2 << 20) as store:
-        slots: list[Slot] = []
+        slots: list[Extent] = []
         while (slot := reserve(store, make_record(f"{len(slots)}", size_bytes=60_000))) is not None:
             slots.append(slot)
         assert len(set(slots)) == len(slots) > 5
@@ -297,7 +298,7 @@ def test_lent_slots_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
         store.check()
         store.abandon(slots.pop())
         with pytest.raises(IntegrityError):
-            store.abandon(slots[0]._replace(extent=slots[0].extent._replace(slot=999)))
+            store.abandon(slots[0]._replace(slot=999))
         assert reserve(store, make_record("x", size_bytes=60_000)) is not None
 
 
