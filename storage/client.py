@@ -29,12 +29,11 @@ from tieredkv.storage.messages import (
     PageStored,
     StoreCall,
     StoreOptions,
-    TouchItem,
     WorkerMessage,
     WorkerUp,
 )
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
-from tieredkv.storage.results import StoreStats
+from tieredkv.storage.results import StoreStats, TouchItem
 
 logger = logging.getLogger(__name__)
 

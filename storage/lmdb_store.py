@@ -22,7 +22,7 @@ from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.inspection import find_problems, list_chains, select_blocks, verifying
-from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats
+from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -251,20 +251,19 @@ class BlockStore:
         """Give back a slot that was not committed; its thread must be done with it."""
         self._slots.take_back(slot, is_stored=False)
 
-    def claim_or_touch(self, items: Sequence[tuple[bytes, float, float | None, str | None]]) -> int:
-        """Refresh blocks: (hash, last_used, expires_at or None, retention or None).
+    def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> int:
+        """Refresh blocks; a block stored once more is a use and a claim of it too.
 
         Times only move forward; what has expired stays expired. Answers how many were found.
         """
         now, found = self._clock.now(), 0
         for batch in batches(items):
             with self._slots.changing() as txn:
-                for block_hash, last_used, expires_at, retention in batch:
-                    old = self._get(txn, block_hash)
-                    if old is None or now >= old.record.expires_at:
-                        continue
-                    found += 1
-                    self._refresh(txn, old, last_used, expires_at, retention)
+                for item in batch:
+                    old = self._get(txn, item.block_hash)
+                    if old is not None and now < old.record.expires_at:
+                        found += 1
+                        self._refresh(txn, old, item)
                 txn.set_clock_mark(now)
         self._slots.enforce_budget()
         return found
@@ -447,23 +446,21 @@ class BlockStore:
         if old is not None:
             is_newer = record.computed_at > old.record.computed_at
             if not is_newer and now < old.record.expires_at:
-                self._refresh(txn, old, record.last_used, record.expires_at, record.retention)
+                self._refresh(txn, old, record)
                 return old.extent
             self._slots.remove(txn, old)
         txn.insert(Located(record, slot, record.size_bytes, checksum))
         txn.drop_pending(slot)
         return slot
 
-    def _refresh(
-        self, txn: IndexTxn, old: Located, last_used: float, until: float | None, claim: str | None
-    ) -> None:
-        record = old.record
-        later = max(record.expires_at, until or 0.0)
+    def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:
+        record, claim = old.record, item.retention
+        later = max(record.expires_at, item.expires_at or 0.0)
         new = msgspec.structs.replace(
             record,
             expires_at=later,
             retention=claim if claim and later > record.expires_at else record.retention,
-            last_used=max(record.last_used, last_used),
+            last_used=max(record.last_used, item.last_used),
             hits=record.hits + 1,
         )
         check_record(new)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError, named
-from tieredkv.storage.results import StoreStats
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 
 # --- Nouns -----------------------------------------------------------------------------------
@@ -74,15 +74,6 @@ class LentPage(msgspec.Struct, frozen=True, array_like=True):
 
     record: BlockRecord
     page_id: int
-
-
-class TouchItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A use of a block, and the claim that came with it if it lengthens the block's life."""
-
-    block_hash: bytes
-    last_used: float
-    expires_at: float | None = None
-    retention: str | None = None
 
 
 class PageReturned(msgspec.Struct, frozen=True, array_like=True):

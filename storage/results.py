@@ -5,6 +5,15 @@ from typing import NamedTuple
 import msgspec
 
 
+class TouchItem(msgspec.Struct, frozen=True, array_like=True):
+    """A use of a block, and the claim that came with it if it lengthens the block's life."""
+
+    block_hash: bytes
+    last_used: float
+    expires_at: float | None = None
+    retention: str | None = None
+
+
 class EvictResult(NamedTuple):
     """What an operator's eviction freed; `unknown_ids` matched no chain."""
 

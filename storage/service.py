@@ -25,7 +25,8 @@ from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import LentPage, PageLoaded, PageStored, TouchItem
+from tieredkv.storage.messages import LentPage, PageLoaded, PageStored
+from tieredkv.storage.results import TouchItem
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
@@ -357,10 +358,8 @@ class StoreService:
         for page, old in zip(batch, stored, strict=True):
             is_known = old is not None and old.computed_at >= page.record.computed_at
             (known if is_known else left).append(page)
-        records = [page.record for page in known]
-        claims = [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
-        if claims:
-            self._store.claim_or_touch(claims)
+        if known:
+            self._store.claim_or_touch([page.record for page in known])
         for page in known:
             self._end_store(page, "")
         return left
@@ -413,6 +412,8 @@ class StoreService:
         if not self._touches:
             self._touched_since = time.monotonic()
         for touch in touches:
+            if touch.retention not in self._options.disk_retentions:
+                touch = replace(touch, expires_at=None, retention=None)
             known = self._touches.get(touch.block_hash, touch)
             longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
             last_used = max(known.last_used, touch.last_used)
@@ -426,12 +427,7 @@ class StoreService:
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
         items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
-        rows = []
-        for item in items:
-            is_claim = item.retention in self._options.disk_retentions
-            claim = (item.expires_at, item.retention) if is_claim else (None, None)
-            rows.append((item.block_hash, item.last_used, *claim))
-        self._attempt("touch", lambda: self._store.claim_or_touch(rows))
+        self._attempt("touch", lambda: self._store.claim_or_touch(items))
 
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))

@@ -21,15 +21,8 @@ from tieredkv.clock import Clock
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.messages import (
-    LentPage,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    TouchItem,
-    WorkerUp,
-)
-from tieredkv.storage.results import StoreStats
+from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 

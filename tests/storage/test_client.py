@@ -25,7 +25,8 @@ from tests.storage.conftest import (
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LookupDone, PageLoaded, PageStored, TouchItem, WorkerUp
+from tieredkv.storage.messages import LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.results import TouchItem
 
 
 def raw_bytes(folder: Path) -> bytes:

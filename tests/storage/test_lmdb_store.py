@@ -27,7 +27,7 @@ from tests.storage.blocks import (
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import Extent
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
 
@@ -80,8 +80,9 @@ def test_expiry_is_to_the_second_and_touching_does_not_revive(tmp_path: Path) ->
         assert load(store, record) == payload_of(record)
         clock.advance(0.001)
         assert load(store, record) is None
-        assert store.lookup([record.block_hash]) == [None]
-        assert store.claim_or_touch([(record.block_hash, clock.now(), clock.now() + 99, None)]) == 0
+        key = record.block_hash
+        assert store.lookup([key]) == [None]
+        assert store.claim_or_touch([TouchItem(key, clock.now(), clock.now() + 99)]) == 0
         assert sweep(store).expired_blocks == 1
         assert store.stats().blocks == 0
         assert put(store, record) == [False]
@@ -135,8 +136,8 @@ def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> N
     with open_store(tmp_path / "s", clock) as store:
         put(store, record)
         key = record.block_hash
-        store.claim_or_touch([(key, clock.now() + 1, clock.now() + 50, "24h")])
-        store.claim_or_touch([(key, clock.now() - 1, clock.now() + 20, "in_memory")])
+        store.claim_or_touch([TouchItem(key, clock.now() + 1, clock.now() + 50, "24h")])
+        store.claim_or_touch([TouchItem(key, clock.now() - 1, clock.now() + 20, "in_memory")])
         (found,) = store.lookup([key])
         assert found is not None
         assert (found.expires_at, found.retention) == (clock.now() + 50, "24h")

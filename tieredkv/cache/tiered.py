@@ -26,14 +26,8 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.messages import (
-    ControlRequest,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    TouchItem,
-    WorkerUp,
-)
+from tieredkv.storage.messages import ControlRequest, LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 logger = logging.getLogger(__name__)
