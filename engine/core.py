@@ -38,6 +38,7 @@ from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
+from tieredkv.storage.results import EvictFilter
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
@@ -49,6 +50,7 @@ TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
 TOUCH_AGAIN_S = 10.0
 CPU_DEVICE_BYTES = 256 << 20
+EVERYTHING = EvictFilter(all=True)
 
 
 @dataclass(slots=True)
@@ -318,31 +320,19 @@ class EngineCore:
             raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
         return self.cache.demoter.flush(to, deadline=time.monotonic() + timeout_s)
 
-    def evict(
-        self,
-        *,
-        older_than_s: float | None = None,
-        namespace_prefix: str = "",
-        ids: Sequence[str] = (),
-        blocks: Collection[BlockHash] = (),
-    ) -> int:
+    def evict(self, wanted: EvictFilter = EVERYTHING, blocks: Collection[BlockHash] = ()) -> int:
         """Drop blocks from VRAM and host memory, all of them or those that match; count them.
 
         Args:
-            older_than_s: only what was not used for so long.
-            namespace_prefix: only this namespace, by the beginning of its digest in hex.
-            ids: only these chains, by the beginning of their ids.
-            blocks: with `ids`, further blocks of these chains.
+            wanted: what must go.
+            blocks: where it names chains, further blocks of them.
         """
         now = self._clock.now()
-        chains = self.tiers.directory.chains(ids, blocks)
+        chains = self.tiers.directory.chains(wanted.ids, blocks)
 
         def is_wanted(entry: Entry) -> bool:
-            if older_than_s is not None and now - entry.last_used < older_than_s:
-                return False
-            if ids and entry.block_hash not in chains:
-                return False
-            return entry.namespace.hex().startswith(namespace_prefix)
+            is_in_chain = not wanted.ids or entry.block_hash in chains
+            return is_in_chain and wanted.allows(entry.namespace, entry.last_used, now)
 
         return self.cache.evict(is_wanted)
 
@@ -512,20 +502,13 @@ class EngineCore:
         """Serve what an operator asked the store's worker about VRAM and host memory."""
         for event in self.cache.take_control_requests():
             assert self._store is not None
-            if event.verb == "df":
-                self._store.reply_control(event.id, self.tier_stats())
-            elif event.verb == "evict":
-                args = event.args
-                evicted = self.evict(
-                    older_than_s=args.get("older_than_s"),
-                    namespace_prefix=args.get("namespace_prefix") or "",
-                    ids=args.get("ids") or (),
-                    blocks=args.get("blocks") or (),
-                )
-                self._store.reply_control(
-                    event.id,
-                    {"evicted_blocks": evicted, "freed_bytes": evicted * self.kv_spec.block_bytes},
-                )
+            if event.call.verb == "df":
+                answer = self.tier_stats()
+            else:
+                evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
+                freed_bytes = evicted * self.kv_spec.block_bytes
+                answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
+            self._store.reply_control(event.id, answer)
 
     def _open_store(self, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self._settings

@@ -322,7 +322,8 @@ class SlotAllocator:
             with self.changing() as txn:
                 taken = self.take(txn, slot_bytes, short)
                 if len(taken) < short and not self.is_disk_full:
-                    self._evict_for(txn, slot_bytes, short - len(taken))
+                    spare = max(self.room_bytes, 0) + self.idle_bytes(slot_bytes)
+                    self._evict(txn, (short - len(taken)) * slot_bytes - spare)
                     taken += self.take(txn, slot_bytes, short - len(taken))
                 self.failpoint("reserve:before")
             self.failpoint("reserve:done")
@@ -331,24 +332,6 @@ class SlotAllocator:
             if len(taken) < short and not self.release_idle(keep=slot_bytes):
                 break
         return slots
-
-    def _evict_for(self, txn: IndexTxn, slot_bytes: int, count: int) -> None:
-        """Evict by LRU until `count` slots of a size are there or can be made of other sizes'."""
-        gained = max(self.room_bytes, 0) + self.idle_bytes(slot_bytes)
-        victims: list[Located] = []
-        count -= gained // slot_bytes
-        gained %= slot_bytes
-        for located in self._victims(txn):
-            if count <= 0 or len(victims) >= TXN_BLOCKS:
-                break
-            victims.append(located)
-            if located.slot_bytes == slot_bytes:
-                count -= 1
-            else:
-                gained += located.slot_bytes
-                count -= gained // slot_bytes
-                gained %= slot_bytes
-        self._evict(txn, victims)
 
     def _victims(self, txn: IndexTxn) -> Iterator[Located]:
         """Blocks in the order of their eviction: protected ones last."""
@@ -363,26 +346,30 @@ class SlotAllocator:
                     yield located
         yield from protected
 
-    def _evict(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
+    def _evict(self, txn: IndexTxn, needed_bytes: int) -> int:
+        """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
+
+        A slot of another size than the one wanted counts too: its space can be given back.
+        """
+        victims: list[Located] = []
+        for located in self._victims(txn):
+            if needed_bytes <= 0 or len(victims) >= TXN_BLOCKS:
+                break
+            victims.append(located)
+            needed_bytes -= located.slot_bytes
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)
+        return len(victims)
 
     def enforce_budget(self) -> None:
         """Bring what files occupy down to the budget, less room for the index to grow."""
         while self.room_bytes < 0:
             if self.release_idle():
                 continue
-            excess = -self.room_bytes
-            victims: list[Located] = []
             with self.changing() as txn:
-                for located in self._victims(txn):
-                    if excess <= 0 or len(victims) >= TXN_BLOCKS:
-                        break
-                    victims.append(located)
-                    excess -= located.slot_bytes
-                self._evict(txn, victims)
-            if not victims:
+                num_evicted = self._evict(txn, -self.room_bytes)
+            if not num_evicted:
                 break
 
     def reach_budget(self) -> None:

@@ -68,13 +68,13 @@ class StoreControl:
         Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
         tier's part.
         """
-        return self._ask(ControlCall("evict", msgspec.to_builtins(wanted)))
+        return self._ask(ControlCall("evict", wanted))
 
     def verify(
         self, *, repair: bool = True, progress: VerbProgress | None = None
     ) -> dict[str, Any]:
         """Read every block and compare; `{"checked", "bad", "by_reason", "repaired"}`."""
-        return self._ask(ControlCall("verify", {"repair": repair}), progress)
+        return self._ask(ControlCall("verify", repair=repair), progress)
 
     # --- asking ------------------------------------------------------------------------------
 

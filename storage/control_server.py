@@ -51,13 +51,6 @@ class ControlClient:
         """End the call."""
         self._end(ControlResult(body))
 
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Do part of the call; if that fails, so does the call, and nothing else."""
-        try:
-            action()
-        except Exception as error:
-            self.fail(error)
-
     def fail(self, error: Exception) -> None:
         """End the call with an error; a bug of ours ends the call, never the worker."""
         if not isinstance(error, TieredKVError):
@@ -160,7 +153,7 @@ class ControlServer:
                 return
             client.is_busy = True
             client.last_heard = time.monotonic()
-            client.attempt(partial(self._on_call, client, call))
+            self._on_call(client, call)
 
     def _drop(self, client: ControlClient) -> None:
         if not client.is_gone:

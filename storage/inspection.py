@@ -44,15 +44,12 @@ def select_blocks(
         chosen, unknown = _only_in_chains(stored, which.ids)
     elif not (which.all or which.older_than_s is not None or which.namespace_prefix):
         return [], ()
-    selected = [stored[block_hash] for block_hash in chosen]
-    selected = [located for located in selected if _matches(located.record, which, now)]
+    selected = []
+    for block_hash in chosen:
+        record = stored[block_hash].record
+        if which.allows(record.namespace, record.last_used, now):
+            selected.append(stored[block_hash])
     return sorted(selected, key=lambda each: -each.record.position), unknown
-
-
-def _matches(record: BlockRecord, which: EvictFilter, now: float) -> bool:
-    if which.older_than_s is not None and now - record.last_used < which.older_than_s:
-        return False
-    return record.namespace.hex().startswith((which.namespace_prefix or "").lower())
 
 
 def _only_in_chains(

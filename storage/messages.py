@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError, named
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import EvictFilter, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 
 # --- Nouns -----------------------------------------------------------------------------------
@@ -99,6 +99,14 @@ class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
     """The end of one store; if `ok`, the block survives a kill of every process of ours."""
 
 
+class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """What the command line wants: `wanted` is for `evict`, `repair` for `verify`."""
+
+    verb: Literal["df", "ls", "evict", "verify"]
+    wanted: EvictFilter = EvictFilter()
+    repair: bool = True
+
+
 # --- Engine to worker ------------------------------------------------------------------------
 
 
@@ -173,21 +181,20 @@ class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer."""
+    """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer.
+
+    Attributes:
+        blocks: what is on disk of the chains that an eviction names.
+    """
 
     id: int
-    verb: str
-    args: dict[str, Any]
+    call: ControlCall
+    blocks: list[bytes] = []
 
 
 WorkerMessage = WorkerUp | Refused | LookupDone | Completions | ControlRequest
 
 # --- Command line and worker -----------------------------------------------------------------
-
-
-class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    verb: str
-    args: dict[str, Any] = {}
 
 
 class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

@@ -39,6 +39,12 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
     ids: tuple[str, ...] = ()
     dry_run: bool = False
 
+    def allows(self, namespace: bytes, last_used: float, now: float) -> bool:
+        """Answer whether a block is of the right age and namespace, whatever its chain."""
+        if self.older_than_s is not None and now - last_used < self.older_than_s:
+            return False
+        return namespace.hex().startswith((self.namespace_prefix or "").lower())
+
 
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One chain: a block without a stored successor, and all stored blocks before it.

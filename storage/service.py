@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import lmdb
 from msgspec.structs import replace
@@ -113,8 +113,8 @@ class StoreService:
         self._readers = ThreadPoolExecutor(self._options.num_readers)
         self._writers = ThreadPoolExecutor(self._options.num_writers)
         self._moved: deque[ReadTask | WriteTask] = deque()
-        ask_engine = None if argument.is_standalone else self._ask
-        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._writes.append)
+        ask_engine = None if argument.is_standalone else self._send
+        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
 
     def run(self) -> None:
@@ -217,16 +217,13 @@ class StoreService:
                     self._writes.append(lambda: self._delete(hashes, reason))
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
-            case messages.EngineAnswer(job, body):
-                self._verbs.hear_engine(job, body)
+            case messages.EngineAnswer():
+                self._verbs.hear_engine(message)
             case messages.CloseCall():
                 self._is_closing = True
                 for page in self._loads:
                     self._end_load(page, "closing")
                 self._loads.clear()
-
-    def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
-        self._send(messages.ControlRequest(job, verb, args))
 
     def _abandon(self) -> None:
         """Finish what is in hand for nobody: the engine is gone."""
@@ -297,6 +294,10 @@ class StoreService:
             self._end_store(page, "retention")
         else:
             self._writes.append(page)
+
+    def _add_barrier(self, barrier: Callable[[], None]) -> None:
+        self._writes.append(barrier)
+        self._poke()
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
