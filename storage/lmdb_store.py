@@ -341,6 +341,7 @@ class BlockStore:
         """Figures as of now."""
         with self._index.reading() as txn:
             totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
+            num_segments = txn.num_entries("segments")
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -355,7 +356,7 @@ class BlockStore:
             num_expired=self._num_expired,
             num_evicted=self._slots.num_evicted,
             num_namespaces=num_namespaces,
-            num_segments=len(self._slots.segments),
+            num_segments=num_segments,
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             direct_io=self._files.direct_io,
