@@ -361,13 +361,15 @@ class SlotAllocator:
 
     def reach_budget(self) -> None:
         """Shrink a store that was given less room than it takes, its index as well."""
-        if self.room_bytes < 0 and self.index.wasted_bytes > self.index.occupied_bytes // 2:
-            self.index.compact()
-            self.measure()
+        with suppress(StoreFullError):  # no room for the copy: blocks give way first
+            self._compact_index()
         self.enforce_budget()
-        if self.room_bytes < 0:
-            self.index.compact()
-            self.measure()
+        self._compact_index()
         if self.occupied_bytes > self.budget_bytes:
             what = f"the emptied store at `{self.index.path}` occupies {self.occupied_bytes} bytes"
             raise StoreFullError(f"{what} of a budget of {self.budget_bytes}; raise the disk size")
+
+    def _compact_index(self) -> None:
+        if self.room_bytes < 0:
+            self.index.compact()
+            self.measure()

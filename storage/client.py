@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError
+from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
@@ -86,7 +86,6 @@ class StoreClient:
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
-        self._is_closing = False
         self._stats: StoreStats | None = None
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
@@ -159,8 +158,7 @@ class StoreClient:
     def pid(self) -> int | None:
         """Process id of the worker, while one is up."""
         with self._lock:
-            is_up = self._worker is not None and self._channel is not None
-            return self._worker.pid if self._worker is not None and is_up else None
+            return self._worker.pid if self._worker and self._channel else None
 
     @property
     def pending_pages(self) -> frozenset[int]:
@@ -176,7 +174,6 @@ class StoreClient:
         with self._lock:
             if self._accepts:
                 self._send(messages.CloseCall())
-            self._is_closing = True
             self._stop.set()
             self._poke()
         self._thread.join(timeout_s)
@@ -188,12 +185,6 @@ class StoreClient:
             self._thread.join(timeout_s or None)
         if self._thread.is_alive():
             logger.error("the store worker cannot be killed; its pages stay on loan")
-
-    def __enter__(self) -> "StoreClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
@@ -240,7 +231,7 @@ class StoreClient:
 
     @property
     def _accepts(self) -> bool:
-        return self._channel is not None and not self._is_closing
+        return self._channel is not None and not self._stop.is_set()
 
     def _send(self, message: messages.EngineMessage) -> None:
         """Send without waiting, or a stopped worker would stop the engine; under the lock."""
@@ -356,10 +347,10 @@ class StoreClient:
                     self._events.append(message)
             case messages.ControlRequest():
                 self._events.append(message)
-            case messages.Refused():
-                self._refused = messages.error_of(message)
+            case messages.Refused(kind, text):
+                self._refused = named(kind, text)
             case messages.WorkerUp(stats, notes):
-                if self._is_closing:
+                if self._stop.is_set():
                     self._poke()
                 else:
                     self._channel = channel

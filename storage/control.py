@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError
+from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError, named
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import SOCKET_NAME, socket_address
@@ -111,7 +111,7 @@ class StoreControl:
         try:
             for message in self._next(channel):
                 if isinstance(message, messages.Refused):
-                    raise messages.error_of(message)
+                    raise named(message.kind, message.message)
             with _connect(folder_fd) as connection:
                 body = self._converse(connection, call, progress)
         except _GONE:
@@ -140,8 +140,8 @@ class StoreControl:
                             progress(done, total)
                     case messages.ControlResult(body):
                         return body
-                    case messages.Refused():
-                        raise messages.error_of(reply)
+                    case messages.Refused(kind, text):
+                        raise named(kind, text)
 
     def _next(self, channel: FrameChannel[Incoming]) -> list[Incoming]:
         """Return the messages that arrive next.

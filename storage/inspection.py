@@ -4,19 +4,14 @@ It reads the index and payloads; what it finds bad is dropped by who called it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator
 
-from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import IndexTxn, Totals
-from tieredkv.storage.results import ChainInfo, EvictFilter, VerifyResult
+from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.types import BlockRecord
-
-Repair = Callable[[bytes, Located | None], None]
-"""Drops a block that is bad; without a hash, makes the secondary keys again."""
 
 # --- chains -----------------------------------------------------------------------------------
 
@@ -92,39 +87,7 @@ def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
 # --- proof reading ----------------------------------------------------------------------------
 
 
-def verifying(
-    slots: SlotAllocator, clock: Clock, repair: Repair | None
-) -> Generator[VerifyResult, None, None]:
-    """Check block after block, then the index; yields what was found so far after each."""
-    result, after = VerifyResult(), b""
-    index = slots.index
-
-    def found(reason: str, block_hash: bytes, located: Located | None) -> None:
-        can_repair = repair is not None and reason != "io_error"
-        if repair is not None and can_repair:
-            repair(block_hash, located)
-        result.add(reason, is_repaired=can_repair)
-
-    while True:
-        with index.reading() as txn:
-            entry = next(txn.blocks(after), None)
-        if entry is None:
-            break
-        after, located = entry
-        if located is None or clock.now() < located.record.expires_at:
-            result.checked += 1
-            reason = "record" if located is None else _fault_of(slots.files, located)
-            if reason is not None:
-                found(reason, after, located)
-        yield result
-    with index.reading() as txn:
-        problems = find_problems(txn, slots)
-    if problems:
-        found("index", b"", None)
-    yield result
-
-
-def _fault_of(files: SegmentFiles, located: Located) -> str | None:
+def fault_of(files: SegmentFiles, located: Located) -> str | None:
     """Read header and payload of a slot; the reason why they are bad, or None."""
     try:
         files.check_header(located)

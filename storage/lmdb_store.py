@@ -15,14 +15,21 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import recovery, results
+from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.inspection import find_problems, list_chains, select_blocks, verifying
-from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem
+from tieredkv.storage.inspection import fault_of, find_problems, list_chains, select_blocks
+from tieredkv.storage.results import (
+    ChainInfo,
+    EvictFilter,
+    EvictResult,
+    StoreStats,
+    TouchItem,
+    VerifyResult,
+)
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -49,13 +56,13 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, clock: Clock, *, sync: bool) -> None:
+    def __init__(self, slots: SlotAllocator, *, sync: bool) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
         self._files = slots.files
         self._slots = slots
-        self._clock = clock
+        self._clock = slots.clock
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
@@ -103,7 +110,7 @@ class BlockStore:
                 budget = recovery.settle_budget(index, budget_bytes)
                 slots = SlotAllocator(directory, files, index, budget, clock, failpoint)
                 recovery.recover(slots, clock.now())
-            store = cls(slots, clock, sync=sync == "commit")
+            store = cls(slots, sync=sync == "commit")
             store._num_expired = num_expired
             slots.reach_budget()
             undo.pop_all()
@@ -328,14 +335,43 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def chains(self) -> list[results.ChainInfo]:
+    def chains(self) -> list[ChainInfo]:
         """List every chain, the last used first."""
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
 
-    def verifying(self, *, repair: bool) -> Generator[results.VerifyResult, None, None]:
-        """Read every payload again and check it, then the index against itself, in steps."""
-        return verifying(self._slots, self._clock, self._repair if repair else None)
+    def verifying(self, *, repair: bool) -> Iterator[VerifyResult]:
+        """Read every payload again and check it, then the index against itself, in steps.
+
+        Answers what was found so far; what is bad is dropped if it is to be repaired.
+        """
+        result, after = VerifyResult(), b""
+        while True:
+            with self._index.reading() as txn:
+                entry = next(txn.blocks(after), None)
+            if entry is None:
+                break
+            after, located = entry
+            if located is None:
+                result.checked += 1
+                result.add("record", is_repaired=repair)
+                if repair:
+                    self._drop_damaged([after])
+            elif self._clock.now() < located.record.expires_at:
+                result.checked += 1
+                if (reason := fault_of(self._files, located)) is not None:
+                    can_repair = repair and reason != "io_error"
+                    result.add(reason, is_repaired=can_repair)
+                    if can_repair:
+                        self._drop_bad(located)
+            yield result
+        with self._index.reading() as txn:
+            problems = find_problems(txn, self._slots)
+        if problems:
+            result.add("index", is_repaired=repair)
+            if repair:
+                self._rebuild()
+        yield result
 
     def stats(self) -> StoreStats:
         """Figures as of now."""
@@ -473,15 +509,6 @@ class BlockStore:
             recovery.rebuild_keys(txn, lent=set(self._slots.lent))
         self._slots.reload()
         logger.warning("index of `%s`: secondary keys were made again", self.path)
-
-    def _repair(self, block_hash: bytes, located: Located | None) -> None:
-        """Drop what `verify` found bad; without a hash, the secondary keys are made again."""
-        if not block_hash:
-            self._rebuild()
-        elif located is None:
-            self._drop_damaged([block_hash])
-        else:
-            self._drop_bad(located)
 
     def _drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError, named
+from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
 from tieredkv.storage.results import EvictFilter, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 
@@ -216,8 +216,3 @@ def refusal(error: TieredKVError) -> Refused:
     is_told = isinstance(error, ConfigError | StorageError)
     is_told = is_told and not isinstance(error, CorruptBlockError)
     return Refused(type(error).__name__ if is_told else StorageError.__name__, str(error))
-
-
-def error_of(refused: Refused) -> TieredKVError:
-    """Return the error that the other side refused with."""
-    return named(refused.kind, refused.message)
