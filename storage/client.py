@@ -14,11 +14,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
 from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import messages
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import (
     ControlRequest,
@@ -45,7 +44,6 @@ _MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
 
 Ending = PageLoaded | PageStored
 Event = LookupDone | Ending | WorkerUp | ControlRequest
-_decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 class StoreClient:
@@ -64,11 +62,7 @@ class StoreClient:
     """
 
     def __init__(
-        self,
-        options: StoreOptions,
-        arena: HostArena | None = None,
-        *,
-        wake: Callable[[], None] = lambda: None,
+        self, options: StoreOptions, arena: HostArena, *, wake: Callable[[], None] = lambda: None
     ) -> None:
         """Start the worker and wait until it serves the store.
 
@@ -76,7 +70,7 @@ class StoreClient:
             StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
         """
         # Absolute, or a restart after a change of folder would open another store.
-        self._options = msgspec.structs.replace(options, path=os.path.abspath(options.path))
+        self._options = replace(options, path=os.path.abspath(options.path))
         self.arena = arena
         self._wake = wake
         self._lock = threading.Lock()
@@ -85,7 +79,7 @@ class StoreClient:
         self._lookups: dict[int, int] = {}  # job -> number of hashes
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._worker: WorkerProcess | None = None  # until it is reaped
-        self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
+        self._serves_since: float | None = None  # while the worker serves
         self._stats: StoreStats | None = None
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
@@ -158,7 +152,8 @@ class StoreClient:
     def pid(self) -> int | None:
         """Process id of the worker, while one is up."""
         with self._lock:
-            return self._worker.pid if self._worker and self._channel else None
+            is_up = self._serves_since is not None
+            return self._worker.pid if self._worker is not None and is_up else None
 
     @property
     def pending_pages(self) -> frozenset[int]:
@@ -189,8 +184,7 @@ class StoreClient:
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
         with self._lock:
-            num_pages = self.arena.num_pages if self.arena is not None else 0
-            if any(not 0 <= page < num_pages for page in self._loans):
+            if any(not 0 <= page < self.arena.num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
             if self._worker is None and (self._loans or self._lookups):
                 raise IntegrityError("jobs are open though no worker process exists")
@@ -212,8 +206,6 @@ class StoreClient:
     def _check_lendable(self, lent: list[LentPage]) -> None:
         pages = [each.page_id for each in lent]
         max_size_bytes = max((each.record.size_bytes for each in lent), default=0)
-        if self.arena is None:
-            raise IntegrityError("this client has no arena to lend pages of")
         if any(not 0 <= page < self.arena.num_pages for page in pages):
             raise IntegrityError(f"not all of the pages {pages} are in the arena")
         if max_size_bytes > (page_bytes := self.arena.page_bytes):
@@ -231,12 +223,12 @@ class StoreClient:
 
     @property
     def _accepts(self) -> bool:
-        return self._channel is not None and not self._stop.is_set()
+        return self._serves_since is not None and not self._stop.is_set()
 
     def _send(self, message: messages.EngineMessage) -> None:
         """Send without waiting, or a stopped worker would stop the engine; under the lock."""
-        assert self._channel is not None, "nothing is sent while no worker is up"
-        if self._channel.send(message):
+        assert self._worker is not None, "nothing is sent while no worker is up"
+        if self._worker.channel.send(message):
             self._poke()
 
     def _poke(self) -> None:
@@ -298,8 +290,7 @@ class StoreClient:
 
     def _serve(self, worker: WorkerProcess) -> float:
         """Talk until the channel ends; for how many seconds the worker served."""
-        channel = FrameChannel(worker.channel, _decoder)
-        served_since = None
+        channel = worker.channel
         with self._lock:
             self._worker = worker
             self._refused = None
@@ -315,15 +306,13 @@ class StoreClient:
                     for key, ready in selector.select():
                         if key.fileobj == self._poke_fd:
                             os.eventfd_read(self._poke_fd)
-                            if self._stop.is_set() and self._channel is None:
+                            if self._stop.is_set() and self._serves_since is None:
                                 worker.kill()  # closed before it was ever ready
                         elif ready & selectors.EVENT_READ:
                             received = channel.receive()
-                            if any(isinstance(message, WorkerUp) for message in received):
-                                served_since = time.monotonic()
                             with self._lock:
                                 for message in received:
-                                    self._take(message, channel)
+                                    self._take(message)
                             self._wake()
             except EOFError:
                 pass
@@ -332,12 +321,12 @@ class StoreClient:
                 worker.kill()
             finally:
                 with self._lock:
-                    self._channel = None
-        return time.monotonic() - served_since if served_since is not None else 0.0
+                    since, self._serves_since = self._serves_since, None
+        return time.monotonic() - since if since is not None else 0.0
 
     # --- in ----------------------------------------------------------------------------------
 
-    def _take(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
+    def _take(self, message: WorkerMessage) -> None:
         match message:
             case messages.Completions(pages, stats):
                 self._events += [done for done in pages if self._return_page(done)]
@@ -353,7 +342,7 @@ class StoreClient:
                 if self._stop.is_set():
                     self._poke()
                 else:
-                    self._channel = channel
+                    self._serves_since = time.monotonic()
                 for note in notes:
                     logger.warning("%s", note)
                 self._stats = stats

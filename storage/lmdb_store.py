@@ -81,7 +81,6 @@ class BlockStore:
         clock: Clock,
         sync: Literal["commit", "none"] = "commit",
         create: bool = True,
-        socket_path: str | None = None,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
@@ -92,14 +91,13 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             sync: whether a commit waits for the device; without, it survives kill -9 all the same.
             create: make the store if there is none.
-            socket_path: written into the lock file, for whoever finds the store busy.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
             StoreBusyError, FormatVersionError, StoreFullError, StorageError
         """
         with ExitStack() as undo:
-            directory = StoreDirectory.claim(path, create=create, socket=socket_path)
+            directory = StoreDirectory.claim(path, create=create)
             undo.callback(directory.release)
             with storage_errors(directory.path):
                 index = Index(directory.index_path, sync=sync == "commit")

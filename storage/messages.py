@@ -52,9 +52,9 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         channel_fd: the worker's end of the engine's socket pair.
-        arena: (fd, pages, bytes of a page) of the host arena; None for a worker without one.
+        arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
+            line started on a stopped store: there is no engine to ask or to lend pages.
         parent_pid: ends the worker when it is no longer its parent.
-        is_standalone: started by the command line on a stopped store: there is no engine to ask.
         set_aside_index: the index killed the worker before: rename it and start empty.
     """
 
@@ -62,7 +62,6 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
     channel_fd: int
     arena: tuple[int, int, int] | None
     parent_pid: int
-    is_standalone: bool = False
     set_aside_index: bool = False
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import selectors
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -97,7 +97,6 @@ class StoreService:
         self._num_writing = 0
         self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._storing: Counter[bytes] = Counter()  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
         self._sweep: Iterator[None] | None = None
@@ -113,7 +112,7 @@ class StoreService:
         self._readers = ThreadPoolExecutor(self._options.num_readers)
         self._writers = ThreadPoolExecutor(self._options.num_writers)
         self._moved: deque[ReadTask | WriteTask] = deque()
-        ask_engine = None if argument.is_standalone else self._send
+        ask_engine = None if arena is None else self._send
         self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
 
@@ -213,7 +212,7 @@ class StoreService:
                 self._gather(touches)
             case messages.DeleteCall(hashes, reason):
                 self._delete(hashes, reason)
-                if not self._storing.keys().isdisjoint(hashes):
+                if self._has_writes:  # of these blocks, perhaps
                     self._writes.append(lambda: self._delete(hashes, reason))
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
@@ -236,9 +235,11 @@ class StoreService:
                 self._store.abandon(self._reserved.popleft().extent)
 
     def _is_drained(self) -> bool:
-        has_reads = self._loads or self._num_reading
-        has_writes = self._writes or self._reserved or self._num_writing or self._written
-        return not (has_reads or has_writes)
+        return not (self._loads or self._num_reading or self._has_writes)
+
+    @property
+    def _has_writes(self) -> bool:
+        return bool(self._writes or self._reserved or self._num_writing or self._written)
 
     def _send_done(self) -> None:
         if self._done:
@@ -288,7 +289,6 @@ class StoreService:
     # --- stores ------------------------------------------------------------------------------
 
     def _accept_store(self, page: LentPage) -> None:
-        self._storing[page.record.block_hash] += 1
         if page.record.retention not in self._options.disk_retentions:
             # NOTE: the last gate of the promise that such a block never touches a disk.
             self._end_store(page, "retention")
@@ -395,11 +395,7 @@ class StoreService:
             self._end_store(task.page, reason)
 
     def _end_store(self, page: LentPage, reason: str) -> None:
-        block_hash = page.record.block_hash
-        self._storing[block_hash] -= 1
-        if not self._storing[block_hash]:
-            del self._storing[block_hash]
-        self._done.append(PageStored(block_hash, page.page_id, reason))
+        self._done.append(PageStored(page.record.block_hash, page.page_id, reason))
 
     # --- index -------------------------------------------------------------------------------
 

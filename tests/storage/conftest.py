@@ -176,7 +176,6 @@ class Mailbox:
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of a page."""
-        assert self.client.arena is not None
         return self.client.arena.page(page_id)
 
     def assert_right(self, done: PageLoaded, size_bytes: int = PAGE_BYTES) -> None:

@@ -433,17 +433,6 @@ def test_only_the_owner_can_reach_the_store(harness: Harness) -> None:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
 
 
-def test_a_client_without_an_arena_can_look_up_but_not_load(harness: Harness) -> None:
-    Mailbox(harness.open()).store([make_record("a", 0)])
-    harness.close()
-    client = StoreClient(harness.options())
-    (found,) = Mailbox(client).lookup([hash_of("a", 0)])
-    assert found is not None
-    with pytest.raises(IntegrityError, match="no arena"):
-        client.load(lent_pages([make_record("a", 0)]))
-    client.close()
-
-
 def test_blocks_larger_than_the_socket_and_the_threads_stream_in(tmp_path: Path) -> None:
     harness = Harness(tmp_path / "store")
     harness.arena.close()
