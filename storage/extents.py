@@ -77,13 +77,12 @@ class SegmentFiles:
             found[int(number)] = (name, int(slot_bytes))
         return found
 
-    def path_of(self, segment: int, slot_bytes: int) -> str:
-        """Name a segment file; number and slot size are in the name for whoever looks."""
-        return os.path.join(self.directory, f"{segment:08d}-{slot_bytes}.seg")
-
     def open(self, segment: int, slot_bytes: int, *, create: bool = False) -> None:
-        """Open or create a segment file; a missing one raises FileNotFoundError."""
-        path = self.path_of(segment, slot_bytes)
+        """Open or create a segment file; a missing one raises FileNotFoundError.
+
+        Number and slot size are in its name for whoever looks.
+        """
+        path = os.path.join(self.directory, f"{segment:08d}-{slot_bytes}.seg")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_DIRECT if self.direct_io else 0
         flags |= os.O_CREAT if create else 0

@@ -56,7 +56,7 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, *, sync: bool) -> None:
+    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
@@ -67,8 +67,7 @@ class BlockStore:
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
-        self._num_stored = self._num_expired = 0
-        self._is_closed = False
+        self._num_stored, self._num_expired = 0, num_expired
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -108,17 +107,12 @@ class BlockStore:
                 budget = recovery.settle_budget(index, budget_bytes)
                 slots = SlotAllocator(directory, files, index, budget, clock, failpoint)
                 recovery.recover(slots, clock.now())
-            store = cls(slots, sync=sync == "commit")
-            store._num_expired = num_expired
             slots.reach_budget()
             undo.pop_all()
-        return store
+        return cls(slots, sync=sync == "commit", num_expired=num_expired)
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         try:
             self._files.close()
             self._index.close()
@@ -256,22 +250,20 @@ class BlockStore:
         """Give back a slot that was not committed; its thread must be done with it."""
         self._slots.take_back(slot, is_stored=False)
 
-    def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> int:
+    def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
         """Refresh blocks; a block stored once more is a use and a claim of it too.
 
-        Times only move forward; what has expired stays expired. Answers how many were found.
+        Times only move forward; what has expired stays expired.
         """
-        now, found = self._clock.now(), 0
+        now = self._clock.now()
         for batch in batches(items):
             with self._slots.changing() as txn:
                 for item in batch:
                     old = self._get(txn, item.block_hash)
                     if old is not None and now < old.record.expires_at:
-                        found += 1
                         self._refresh(txn, old, item)
                 txn.set_clock_mark(now)
         self._slots.enforce_budget()
-        return found
 
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
         """Remember what a root stands for, for whoever lists the store."""

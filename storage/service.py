@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
+from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.control_server import ControlServer
@@ -33,8 +34,7 @@ from tieredkv.types import BlockRecord
 logger = logging.getLogger(__name__)
 
 _MAX_LOCATES_A_TURN = 64
-_MAX_GROUP_BLOCKS = 64  # written blocks that wait for one index transaction
-_MAX_GROUP_AGE_S = 0.005
+_MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
@@ -324,11 +324,7 @@ class StoreService:
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
         batch: list[LentPage] = []
-        while (
-            self._writes
-            and len(batch) < _MAX_GROUP_BLOCKS
-            and not callable(head := self._writes[0])
-        ):
+        while self._writes and len(batch) < TXN_BLOCKS and not callable(head := self._writes[0]):
             batch.append(head)
             self._writes.popleft()
         try:
@@ -379,7 +375,7 @@ class StoreService:
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
             (self._num_writing == 0 and not self._reserved)
-            or len(self._written) >= _MAX_GROUP_BLOCKS
+            or len(self._written) >= TXN_BLOCKS
             or now - self._written_since >= _MAX_GROUP_AGE_S
         )
 
