@@ -49,8 +49,8 @@ class SlotAllocator:
 
     Every slot below `num_used` of its segment is exactly one of: a stored block's, free (erased),
     or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
-    In memory this mirrors the last committed transaction; `reload` restores that after a failed
-    one. Used by the store's thread.
+    In memory these mirror the pending slots of the last committed transaction; `reload` restores
+    that after a failed one. Used by the store's thread.
     """
 
     def __init__(

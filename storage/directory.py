@@ -42,8 +42,7 @@ class StoreDirectory:
             StorageError: it is not ours, not safe or not there.
         """
         path = os.path.abspath(path)
-        is_new = not _check_folder(path, create=create)
-        if is_new:
+        if not _check_folder(path, create=create):
             _make_folder(path)
         lock_fd = _take_lock(path)
         try:

@@ -80,7 +80,6 @@ class Index:
 
     def __init__(self, path: str, *, sync: bool) -> None:
         self.path = path
-        self._data_path = os.path.join(path, "data.mdb")
         self._sync = sync
         self._env: Any = None
         self._open()
@@ -125,7 +124,7 @@ class Index:
             finally:
                 os.close(fd)
             self._env.close()
-            os.rename(draft, self._data_path)
+            os.rename(draft, os.path.join(self.path, "data.mdb"))
         self._open()
 
     def close(self) -> None:

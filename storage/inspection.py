@@ -113,8 +113,8 @@ def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
         expiry.add(expiry_key(record))
         lru.add(lru_key(record))
         owners[located.extent] += 1
-        blocks, payload = namespaces.get(record.namespace, (0, 0))
-        namespaces[record.namespace] = Totals(blocks + 1, payload + located.payload_bytes)
+        counted = namespaces.get(record.namespace, Totals(0, 0))
+        namespaces[record.namespace] = counted.plus(1, located.payload_bytes)
     for name, keys in (("expiry", expiry), ("lru", lru)):
         if different := txn.keys(name) ^ keys:
             problems.append(f"{len(different)} keys of `{name}` do not match the records")
