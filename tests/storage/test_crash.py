@@ -70,9 +70,9 @@ def test_a_worker_killed_a_hundred_times_loses_nothing_acknowledged(harness: Har
 ENGINE = textwrap.dedent(
     """
     import os, sys, time
-    from tieredkv.storage.client import PageStored, StoreClient
+    from tieredkv.storage.client import StoreClient
     from tieredkv.storage.host import HostArena
-    from tieredkv.storage.messages import StoreItem, StoreOptions
+    from tieredkv.storage.messages import LentPage, StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 
@@ -97,7 +97,7 @@ ENGINE = textwrap.dedent(
                 position=0, size_bytes=32768, retention="24h", computed_at=now,
                 expires_at=now + 86400, last_used=now,
             )
-            items.append(StoreItem(record=record, page_id=page))
+            items.append(LentPage(record, page))
             number += 1
         client.store(items)
         left = 16
