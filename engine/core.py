@@ -35,7 +35,7 @@ from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
-from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
@@ -52,6 +52,7 @@ TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
 TOUCH_AGAIN_S = 10.0
 CPU_DEVICE_BYTES = 256 << 20
+EVERYTHING = EvictFilter(all=True)
 
 
 @dataclass(slots=True)
@@ -479,18 +480,15 @@ class EngineCore:
 
     def _answer_control(self) -> None:
         """Serve what an operator asked the store's worker about VRAM and host memory."""
-        for event in self.cache.take_events():
-            if not isinstance(event, ControlRequest):
-                continue
+        for event in self.cache.take_control_requests():
             assert self._store is not None
-            if event.verb == "df":
-                self._store.reply_control(event.id, self.tier_stats())
-            elif event.verb == "evict":
-                wanted = msgspec.convert(event.args, EvictFilter)
-                evicted = self.evict(wanted, event.args.get("blocks", ()))
+            if event.call.verb == "df":
+                answer = self.tier_stats()
+            else:
+                evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
                 freed_bytes = evicted * self.kv_spec.block_bytes
-                body = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
-                self._store.reply_control(event.id, body)
+                answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
+            self._store.reply_control(event.id, answer)
 
     def _open_store(self, stack: contextlib.ExitStack) -> StoreClient | None:
         settings = self._settings

@@ -17,7 +17,6 @@ from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
-from tieredkv.storage.results import Slot
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +49,8 @@ class SlotAllocator:
 
     Every slot below `num_used` of its segment is exactly one of: a stored block's, free (erased),
     or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
-    In memory this mirrors the last committed transaction; `reload` restores that after a failed
-    one. Used by the store's thread.
+    In memory these mirror the pending slots of the last committed transaction; `reload` restores
+    that after a failed one. Used by the store's thread.
     """
 
     def __init__(
@@ -67,7 +66,6 @@ class SlotAllocator:
         self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
         self.dirty: dict[Extent, int] = {}
-        self.segments: dict[int, SegmentState] = {}
         self.is_disk_full = False
         self.directory = directory
         self.files = files
@@ -81,13 +79,11 @@ class SlotAllocator:
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            self.segments = txn.segments()
-            pending = txn.pending()
-        self.dirty = {}
-        for extent in pending:
-            if extent not in self.lent:
-                self.add_dirty(extent)
-        self.files.remove_unknown(set(self.segments))
+            segments, pending = txn.segments(), txn.pending()
+        sizes = {segment: state.slot_bytes for segment, state in segments.items()}
+        dirty = (extent for extent in pending if extent not in self.lent)
+        self.dirty = {extent: sizes.get(extent.segment, 0) for extent in dirty}
+        self.files.remove_unknown(set(segments))
         self.measure()
 
     @contextmanager
@@ -104,12 +100,12 @@ class SlotAllocator:
     def remove(self, txn: IndexTxn, located: Located) -> None:
         """Drop a block's entry; its slot is dirty from then on, unless there is no such slot."""
         segment, slot = located.extent
-        state = self.segments.get(segment)
+        state = txn.get_segment(segment)
         if state is None or slot >= state.num_used or located.slot_bytes != state.slot_bytes:
             txn.remove_damaged(located.record.block_hash)
             return
         txn.remove(located)
-        self.add_dirty(located.extent)
+        self.dirty[located.extent] = state.slot_bytes
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
@@ -130,10 +126,10 @@ class SlotAllocator:
         """Bytes of the slots that are lent or dirty."""
         return sum(self.lent.values()) + sum(self.dirty.values())
 
-    def idle_bytes(self, slot_bytes: int) -> int:
+    def idle_bytes(self, txn: IndexTxn, slot_bytes: int) -> int:
         """What `release_idle` can give back for slots of this size."""
         dirty = sum(size for size in self.dirty.values() if size != slot_bytes)
-        others = [state for state in self.segments.values() if state.slot_bytes != slot_bytes]
+        others = [each for each in txn.segments().values() if each.slot_bytes != slot_bytes]
         return dirty + sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
 
     def check_fits(self, slot_bytes: int) -> None:
@@ -161,18 +157,14 @@ class SlotAllocator:
                 taken += found
         return taken
 
-    def take_back(self, slot: Slot, *, is_stored: bool) -> None:
+    def take_back(self, extent: Extent, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
-        if self.lent.pop(slot.extent, None) is None:
-            raise IntegrityError(f"slot {slot.extent} is not lent")
-        self.files.refresh(slot.extent.segment)
+        slot_bytes = self.lent.pop(extent, None)
+        if slot_bytes is None:
+            raise IntegrityError(f"slot {extent} is not lent")
+        self.files.refresh(extent.segment)
         if not is_stored:
-            self.add_dirty(slot.extent)
-
-    def add_dirty(self, extent: Extent) -> None:
-        """Note a pending slot as waiting to be reused or erased."""
-        state = self.segments.get(extent.segment)
-        self.dirty[extent] = state.slot_bytes if state else 0
+            self.dirty[extent] = slot_bytes
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
         fits = (e for e, size in self.dirty.items() if size == slot_bytes)
@@ -184,12 +176,12 @@ class SlotAllocator:
     def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Slots whose space was set aside and that were never handed out."""
         taken: list[Extent] = []
-        for segment, state in self.segments.items():
+        for segment, state in txn.segments().items():
             more = min(state.num_slots - state.num_used, count - len(taken))
             if state.slot_bytes == slot_bytes and more > 0:
-                first = state.num_used
-                taken += [Extent(segment, first + i) for i in range(more)]
-                self._change_segment(txn, segment, num_used=first + more)
+                num_used = state.num_used + more
+                taken += [Extent(segment, slot) for slot in range(state.num_used, num_used)]
+                txn.put_segment(segment, state._replace(num_used=num_used))
         return taken
 
     def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
@@ -208,9 +200,10 @@ class SlotAllocator:
     def _take_new(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Slots of a segment that grows a step, or of a new one."""
         largest = max(_SEGMENT_BYTES, self.budget_bytes // 256) // slot_bytes or 1
-        same = {s: state for s, state in self.segments.items() if state.slot_bytes == slot_bytes}
+        same = {s: state for s, state in txn.segments().items() if state.slot_bytes == slot_bytes}
         fits = [s for s in same if same[s].num_slots < largest and s in self.files]
-        num_slots = self.segments[fits[-1]].num_slots if fits else 0
+        state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0, 0)
+        num_slots = state.num_slots
         step = min(_STEP_BYTES, self.budget_bytes // 64) // slot_bytes
         growth = min(max(step, count), self.room_bytes // slot_bytes, largest - num_slots)
         if growth <= 0:
@@ -223,15 +216,14 @@ class SlotAllocator:
                 return []
         self.failpoint("segment:grown")
         self.is_disk_full = False
-        self._change_segment(txn, segment, num_slots=num_slots + growth)
+        txn.put_segment(segment, state._replace(num_slots=num_slots + growth))
         return self._take_unused(txn, slot_bytes, count)
 
     def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
         segment = int.from_bytes(txn.meta("next_segment") or b"\1", "big")
         txn.set_meta("next_segment", (segment + 1).to_bytes(4, "big"))
         self.files.open(segment, slot_bytes, create=True)
-        self.segments[segment] = SegmentState(slot_bytes, 0, 0, 0)
-        txn.put_segment(segment, self.segments[segment])
+        txn.put_segment(segment, SegmentState(slot_bytes, 0, 0, 0))
         return segment
 
     def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
@@ -244,12 +236,6 @@ class SlotAllocator:
             self.is_disk_full = True
             return False
         return True
-
-    def _change_segment(self, txn: IndexTxn, segment: int, **changes: int) -> None:
-        """Change a segment here and in the index, whose live count is the true one."""
-        self.segments[segment] = self.segments[segment]._replace(**changes)
-        stored = txn.get_segment(segment) or self.segments[segment]
-        txn.put_segment(segment, stored._replace(**changes))
 
     # --- giving back ------------------------------------------------------------------------
 
@@ -264,7 +250,7 @@ class SlotAllocator:
             with self.index.writing() as txn:
                 for extent in erased:
                     txn.drop_pending(extent)
-                    if extent.segment in self.segments:
+                    if txn.get_segment(extent.segment) is not None:
                         txn.add_free(self.dirty[extent], extent)
             self.failpoint("erase:committed")
             for extent in erased:
@@ -278,14 +264,15 @@ class SlotAllocator:
         occupied_bytes, num_dirty = self.files.occupied_bytes, len(self.dirty)
         for _ in self.erasing(keep=keep):
             pass
-        states = [(s, state) for s, state in self.segments.items() if state.slot_bytes != keep]
-        unused = {s: state.num_used for s, state in states if state.num_slots > state.num_used}
+        with self.index.reading() as txn:
+            states = [(s, each) for s, each in txn.segments().items() if each.slot_bytes != keep]
+        unused = {s: state for s, state in states if state.num_slots > state.num_used}
         if unused:
             with self.changing() as txn:
-                for segment, num_used in unused.items():
-                    self._change_segment(txn, segment, num_slots=num_used)
+                for segment, state in unused.items():
+                    txn.put_segment(segment, state._replace(num_slots=state.num_used))
             for segment in [s for s in unused if s in self.files]:
-                self.files.truncate(segment, unused[segment])
+                self.files.truncate(segment, unused[segment].num_used)
         self.remove_empty_segments(keep=keep)
         has_erased = len(self.dirty) < num_dirty
         return has_erased or bool(unused) or self.files.occupied_bytes < occupied_bytes
@@ -302,7 +289,6 @@ class SlotAllocator:
                 txn.remove_segment(segment, state.slot_bytes)
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
-            del self.segments[segment]
 
     def erase(self, extent: Extent) -> bool:
         """Erase a slot's bytes; False where that failed, to be tried again."""
@@ -315,41 +301,24 @@ class SlotAllocator:
 
     # --- evicting ---------------------------------------------------------------------------
 
-    def obtain(self, slot_bytes: int, count: int) -> list[Slot]:
+    def obtain(self, slot_bytes: int, count: int) -> list[Extent]:
         """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
-        slots: list[Slot] = []
+        slots: list[Extent] = []
         while len(slots) < count:
             short = min(count - len(slots), TXN_BLOCKS)
             with self.changing() as txn:
                 taken = self.take(txn, slot_bytes, short)
                 if len(taken) < short and not self.is_disk_full:
-                    self._evict_for(txn, slot_bytes, short - len(taken))
+                    spare = max(self.room_bytes, 0) + self.idle_bytes(txn, slot_bytes)
+                    self._evict(txn, (short - len(taken)) * slot_bytes - spare)
                     taken += self.take(txn, slot_bytes, short - len(taken))
                 self.failpoint("reserve:before")
             self.failpoint("reserve:done")
-            slots += [Slot(extent, slot_bytes) for extent in taken]
+            slots += taken
             self.lent.update((extent, slot_bytes) for extent in taken)
             if len(taken) < short and not self.release_idle(keep=slot_bytes):
                 break
         return slots
-
-    def _evict_for(self, txn: IndexTxn, slot_bytes: int, count: int) -> None:
-        """Evict by LRU until `count` slots of a size are there or can be made of other sizes'."""
-        gained = max(self.room_bytes, 0) + self.idle_bytes(slot_bytes)
-        victims: list[Located] = []
-        count -= gained // slot_bytes
-        gained %= slot_bytes
-        for located in self._victims(txn):
-            if count <= 0 or len(victims) >= TXN_BLOCKS:
-                break
-            victims.append(located)
-            if located.slot_bytes == slot_bytes:
-                count -= 1
-            else:
-                gained += located.slot_bytes
-                count -= gained // slot_bytes
-                gained %= slot_bytes
-        self._evict(txn, victims)
 
     def _victims(self, txn: IndexTxn) -> Iterator[Located]:
         """Blocks in the order of their eviction: protected ones last."""
@@ -364,37 +333,43 @@ class SlotAllocator:
                     yield located
         yield from protected
 
-    def _evict(self, txn: IndexTxn, victims: Sequence[Located]) -> None:
+    def _evict(self, txn: IndexTxn, needed_bytes: int) -> int:
+        """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
+
+        A slot of another size than the one wanted counts too: its space can be given back.
+        """
+        victims: list[Located] = []
+        for located in self._victims(txn):
+            if needed_bytes <= 0 or len(victims) >= TXN_BLOCKS:
+                break
+            victims.append(located)
+            needed_bytes -= located.slot_bytes
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)
+        return len(victims)
 
     def enforce_budget(self) -> None:
         """Bring what files occupy down to the budget, less room for the index to grow."""
         while self.room_bytes < 0:
             if self.release_idle():
                 continue
-            excess = -self.room_bytes
-            victims: list[Located] = []
             with self.changing() as txn:
-                for located in self._victims(txn):
-                    if excess <= 0 or len(victims) >= TXN_BLOCKS:
-                        break
-                    victims.append(located)
-                    excess -= located.slot_bytes
-                self._evict(txn, victims)
-            if not victims:
+                num_evicted = self._evict(txn, -self.room_bytes)
+            if not num_evicted:
                 break
 
     def reach_budget(self) -> None:
         """Shrink a store that was given less room than it takes, its index as well."""
-        if self.room_bytes < 0 and self.index.wasted_bytes > self.index.occupied_bytes // 2:
-            self.index.compact()
-            self.measure()
+        with suppress(StoreFullError):  # no room for the copy: blocks give way first
+            self._compact_index()
         self.enforce_budget()
-        if self.room_bytes < 0:
-            self.index.compact()
-            self.measure()
+        self._compact_index()
         if self.occupied_bytes > self.budget_bytes:
             what = f"the emptied store at `{self.index.path}` occupies {self.occupied_bytes} bytes"
             raise StoreFullError(f"{what} of a budget of {self.budget_bytes}; raise the disk size")
+
+    def _compact_index(self) -> None:
+        if self.room_bytes < 0:
+            self.index.compact()
+            self.measure()

@@ -12,18 +12,27 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import msgspec
+from msgspec.structs import replace
 
-from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError
+from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import messages
-from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions, TouchItem, WorkerMessage
+from tieredkv.storage.messages import (
+    ControlRequest,
+    LentPage,
+    LoadCall,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreCall,
+    StoreOptions,
+    WorkerMessage,
+    WorkerUp,
+)
 from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
-from tieredkv.storage.results import StoreStats
+from tieredkv.storage.results import StoreStats, TouchItem
 
 logger = logging.getLogger(__name__)
 
@@ -33,24 +42,8 @@ _BUSY_POLL_S = 0.2
 _MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
 
 
-# Said by the worker and handed on as they are.
-ControlRequest = messages.ControlRequest
-LookupDone = messages.LookupDone
-PageLoaded = messages.PageLoaded
-PageStored = messages.PageStored
-WorkerUp = messages.WorkerUp
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerDown:
-    """The worker is dead; every page that was on loan has its event before this one."""
-
-    reason: str
-
-
 Ending = PageLoaded | PageStored
-Event = LookupDone | Ending | WorkerDown | WorkerUp | ControlRequest
-_decoder = msgspec.msgpack.Decoder(WorkerMessage)
+Event = LookupDone | Ending | WorkerUp | ControlRequest
 
 
 class StoreClient:
@@ -69,11 +62,7 @@ class StoreClient:
     """
 
     def __init__(
-        self,
-        options: StoreOptions,
-        arena: HostArena | None = None,
-        *,
-        wake: Callable[[], None] = lambda: None,
+        self, options: StoreOptions, arena: HostArena, *, wake: Callable[[], None] = lambda: None
     ) -> None:
         """Start the worker and wait until it serves the store.
 
@@ -81,7 +70,7 @@ class StoreClient:
             StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
         """
         # Absolute, or a restart after a change of folder would open another store.
-        self._options = msgspec.structs.replace(options, path=os.path.abspath(options.path))
+        self._options = replace(options, path=os.path.abspath(options.path))
         self.arena = arena
         self._wake = wake
         self._lock = threading.Lock()
@@ -89,11 +78,8 @@ class StoreClient:
         self._events: deque[Event] = deque()
         self._lookups: dict[int, int] = {}  # job -> number of hashes
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
-        self._num_lent = 0
-        self._num_returned = 0
         self._worker: WorkerProcess | None = None  # until it is reaped
-        self._channel: FrameChannel[WorkerMessage] | None = None  # while the worker serves
-        self._is_closing = False
+        self._serves_since: float | None = None  # while the worker serves
         self._stats: StoreStats | None = None
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
@@ -125,16 +111,13 @@ class StoreClient:
         self._wake()
         return job
 
-    def load(self, items: Sequence[LoadItem]) -> int:
+    def load(self, pages: Sequence[LentPage]) -> None:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        blocks = [(item.block_hash, item.page_id, item.size_bytes) for item in items]
-        return self._lend(PageLoaded, blocks, lambda job: messages.LoadCall(job, list(items)))
+        self._lend(LoadCall(list(pages)), PageLoaded)
 
-    def store(self, items: Sequence[StoreItem]) -> int:
+    def store(self, pages: Sequence[LentPage]) -> None:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        records = [(item.record, item.page_id) for item in items]
-        blocks = [(record.block_hash, page_id, record.size_bytes) for record, page_id in records]
-        return self._lend(PageStored, blocks, lambda job: messages.StoreCall(job, list(items)))
+        self._lend(StoreCall(list(pages)), PageStored)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -169,7 +152,7 @@ class StoreClient:
     def pid(self) -> int | None:
         """Process id of the worker, while one is up."""
         with self._lock:
-            is_up = self._worker is not None and self._channel is not None
+            is_up = self._serves_since is not None
             return self._worker.pid if self._worker is not None and is_up else None
 
     @property
@@ -186,7 +169,6 @@ class StoreClient:
         with self._lock:
             if self._accepts:
                 self._send(messages.CloseCall())
-            self._is_closing = True
             self._stop.set()
             self._poke()
         self._thread.join(timeout_s)
@@ -199,49 +181,31 @@ class StoreClient:
         if self._thread.is_alive():
             logger.error("the store worker cannot be killed; its pages stay on loan")
 
-    def __enter__(self) -> "StoreClient":
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def check(self) -> None:
         """Verify the invariants in the class docstring."""
         with self._lock:
-            lent, returned, on_loan = self._num_lent, self._num_returned, len(self._loans)
-            if lent != returned + on_loan:
-                raise IntegrityError(f"{lent} pages lent, {returned} returned, {on_loan} on loan")
-            num_pages = self.arena.num_pages if self.arena is not None else 0
-            if any(not 0 <= page < num_pages for page in self._loans):
+            if any(not 0 <= page < self.arena.num_pages for page in self._loans):
                 raise IntegrityError("a page on loan is not in the arena")
             if self._worker is None and (self._loans or self._lookups):
                 raise IntegrityError("jobs are open though no worker process exists")
 
     def _lend(
-        self,
-        kind: type[PageLoaded] | type[PageStored],
-        blocks: list[tuple[bytes, int, int]],
-        call_of: Callable[[int], messages.EngineMessage],
-    ) -> int:
+        self, call: LoadCall | StoreCall, ending: type[PageLoaded] | type[PageStored]
+    ) -> None:
         with self._lock:
-            job = next(self._jobs)
             fault = "worker_died" if self._accepts else "worker_down"
-            endings: list[Ending] = [kind(job, *block[:2], False, fault) for block in blocks]
+            ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
             if self._accepts:
-                self._check_lendable(blocks)
-                self._loans.update((ending.page_id, ending) for ending in endings)
-                self._num_lent += len(endings)
-                self._send(call_of(job))
-                return job
-            self._events += endings
+                self._check_lendable(call.pages)
+                self._loans.update((end.page_id, end) for end in ends)
+                self._send(call)
+                return
+            self._events += ends
         self._wake()
-        return job
 
-    def _check_lendable(self, blocks: list[tuple[bytes, int, int]]) -> None:
-        pages = [page_id for _, page_id, _ in blocks]
-        max_size_bytes = max((size_bytes for *_, size_bytes in blocks), default=0)
-        if self.arena is None:
-            raise IntegrityError("this client has no arena to lend pages of")
+    def _check_lendable(self, lent: list[LentPage]) -> None:
+        pages = [each.page_id for each in lent]
+        max_size_bytes = max((each.record.size_bytes for each in lent), default=0)
         if any(not 0 <= page < self.arena.num_pages for page in pages):
             raise IntegrityError(f"not all of the pages {pages} are in the arena")
         if max_size_bytes > (page_bytes := self.arena.page_bytes):
@@ -259,12 +223,12 @@ class StoreClient:
 
     @property
     def _accepts(self) -> bool:
-        return self._channel is not None and not self._is_closing
+        return self._serves_since is not None and not self._stop.is_set()
 
     def _send(self, message: messages.EngineMessage) -> None:
         """Send without waiting, or a stopped worker would stop the engine; under the lock."""
-        assert self._channel is not None, "nothing is sent while no worker is up"
-        if self._channel.send(message):
+        assert self._worker is not None, "nothing is sent while no worker is up"
+        if self._worker.channel.send(message):
             self._poke()
 
     def _poke(self) -> None:
@@ -305,7 +269,7 @@ class StoreClient:
                 if is_crash(returncode):
                     num_crashes = num_crashes + 1 if served_s < _CRASH_WINDOW_S else 1
                 reason = str(self._refused or describe_exit(returncode))
-            self._end_all(reason)
+            self._end_all()
             if self._stop.is_set():
                 return
             if not self._started.is_set():
@@ -326,8 +290,7 @@ class StoreClient:
 
     def _serve(self, worker: WorkerProcess) -> float:
         """Talk until the channel ends; for how many seconds the worker served."""
-        channel = FrameChannel(worker.channel, _decoder)
-        served_since = None
+        channel = worker.channel
         with self._lock:
             self._worker = worker
             self._refused = None
@@ -343,13 +306,14 @@ class StoreClient:
                     for key, ready in selector.select():
                         if key.fileobj == self._poke_fd:
                             os.eventfd_read(self._poke_fd)
-                            if self._stop.is_set() and self._channel is None:
+                            if self._stop.is_set() and self._serves_since is None:
                                 worker.kill()  # closed before it was ever ready
                         elif ready & selectors.EVENT_READ:
-                            for message in channel.receive():
-                                if isinstance(message, WorkerUp):
-                                    served_since = time.monotonic()
-                                self._receive(message, channel)
+                            received = channel.receive()
+                            with self._lock:
+                                for message in received:
+                                    self._take(message)
+                            self._wake()
             except EOFError:
                 pass
             except StorageError as error:
@@ -357,37 +321,28 @@ class StoreClient:
                 worker.kill()
             finally:
                 with self._lock:
-                    self._channel = None
-        return time.monotonic() - served_since if served_since is not None else 0.0
+                    since, self._serves_since = self._serves_since, None
+        return time.monotonic() - since if since is not None else 0.0
 
     # --- in ----------------------------------------------------------------------------------
 
-    def _receive(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
-        with self._lock:
-            num_before = len(self._events)
-            self._handle(message, channel)
-            has_news = len(self._events) > num_before
-        if has_news:
-            self._wake()
-
-    def _handle(self, message: WorkerMessage, channel: FrameChannel[WorkerMessage]) -> None:
+    def _take(self, message: WorkerMessage) -> None:
         match message:
-            case messages.Completions(loads, stores, stats):
-                endings: list[Ending] = [*loads, *stores]
-                self._events += [done for done in endings if self._return_page(done)]
+            case messages.Completions(pages, stats):
+                self._events += [done for done in pages if self._return_page(done)]
                 self._stats = stats
             case messages.LookupDone(job):
                 if self._lookups.pop(job, None) is not None:
                     self._events.append(message)
             case messages.ControlRequest():
                 self._events.append(message)
-            case messages.Refused():
-                self._refused = messages.error_of(message)
+            case messages.Refused(kind, text):
+                self._refused = named(kind, text)
             case messages.WorkerUp(stats, notes):
-                if self._is_closing:
+                if self._stop.is_set():
                     self._poke()
                 else:
-                    self._channel = channel
+                    self._serves_since = time.monotonic()
                 for note in notes:
                     logger.warning("%s", note)
                 self._stats = stats
@@ -397,23 +352,19 @@ class StoreClient:
 
     def _return_page(self, done: Ending) -> bool:
         loan = self._loans.get(done.page_id)
-        is_its = loan is not None and (loan.job, loan.block_hash) == (done.job, done.block_hash)
+        is_its = loan is not None and loan.block_hash == done.block_hash
         if not is_its or type(loan) is not type(done):
             logger.error("completion of page %d, which is not on that loan", done.page_id)
             return False
         del self._loans[done.page_id]
-        self._num_returned += 1
         return True
 
-    def _end_all(self, reason: str) -> None:
+    def _end_all(self) -> None:
         """Answer everything that a worker left open; only after it is dead and reaped."""
         with self._lock:
             self._worker = None
             self._events += self._loans.values()
             self._events += [LookupDone(job, [None] * num) for job, num in self._lookups.items()]
-            self._num_returned += len(self._loans)
             self._loans.clear()
             self._lookups.clear()
-            if self._started.is_set() and not self._is_closing:
-                self._events.append(WorkerDown(reason))
         self._wake()

@@ -6,6 +6,7 @@ the same worker and talks to that. It knows no tables and no exit codes.
 
 import contextlib
 import os
+import select
 import socket
 import time
 from collections.abc import Callable
@@ -14,11 +15,12 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError
+from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError, named
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel, Incoming
-from tieredkv.storage.control_server import SOCKET_NAME, socket_address
-from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions, WorkerMessage
+from tieredkv.storage.control_server import socket_address
+from tieredkv.storage.directory import SOCKET
+from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions
 from tieredkv.storage.process import WorkerProcess, describe_exit
 from tieredkv.storage.results import EvictFilter
 
@@ -29,7 +31,6 @@ _GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
 _ATTEMPTS = 20
 _RETRY_S = 0.25
 _decoder = msgspec.msgpack.Decoder(ControlReply)
-_start_decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 class StoreControl:
@@ -68,13 +69,13 @@ class StoreControl:
         Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
         tier's part.
         """
-        return self._ask(ControlCall("evict", msgspec.to_builtins(wanted)))
+        return self._ask(ControlCall("evict", wanted))
 
     def verify(
         self, *, repair: bool = True, progress: VerbProgress | None = None
     ) -> dict[str, Any]:
         """Read every block and compare; `{"checked", "bad", "by_reason", "repaired"}`."""
-        return self._ask(ControlCall("verify", {"repair": repair}), progress)
+        return self._ask(ControlCall("verify", repair=repair), progress)
 
     # --- asking ------------------------------------------------------------------------------
 
@@ -92,7 +93,7 @@ class StoreControl:
         finally:
             os.close(folder_fd)
         raise StoreUnreachableError(
-            f"`{self._path}` has a writer, but its socket `{SOCKET_NAME}` does not answer"
+            f"`{self._path}` has a writer, but its socket `{SOCKET}` does not answer"
         )
 
     def _ask_own_worker(
@@ -104,20 +105,18 @@ class StoreControl:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
-        worker = WorkerProcess(self._options, is_standalone=True)
-        channel = FrameChannel(worker.channel, _start_decoder)
-        worker.channel.settimeout(self._answer_timeout_s)
+        worker = WorkerProcess(self._options, arena=None)
         body = None
         try:
-            for message in self._next(channel):
+            for message in self._next(worker.channel):
                 if isinstance(message, messages.Refused):
-                    raise messages.error_of(message)
+                    raise named(message.kind, message.message)
             with _connect(folder_fd) as connection:
                 body = self._converse(connection, call, progress)
         except _GONE:
             pass
         finally:
-            channel.close()
+            worker.channel.close()
             returncode = worker.bury(grace_s=self._answer_timeout_s)
         if body is None:
             raise StorageError(
@@ -130,7 +129,6 @@ class StoreControl:
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None
     ) -> dict[str, Any]:
         channel = FrameChannel(sock, _decoder)
-        sock.settimeout(self._answer_timeout_s)
         channel.send(call)
         while True:
             for reply in self._next(channel):
@@ -140,8 +138,8 @@ class StoreControl:
                             progress(done, total)
                     case messages.ControlResult(body):
                         return body
-                    case messages.Refused():
-                        raise messages.error_of(reply)
+                    case messages.Refused(kind, text):
+                        raise named(kind, text)
 
     def _next(self, channel: FrameChannel[Incoming]) -> list[Incoming]:
         """Return the messages that arrive next.
@@ -150,16 +148,13 @@ class StoreControl:
             EOFError: the worker has gone.
             StoreUnreachableError: it says nothing.
         """
-        try:
-            while not (received := channel.receive()):
-                pass
-        except EOFError as error:
-            if not isinstance(error.__cause__, TimeoutError):
-                raise
-            raise StoreUnreachableError(
-                f"the store worker of `{self._path}` has said nothing for "
-                f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
-            ) from error
+        while not (received := channel.receive()):
+            writers = [channel] if channel.push_queued() else []
+            if not any(select.select([channel], writers, [], self._answer_timeout_s)):
+                raise StoreUnreachableError(
+                    f"the store worker of `{self._path}` has said nothing for "
+                    f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
+                )
         return received
 
 

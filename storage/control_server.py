@@ -17,11 +17,10 @@ import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
+from tieredkv.storage.directory import SOCKET
 from tieredkv.storage.messages import ControlCall, ControlProgress, ControlResult, refusal
 
 logger = logging.getLogger(__name__)
-
-SOCKET_NAME = "sock"
 
 _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
@@ -30,7 +29,7 @@ _decoder = msgspec.msgpack.Decoder(ControlCall)
 
 def socket_address(folder_fd: int) -> str:
     """Return an address of the folder's socket that fits into 108 bytes, whatever its path."""
-    return f"/proc/self/fd/{folder_fd}/{SOCKET_NAME}"
+    return f"/proc/self/fd/{folder_fd}/{SOCKET}"
 
 
 class ControlClient:
@@ -50,13 +49,6 @@ class ControlClient:
     def answer(self, body: dict[str, object]) -> None:
         """End the call."""
         self._end(ControlResult(body))
-
-    def attempt(self, action: Callable[[], None]) -> None:
-        """Do part of the call; if that fails, so does the call, and nothing else."""
-        try:
-            action()
-        except Exception as error:
-            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """End the call with an error; a bug of ours ends the call, never the worker."""
@@ -98,7 +90,7 @@ class ControlServer:
         except OSError as error:
             self._listener.close()
             os.close(self._folder_fd)
-            raise StorageError(f"cannot listen on `{folder}/{SOCKET_NAME}`: {error}") from error
+            raise StorageError(f"cannot listen on `{folder}/{SOCKET}`: {error}") from error
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def turn(self) -> None:
@@ -128,7 +120,7 @@ class ControlServer:
 
     def _remove(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(SOCKET_NAME, dir_fd=self._folder_fd)
+            os.unlink(SOCKET, dir_fd=self._folder_fd)
 
     def _accept(self) -> None:
         try:
@@ -160,7 +152,7 @@ class ControlServer:
                 return
             client.is_busy = True
             client.last_heard = time.monotonic()
-            client.attempt(partial(self._on_call, client, call))
+            self._on_call(client, call)
 
     def _drop(self, client: ControlClient) -> None:
         if not client.is_gone:

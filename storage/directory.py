@@ -17,6 +17,7 @@ FORMAT_NAME = "tieredkv-store"
 MARKER = "format.json"
 _MARKER_DRAFT = "format.json.tmp"
 LOCK = "lock"
+SOCKET = "sock"
 INDEX = "index"
 SEGMENTS = "segments"
 INDEX_FILES = ("data.mdb", "lock.mdb")
@@ -32,7 +33,7 @@ class StoreDirectory:
         self._lock_fd = lock_fd
 
     @classmethod
-    def claim(cls, path: str, *, create: bool, socket: str | None) -> "StoreDirectory":
+    def claim(cls, path: str, *, create: bool) -> "StoreDirectory":
         """Check the folder, take its lock and make what is missing in it.
 
         Raises:
@@ -41,10 +42,9 @@ class StoreDirectory:
             StorageError: it is not ours, not safe or not there.
         """
         path = os.path.abspath(path)
-        is_new = not _check_folder(path, create=create)
-        if is_new:
+        if not _check_folder(path, create=create):
             _make_folder(path)
-        lock_fd = _take_lock(path, socket)
+        lock_fd = _take_lock(path)
         try:
             if _read_marker(path) is None:
                 _write_marker(path)
@@ -182,7 +182,7 @@ def _make_file(path: str) -> None:
     os.close(fd)
 
 
-def _take_lock(path: str, socket: str | None) -> int:
+def _take_lock(path: str) -> int:
     lock = os.path.join(path, LOCK)
     try:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -201,7 +201,7 @@ def _take_lock(path: str, socket: str | None) -> int:
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
     os.fchmod(fd, 0o600)
     os.chmod(path, 0o700)
-    _describe_writer(fd, {"pid": os.getpid(), "socket": socket})
+    _describe_writer(fd, {"pid": os.getpid(), "socket": SOCKET})
     return fd
 
 

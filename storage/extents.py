@@ -10,8 +10,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,14 +34,15 @@ def aligned_buffer(size_bytes: int) -> memoryview:
 
 @dataclass(slots=True)
 class _File:
-    """One open segment file. `users` counts the threads that read or write it."""
+    """One open segment file; it closes when nobody, no thread in it either, refers to it."""
 
     path: str
     fd: int
     slot_bytes: int
     occupied_bytes: int = 0
-    users: int = 0
-    is_removed: bool = False
+
+    def __del__(self) -> None:
+        os.close(self.fd)
 
 
 class SegmentFiles:
@@ -77,13 +77,12 @@ class SegmentFiles:
             found[int(number)] = (name, int(slot_bytes))
         return found
 
-    def path_of(self, segment: int, slot_bytes: int) -> str:
-        """Name a segment file; number and slot size are in the name for whoever looks."""
-        return os.path.join(self.directory, f"{segment:08d}-{slot_bytes}.seg")
-
     def open(self, segment: int, slot_bytes: int, *, create: bool = False) -> None:
-        """Open or create a segment file; a missing one raises FileNotFoundError."""
-        path = self.path_of(segment, slot_bytes)
+        """Open or create a segment file; a missing one raises FileNotFoundError.
+
+        Number and slot size are in its name for whoever looks.
+        """
+        path = os.path.join(self.directory, f"{segment:08d}-{slot_bytes}.seg")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_DIRECT if self.direct_io else 0
         flags |= os.O_CREAT if create else 0
@@ -99,15 +98,9 @@ class SegmentFiles:
     def remove(self, segment: int) -> None:
         """Erase and unlink a whole segment file."""
         file = self._files.pop(segment, None)
-        if file is None:
-            return
-        os.ftruncate(file.fd, 0)
-        os.unlink(file.path)
-        with self._lock:
-            file.is_removed = True
-            should_close = file.users == 0
-        if should_close:
-            os.close(file.fd)
+        if file is not None:
+            os.ftruncate(file.fd, 0)
+            os.unlink(file.path)
 
     def remove_unknown(self, known: set[int]) -> None:
         """Unlink segment files that the index does not know."""
@@ -119,8 +112,6 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""
-        for file in self._files.values():
-            os.close(file.fd)
         self._files.clear()
 
     def __contains__(self, segment: int) -> bool:
@@ -197,7 +188,8 @@ class SegmentFiles:
             body = aligned_buffer(padded)
             body[:size] = payload[:size]
         body[size:] = bytes(padded - size)
-        with storage_errors(self.directory), self._using(extent.segment) as file:
+        with storage_errors(self.directory):
+            file = self._file(extent.segment)
             _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
         with self._lock:
             self.bytes_written += HEADER_BYTES + padded
@@ -247,14 +239,14 @@ class SegmentFiles:
         padded = padded_bytes(size)
         body = self._direct_view(into, padded)
         bounce = aligned_buffer(padded) if body is None else body
-        with self._using(extent.segment) as file:
-            start = extent.slot * file.slot_bytes + offset
-            count = 0
-            while count < padded:
-                step = os.preadv(file.fd, [bounce[count:]], start + count)
-                count += step
-                if step == 0 or step % PAGE_ALIGNMENT_BYTES:
-                    break
+        file = self._file(extent.segment)
+        start = extent.slot * file.slot_bytes + offset
+        count = 0
+        while count < padded:
+            step = os.preadv(file.fd, [bounce[count:]], start + count)
+            count += step
+            if step == 0 or step % PAGE_ALIGNMENT_BYTES:
+                break
         with self._lock:
             self.bytes_read += count
         count = min(size, count)
@@ -270,21 +262,10 @@ class SegmentFiles:
             return None
         return buffer[:padded]
 
-    @contextmanager
-    def _using(self, segment: int) -> Iterator[_File]:
-        with self._lock:
-            file = self._files.get(segment)
-            if file is None:
-                raise FileNotFoundError(errno.ENOENT, f"segment {segment} is missing")
-            file.users += 1
-        try:
-            yield file
-        finally:
-            with self._lock:
-                file.users -= 1
-                should_close = file.is_removed and file.users == 0
-            if should_close:
-                os.close(file.fd)
+    def _file(self, segment: int) -> _File:
+        if (file := self._files.get(segment)) is None:
+            raise FileNotFoundError(errno.ENOENT, f"segment {segment} is missing")
+        return file
 
 
 def _pwrite_all(fd: int, buffers: list[memoryview], offset: int) -> None:

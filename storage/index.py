@@ -34,6 +34,10 @@ class Totals(NamedTuple):
     num_blocks: int
     payload_bytes: int
 
+    def plus(self, num_blocks: int, payload_bytes: int) -> "Totals":
+        """Return the totals with so much more; what a damaged record miscounted ends at zero."""
+        return Totals(max(self[0] + num_blocks, 0), max(self[1] + payload_bytes, 0))
+
 
 class SegmentState(NamedTuple):
     """What the index knows of a segment file.
@@ -76,7 +80,6 @@ class Index:
 
     def __init__(self, path: str, *, sync: bool) -> None:
         self.path = path
-        self._data_path = os.path.join(path, "data.mdb")
         self._sync = sync
         self._env: Any = None
         self._open()
@@ -94,19 +97,6 @@ class Index:
             )
             self._dbs = {name: self._env.open_db(name.encode()) for name in NAMES}
 
-    @property
-    def occupied_bytes(self) -> int:
-        """What the index file occupies."""
-        return os.stat(self._data_path).st_blocks * 512
-
-    @property
-    def wasted_bytes(self) -> int:
-        """Bytes of the index file that hold no live page."""
-        with self.reading() as txn:
-            pages = sum(txn.num_pages(name) for name in NAMES)
-        page_bytes: int = self._env.stat()["psize"]
-        return max(self.occupied_bytes - (pages + 4) * page_bytes, 0)
-
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:
         """Look at one consistent state."""
@@ -117,9 +107,7 @@ class Index:
     def writing(self) -> Iterator["IndexTxn"]:
         """Change the index; all of it or, if anything raises, nothing."""
         with storage_errors(self.path), self._env.begin(write=True) as txn:
-            changes = IndexTxn(txn, self._dbs)
-            yield changes
-            changes.flush_counters()
+            yield IndexTxn(txn, self._dbs)
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
@@ -130,10 +118,13 @@ class Index:
                 os.fchmod(fd, 0o600)
                 self._env.copyfd(fd, compact=True)
                 os.fsync(fd)
+            except BaseException:
+                os.unlink(draft)
+                raise
             finally:
                 os.close(fd)
             self._env.close()
-            os.rename(draft, self._data_path)
+            os.rename(draft, os.path.join(self.path, "data.mdb"))
         self._open()
 
     def close(self) -> None:
@@ -146,14 +137,12 @@ class Index:
 
 
 class IndexTxn:
-    """Reads and changes within one transaction; counters are gathered and written at its end."""
+    """Reads and changes within one transaction; whoever changes a block changes its counters."""
 
     def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
         self._txn = txn
         self._dbs = dbs
         self._blocks = dbs["blocks"]
-        self._namespace_deltas: dict[bytes, list[int]] = {}
-        self._live_deltas: dict[int, int] = {}
 
     # --- blocks -----------------------------------------------------------------------------
 
@@ -226,7 +215,6 @@ class IndexTxn:
 
     def longest_unused(self) -> Iterator[bytes]:
         """Hashes across namespaces, the longest unused first; change nothing while it walks."""
-        self.flush_counters()
         prefixes = [codec.lru_prefix(namespace) for namespace, _ in self._walk("namespaces")]
         orders = [self._keys_with(prefix, "lru") for prefix in prefixes]
         return (codec.lru_hash(key) for key in merge(*orders, key=codec.lru_order))
@@ -269,7 +257,7 @@ class IndexTxn:
         self._txn.put(segment.to_bytes(4, "big"), _SEGMENT.pack(*state), db=self._dbs["segments"])
 
     def get_segment(self, segment: int) -> SegmentState | None:
-        """One segment, changes of this transaction's blocks not yet counted."""
+        """One segment; None where there is none."""
         data = self._txn.get(segment.to_bytes(4, "big"), db=self._dbs["segments"])
         return None if data is None else SegmentState(*_SEGMENT.unpack(data))
 
@@ -318,46 +306,25 @@ class IndexTxn:
         if self._txn.get(root, db=self._dbs["roots"]) != data:
             self._txn.put(root, data, db=self._dbs["roots"])
 
-    def flush_counters(self) -> None:
-        """Write the counters that this transaction changed."""
-        blocks, payload = self.totals()
-        for namespace, (block_delta, byte_delta) in self._namespace_deltas.items():
-            data = self._txn.get(namespace, db=self._dbs["namespaces"])
-            old = Totals(*_TOTALS.unpack(data)) if data else Totals(0, 0)
-            num_blocks = max(old.num_blocks + block_delta, 0)
-            new = _TOTALS.pack(num_blocks, max(old.payload_bytes + byte_delta, 0))
-            if num_blocks:
-                self._txn.put(namespace, new, db=self._dbs["namespaces"])
-            else:
-                self._txn.delete(namespace, db=self._dbs["namespaces"])
-            blocks, payload = blocks + block_delta, payload + byte_delta
-        if self._namespace_deltas:
-            self.set_meta("totals", _TOTALS.pack(max(blocks, 0), max(payload, 0)))
-        for segment, delta in self._live_deltas.items():
-            state = self.get_segment(segment)
-            if state is not None and delta:
-                live = max(state.num_live + delta, 0)
-                self.put_segment(segment, state._replace(num_live=live))
-        self._namespace_deltas.clear()
-        self._live_deltas.clear()
-
     def _count(self, located: Located, sign: int) -> None:
-        deltas = self._namespace_deltas.setdefault(located.record.namespace, [0, 0])
-        deltas[0] += sign
-        deltas[1] += sign * located.payload_bytes
-        segment = located.extent.segment
-        self._live_deltas[segment] = self._live_deltas.get(segment, 0) + sign
+        """Add a block to its namespace, its segment and the totals, or take it out."""
+        namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
+        self.set_meta("totals", _TOTALS.pack(*self.totals().plus(sign, payload_bytes)))
+        data = self._txn.get(namespace, db=self._dbs["namespaces"])
+        counted = Totals(*_TOTALS.unpack(data or bytes(_TOTALS.size))).plus(sign, payload_bytes)
+        if counted.num_blocks:
+            self._txn.put(namespace, _TOTALS.pack(*counted), db=self._dbs["namespaces"])
+        else:
+            self._txn.delete(namespace, db=self._dbs["namespaces"])
+        if (state := self.get_segment(located.extent.segment)) is not None:
+            state = state._replace(num_live=max(state.num_live + sign, 0))
+            self.put_segment(located.extent.segment, state)
 
     # --- whole databases --------------------------------------------------------------------
 
     def num_entries(self, name: str) -> int:
         """Entries of one database."""
         return int(self._txn.stat(self._dbs[name])["entries"])
-
-    def num_pages(self, name: str) -> int:
-        """Pages of one database."""
-        stat = self._txn.stat(self._dbs[name])
-        return int(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"])
 
     def keys(self, name: str) -> set[bytes]:
         """All keys of one database, for `check()`."""

@@ -4,19 +4,14 @@ It reads the index and payloads; what it finds bad is dropped by who called it.
 """
 
 from collections import Counter
-from collections.abc import Callable, Generator
 
-from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import IndexTxn, Totals
-from tieredkv.storage.results import ChainInfo, EvictFilter, VerifyResult
+from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.types import BlockRecord
-
-Repair = Callable[[bytes, Located | None], None]
-"""Drops a block that is bad; without a hash, makes the secondary keys again."""
 
 # --- chains -----------------------------------------------------------------------------------
 
@@ -92,39 +87,7 @@ def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
 # --- proof reading ----------------------------------------------------------------------------
 
 
-def verifying(
-    slots: SlotAllocator, clock: Clock, repair: Repair | None
-) -> Generator[VerifyResult, None, None]:
-    """Check block after block, then the index; yields what was found so far after each."""
-    result, after = VerifyResult(), b""
-    index = slots.index
-
-    def found(reason: str, block_hash: bytes, located: Located | None) -> None:
-        can_repair = repair is not None and reason != "io_error"
-        if repair is not None and can_repair:
-            repair(block_hash, located)
-        result.add(reason, is_repaired=can_repair)
-
-    while True:
-        with index.reading() as txn:
-            entry = next(txn.blocks(after), None)
-        if entry is None:
-            break
-        after, located = entry
-        if located is None or clock.now() < located.record.expires_at:
-            result.checked += 1
-            reason = "record" if located is None else _fault_of(slots.files, located)
-            if reason is not None:
-                found(reason, after, located)
-        yield result
-    with index.reading() as txn:
-        problems = find_problems(txn, slots)
-    if problems:
-        found("index", b"", None)
-    yield result
-
-
-def _fault_of(files: SegmentFiles, located: Located) -> str | None:
+def fault_of(files: SegmentFiles, located: Located) -> str | None:
     """Read header and payload of a slot; the reason why they are bad, or None."""
     try:
         files.check_header(located)
@@ -150,8 +113,8 @@ def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
         expiry.add(expiry_key(record))
         lru.add(lru_key(record))
         owners[located.extent] += 1
-        blocks, payload = namespaces.get(record.namespace, (0, 0))
-        namespaces[record.namespace] = Totals(blocks + 1, payload + located.payload_bytes)
+        counted = namespaces.get(record.namespace, Totals(0, 0))
+        namespaces[record.namespace] = counted.plus(1, located.payload_bytes)
     for name, keys in (("expiry", expiry), ("lru", lru)):
         if different := txn.keys(name) ^ keys:
             problems.append(f"{len(different)} keys of `{name}` do not match the records")
@@ -173,10 +136,6 @@ def _slot_problems(txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent])
         problems.append("pending slots are not those lent and those to be erased")
     free_keys = txn.keys("free")
     segments = txn.segments()
-    if {s: state._replace(num_live=0) for s, state in segments.items()} != {
-        s: state._replace(num_live=0) for s, state in slots.segments.items()
-    }:
-        problems.append("the segments in memory are not those of the index")
     live = Counter(extent.segment for extent in owners.elements())
     for segment, state in segments.items():
         if state.num_live != live[segment]:

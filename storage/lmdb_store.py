@@ -15,14 +15,21 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import recovery, results
+from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
-from tieredkv.storage.codec import Located, check_record, expiry_key, slot_bytes_for
+from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.inspection import find_problems, list_chains, select_blocks, verifying
-from tieredkv.storage.results import EvictFilter, EvictResult, Slot, StoreStats
+from tieredkv.storage.inspection import fault_of, find_problems, list_chains, select_blocks
+from tieredkv.storage.results import (
+    ChainInfo,
+    EvictFilter,
+    EvictResult,
+    StoreStats,
+    TouchItem,
+    VerifyResult,
+)
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -49,19 +56,18 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, clock: Clock, *, sync: bool) -> None:
+    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
         self._files = slots.files
         self._slots = slots
-        self._clock = clock
+        self._clock = slots.clock
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
-        self._num_stored = self._num_expired = 0
-        self._is_closed = False
+        self._num_stored, self._num_expired = 0, num_expired
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -74,7 +80,6 @@ class BlockStore:
         clock: Clock,
         sync: Literal["commit", "none"] = "commit",
         create: bool = True,
-        socket_path: str | None = None,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
@@ -85,14 +90,13 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             sync: whether a commit waits for the device; without, it survives kill -9 all the same.
             create: make the store if there is none.
-            socket_path: written into the lock file, for whoever finds the store busy.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
             StoreBusyError, FormatVersionError, StoreFullError, StorageError
         """
         with ExitStack() as undo:
-            directory = StoreDirectory.claim(path, create=create, socket=socket_path)
+            directory = StoreDirectory.claim(path, create=create)
             undo.callback(directory.release)
             with storage_errors(directory.path):
                 index = Index(directory.index_path, sync=sync == "commit")
@@ -103,17 +107,12 @@ class BlockStore:
                 budget = recovery.settle_budget(index, budget_bytes)
                 slots = SlotAllocator(directory, files, index, budget, clock, failpoint)
                 recovery.recover(slots, clock.now())
-            store = cls(slots, clock, sync=sync == "commit")
-            store._num_expired = num_expired
             slots.reach_budget()
             undo.pop_all()
-        return store
+        return cls(slots, sync=sync == "commit", num_expired=num_expired)
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         try:
             self._files.close()
             self._index.close()
@@ -169,7 +168,7 @@ class BlockStore:
 
     # --- storing ------------------------------------------------------------------------------
 
-    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Slot | None]:
+    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
 
         None where slots lent to other puts leave no room at the moment. Every slot must come back
@@ -189,14 +188,14 @@ class BlockStore:
             answer = [next(lent[size], None) for size in sizes]
         except BaseException:
             for extent in self._slots.lent.keys() - lent_before:
-                self.abandon(Slot(extent, self._slots.lent[extent]))
+                self.abandon(extent)
             raise
         if self._slots.is_disk_full and not any(answer):
             self._count_fault("no_space", "the filesystem is full")
             raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
         return answer
 
-    def write_payload(self, slot: Slot, record: BlockRecord, payload: memoryview) -> bytes:
+    def write_payload(self, slot: Extent, record: BlockRecord, payload: memoryview) -> bytes:
         """Write a block's bytes into its slot and answer their checksum; any thread may call this.
 
         Args:
@@ -209,11 +208,11 @@ class BlockStore:
             StoreFullError, StorageError: not written; hand the slot to `abandon`.
         """
         self._failpoint("write:before")
-        checksum = self._files.write_block(slot.extent, record, payload)
+        checksum = self._files.write_block(slot, record, payload)
         self._failpoint("write:done")
         return checksum
 
-    def commit(self, writes: Sequence[tuple[Slot, BlockRecord, bytes]]) -> list[bool]:
+    def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
 
         Answers for each whether it is stored; a block that has expired meanwhile is not. A block
@@ -222,13 +221,13 @@ class BlockStore:
         Raises:
             StorageError: none of the rest is stored; their slots are taken back.
         """
-        if any(slot.extent not in self._slots.lent for slot, _, _ in writes):
+        if any(slot not in self._slots.lent for slot, _, _ in writes):
             raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
         try:
             if self._sync:
                 with storage_errors(self.path):
-                    self._files.sync({slot.extent.segment for slot, _, _ in writes})
+                    self._files.sync({slot.segment for slot, _, _ in writes})
             for batch in batches(writes):
                 now = self._clock.now()
                 with self._slots.changing() as txn:
@@ -237,9 +236,9 @@ class BlockStore:
                     self._failpoint("commit:before")
                 self._failpoint("commit:done")
                 for (slot, _, _), owner in zip(batch, owners, strict=True):
-                    self._slots.take_back(slot, is_stored=owner == slot.extent)
+                    self._slots.take_back(slot, is_stored=owner == slot)
                     stored.append(owner is not None)
-                    self._num_stored += owner == slot.extent
+                    self._num_stored += owner == slot
         except BaseException:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
@@ -247,27 +246,24 @@ class BlockStore:
         self._slots.enforce_budget()
         return stored
 
-    def abandon(self, slot: Slot) -> None:
+    def abandon(self, slot: Extent) -> None:
         """Give back a slot that was not committed; its thread must be done with it."""
         self._slots.take_back(slot, is_stored=False)
 
-    def claim_or_touch(self, items: Sequence[tuple[bytes, float, float | None, str | None]]) -> int:
-        """Refresh blocks: (hash, last_used, expires_at or None, retention or None).
+    def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
+        """Refresh blocks; a block stored once more is a use and a claim of it too.
 
-        Times only move forward; what has expired stays expired. Answers how many were found.
+        Times only move forward; what has expired stays expired.
         """
-        now, found = self._clock.now(), 0
+        now = self._clock.now()
         for batch in batches(items):
             with self._slots.changing() as txn:
-                for block_hash, last_used, expires_at, retention in batch:
-                    old = self._get(txn, block_hash)
-                    if old is None or now >= old.record.expires_at:
-                        continue
-                    found += 1
-                    self._refresh(txn, old, last_used, expires_at, retention)
+                for item in batch:
+                    old = self._get(txn, item.block_hash)
+                    if old is not None and now < old.record.expires_at:
+                        self._refresh(txn, old, item)
                 txn.set_clock_mark(now)
         self._slots.enforce_budget()
-        return found
 
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
         """Remember what a root stands for, for whoever lists the store."""
@@ -329,19 +325,49 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def chains(self) -> list[results.ChainInfo]:
+    def chains(self) -> list[ChainInfo]:
         """List every chain, the last used first."""
         with self._index.reading() as txn:
             return list_chains(txn, self._clock.now())
 
-    def verifying(self, *, repair: bool) -> Generator[results.VerifyResult, None, None]:
-        """Read every payload again and check it, then the index against itself, in steps."""
-        return verifying(self._slots, self._clock, self._repair if repair else None)
+    def verifying(self, *, repair: bool) -> Iterator[VerifyResult]:
+        """Read every payload again and check it, then the index against itself, in steps.
+
+        Answers what was found so far; what is bad is dropped if it is to be repaired.
+        """
+        result, after = VerifyResult(), b""
+        while True:
+            with self._index.reading() as txn:
+                entry = next(txn.blocks(after), None)
+            if entry is None:
+                break
+            after, located = entry
+            if located is None:
+                result.checked += 1
+                result.add("record", is_repaired=repair)
+                if repair:
+                    self._drop_damaged([after])
+            elif self._clock.now() < located.record.expires_at:
+                result.checked += 1
+                if (reason := fault_of(self._files, located)) is not None:
+                    can_repair = repair and reason != "io_error"
+                    result.add(reason, is_repaired=can_repair)
+                    if can_repair:
+                        self._drop_bad(located)
+            yield result
+        with self._index.reading() as txn:
+            problems = find_problems(txn, self._slots)
+        if problems:
+            result.add("index", is_repaired=repair)
+            if repair:
+                self._rebuild()
+        yield result
 
     def stats(self) -> StoreStats:
         """Figures as of now."""
         with self._index.reading() as txn:
             totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
+            num_segments = txn.num_entries("segments")
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -356,7 +382,7 @@ class BlockStore:
             num_expired=self._num_expired,
             num_evicted=self._slots.num_evicted,
             num_namespaces=num_namespaces,
-            num_segments=len(self._slots.segments),
+            num_segments=num_segments,
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             direct_io=self._files.direct_io,
@@ -438,8 +464,8 @@ class BlockStore:
         return num_dropped
 
     def _insert(
-        self, txn: IndexTxn, slot: Slot, record: BlockRecord, checksum: bytes, now: float
-    ) -> object:
+        self, txn: IndexTxn, slot: Extent, record: BlockRecord, checksum: bytes, now: float
+    ) -> Extent | None:
         """Add a written block; answer the extent that holds it from now on, None if expired."""
         if now >= record.expires_at:
             return None
@@ -447,23 +473,21 @@ class BlockStore:
         if old is not None:
             is_newer = record.computed_at > old.record.computed_at
             if not is_newer and now < old.record.expires_at:
-                self._refresh(txn, old, record.last_used, record.expires_at, record.retention)
+                self._refresh(txn, old, record)
                 return old.extent
             self._slots.remove(txn, old)
-        txn.insert(Located(record, slot.extent, record.size_bytes, checksum))
-        txn.drop_pending(slot.extent)
-        return slot.extent
+        txn.insert(Located(record, slot, record.size_bytes, checksum))
+        txn.drop_pending(slot)
+        return slot
 
-    def _refresh(
-        self, txn: IndexTxn, old: Located, last_used: float, until: float | None, claim: str | None
-    ) -> None:
-        record = old.record
-        later = max(record.expires_at, until or 0.0)
+    def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:
+        record, claim = old.record, item.retention
+        later = max(record.expires_at, item.expires_at or 0.0)
         new = msgspec.structs.replace(
             record,
             expires_at=later,
             retention=claim if claim and later > record.expires_at else record.retention,
-            last_used=max(record.last_used, last_used),
+            last_used=max(record.last_used, item.last_used),
             hits=record.hits + 1,
         )
         check_record(new)
@@ -475,15 +499,6 @@ class BlockStore:
             recovery.rebuild_keys(txn, lent=set(self._slots.lent))
         self._slots.reload()
         logger.warning("index of `%s`: secondary keys were made again", self.path)
-
-    def _repair(self, block_hash: bytes, located: Located | None) -> None:
-        """Drop what `verify` found bad; without a hash, the secondary keys are made again."""
-        if not block_hash:
-            self._rebuild()
-        elif located is None:
-            self._drop_damaged([block_hash])
-        else:
-            self._drop_bad(located)
 
     def _drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError, named
-from tieredkv.storage.results import StoreStats
+from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
+from tieredkv.storage.results import EvictFilter, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 
 # --- Nouns -----------------------------------------------------------------------------------
@@ -52,9 +52,9 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         channel_fd: the worker's end of the engine's socket pair.
-        arena: (fd, pages, bytes of a page) of the host arena; None for a worker without one.
+        arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
+            line started on a stopped store: there is no engine to ask or to lend pages.
         parent_pid: ends the worker when it is no longer its parent.
-        is_standalone: started by the command line on a stopped store: there is no engine to ask.
         set_aside_index: the index killed the worker before: rename it and start empty.
     """
 
@@ -62,56 +62,48 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
     channel_fd: int
     arena: tuple[int, int, int] | None
     parent_pid: int
-    is_standalone: bool = False
     set_aside_index: bool = False
 
 
-class LoadItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A block wanted in a page, and what its record must say."""
+class LentPage(msgspec.Struct, frozen=True, array_like=True):
+    """A page lent to the worker: for a load what the block's record must say, or a block to store.
 
-    block_hash: bytes
-    parent_hash: bytes
-    root: bytes
-    position: int
-    size_bytes: int
-    page_id: int
-
-
-class StoreItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A block to be written from a page."""
+    A page is on one loan at a time, so that its number is the loan's.
+    """
 
     record: BlockRecord
     page_id: int
 
 
-class TouchItem(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """A use of a block, and the claim that came with it if it lengthens the block's life."""
+class PageReturned(msgspec.Struct, frozen=True, array_like=True):
+    """The end of one loan; `reason` says why it failed, if it did."""
 
-    block_hash: bytes
-    last_used: float
-    expires_at: float | None = None
-    retention: str | None = None
-
-
-class PageLoaded(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one load; the page is no longer on loan. `record` is set if `ok`."""
-
-    job: int
     block_hash: bytes
     page_id: int
-    ok: bool
     reason: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the block was loaded or stored."""
+        return not self.reason
+
+
+class PageLoaded(PageReturned, frozen=True, array_like=True, tag="loaded"):
+    """The end of one load; `record` is set if `ok`."""
+
     record: BlockRecord | None = None
 
 
-class PageStored(msgspec.Struct, frozen=True, array_like=True):
+class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
     """The end of one store; if `ok`, the block survives a kill of every process of ours."""
 
-    job: int
-    block_hash: bytes
-    page_id: int
-    ok: bool
-    reason: str = ""
+
+class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
+    """What the command line wants: `wanted` is for `evict`, `repair` for `verify`."""
+
+    verb: Literal["df", "ls", "evict", "verify"]
+    wanted: EvictFilter = EvictFilter()
+    repair: bool = True
 
 
 # --- Engine to worker ------------------------------------------------------------------------
@@ -123,13 +115,11 @@ class LookupCall(msgspec.Struct, frozen=True, array_like=True, tag="lookup"):
 
 
 class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
-    job: int
-    items: list[LoadItem]
+    pages: list[LentPage]
 
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
-    job: int
-    items: list[StoreItem]
+    pages: list[LentPage]
 
 
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
@@ -185,27 +175,25 @@ class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
     """Pages that are ready, as they become so, and the figures that follow from them."""
 
-    loads: list[PageLoaded]
-    stores: list[PageStored]
+    pages: list[PageLoaded | PageStored]
     stats: StoreStats
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer."""
+    """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer.
+
+    Attributes:
+        blocks: what is on disk of the chains that an eviction names.
+    """
 
     id: int
-    verb: str
-    args: dict[str, Any]
+    call: ControlCall
+    blocks: list[bytes] = []
 
 
 WorkerMessage = WorkerUp | Refused | LookupDone | Completions | ControlRequest
 
 # --- Command line and worker -----------------------------------------------------------------
-
-
-class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    verb: str
-    args: dict[str, Any] = {}
 
 
 class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
@@ -227,8 +215,3 @@ def refusal(error: TieredKVError) -> Refused:
     is_told = isinstance(error, ConfigError | StorageError)
     is_told = is_told and not isinstance(error, CorruptBlockError)
     return Refused(type(error).__name__ if is_told else StorageError.__name__, str(error))
-
-
-def error_of(refused: Refused) -> TieredKVError:
-    """Return the error that the other side refused with."""
-    return named(refused.kind, refused.message)

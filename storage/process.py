@@ -13,8 +13,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LaunchArgument, StoreOptions
+from tieredkv.storage.messages import LaunchArgument, StoreOptions, WorkerMessage
 
 EXIT_FAILED = 1
 """The worker cannot go on, for a reason that says nothing about the index."""
@@ -26,6 +27,7 @@ EXIT_DAMAGED = 4
 """The index contradicts itself; it counts like a crash."""
 
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+_decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def start_process(
@@ -58,15 +60,15 @@ def start_process(
 
 
 class WorkerProcess:
-    """One store worker and the engine's end of its channel; used by one thread."""
+    """One store worker and our end of its channel; used by one thread.
+
+    Args:
+        arena: the engine's; None for the command line, which has no tiers to be asked about.
+        set_aside_index: the index killed the worker before.
+    """
 
     def __init__(
-        self,
-        options: StoreOptions,
-        arena: HostArena | None = None,
-        *,
-        is_standalone: bool = False,
-        set_aside_index: bool = False,
+        self, options: StoreOptions, arena: HostArena | None, *, set_aside_index: bool = False
     ) -> None:
         fds = () if arena is None else (arena.fd,)
 
@@ -76,14 +78,14 @@ class WorkerProcess:
                 channel_fd=channel_fd,
                 arena=None if arena is None else (arena.fd, arena.num_pages, arena.page_bytes),
                 parent_pid=os.getpid(),
-                is_standalone=is_standalone,
                 set_aside_index=set_aside_index,
             )
             return msgspec.json.encode(launch).decode()
 
         # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
         # ends when its channel does.
-        self._process, self.channel = start_process("tieredkv.storage.worker", argument_of, *fds)
+        self._process, sock = start_process("tieredkv.storage.worker", argument_of, *fds)
+        self.channel = FrameChannel(sock, _decoder)
         self.pid = self._process.pid
 
     def kill(self) -> None:

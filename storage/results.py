@@ -4,14 +4,14 @@ from typing import NamedTuple
 
 import msgspec
 
-from tieredkv.storage.codec import Extent
 
+class TouchItem(msgspec.Struct, frozen=True, array_like=True):
+    """A use of a block, and the claim that came with it if it lengthens the block's life."""
 
-class Slot(NamedTuple):
-    """A slot lent to one put, until `commit` or `abandon`."""
-
-    extent: Extent
-    slot_bytes: int
+    block_hash: bytes
+    last_used: float
+    expires_at: float | None = None
+    retention: str | None = None
 
 
 class EvictResult(NamedTuple):

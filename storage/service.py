@@ -8,33 +8,33 @@ import logging
 import os
 import selectors
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import lmdb
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
+from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Located
+from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import LoadItem, PageLoaded, PageStored, StoreItem, TouchItem
-from tieredkv.storage.results import Slot
+from tieredkv.storage.messages import LentPage, PageLoaded, PageStored
+from tieredkv.storage.results import TouchItem
 from tieredkv.storage.verbs import Verbs
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
 
 _MAX_LOCATES_A_TURN = 64
-_MAX_GROUP_BLOCKS = 64  # written blocks that wait for one index transaction
-_MAX_GROUP_AGE_S = 0.005
+_MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
 _DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
@@ -47,8 +47,7 @@ _OVER = object()
 class ReadTask:
     """One payload to be read into a page by a thread; `error` says how it ended."""
 
-    job: int
-    item: LoadItem
+    page: LentPage
     located: Located
     error: StorageError | None = None
 
@@ -57,9 +56,8 @@ class ReadTask:
 class WriteTask:
     """One payload to be written from a page by a thread; `error` says how it ended."""
 
-    job: int
-    item: StoreItem
-    slot: Slot
+    page: LentPage
+    extent: Extent
     checksum: bytes = b""
     error: StorageError | None = None
 
@@ -92,20 +90,18 @@ class StoreService:
         self._is_closing = False  # no new work; what is written gets finished
         self._is_orphan = False  # nobody is left to answer to
 
-        self._loads: deque[tuple[int, LoadItem]] = deque()
+        self._loads: deque[LentPage] = deque()
         self._num_reading = 0
-        self._writes: deque[tuple[int, StoreItem] | Callable[[], None]] = deque()
+        self._writes: deque[LentPage | Callable[[], None]] = deque()
         self._reserved: deque[WriteTask] = deque()
         self._num_writing = 0
         self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._storing: Counter[bytes] = Counter()  # hash -> how many stores of it are in hand
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
-        self._done_loads: list[PageLoaded] = []
-        self._done_stores: list[PageStored] = []
+        self._done: list[PageLoaded | PageStored] = []
         self._reported: set[str] = set()
 
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -116,8 +112,8 @@ class StoreService:
         self._readers = ThreadPoolExecutor(self._options.num_readers)
         self._writers = ThreadPoolExecutor(self._options.num_writers)
         self._moved: deque[ReadTask | WriteTask] = deque()
-        ask_engine = None if argument.is_standalone else self._ask
-        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._writes.append)
+        ask_engine = None if arena is None else self._send
+        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
         self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
 
     def run(self) -> None:
@@ -207,29 +203,26 @@ class StoreService:
                 found = self._attempt("lookup", lambda: self._store.lookup(hashes))
                 misses: list[BlockRecord | None] = [None] * len(hashes)
                 self._send(messages.LookupDone(job, found or misses))
-            case messages.LoadCall(job, items):
-                self._loads.extend((job, item) for item in items)
-            case messages.StoreCall(job, items):
-                for store_item in items:
-                    self._accept_store(job, store_item)
+            case messages.LoadCall(pages):
+                self._loads += pages
+            case messages.StoreCall(pages):
+                for page in pages:
+                    self._accept_store(page)
             case messages.TouchCall(touches):
                 self._gather(touches)
             case messages.DeleteCall(hashes, reason):
                 self._delete(hashes, reason)
-                if not self._storing.keys().isdisjoint(hashes):
+                if self._has_writes:  # of these blocks, perhaps
                     self._writes.append(lambda: self._delete(hashes, reason))
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
-            case messages.EngineAnswer(job, body):
-                self._verbs.hear_engine(job, body)
+            case messages.EngineAnswer():
+                self._verbs.hear_engine(message)
             case messages.CloseCall():
                 self._is_closing = True
-                for job, load_item in self._loads:
-                    self._end_load(job, load_item, "closing")
+                for page in self._loads:
+                    self._end_load(page, "closing")
                 self._loads.clear()
-
-    def _ask(self, job: int, verb: str, args: dict[str, Any]) -> None:
-        self._send(messages.ControlRequest(job, verb, args))
 
     def _abandon(self) -> None:
         """Finish what is in hand for nobody: the engine is gone."""
@@ -239,18 +232,19 @@ class StoreService:
             self._loads.clear()
             self._writes.clear()
             while self._reserved:
-                self._store.abandon(self._reserved.popleft().slot)
+                self._store.abandon(self._reserved.popleft().extent)
 
     def _is_drained(self) -> bool:
-        has_reads = self._loads or self._num_reading
-        has_writes = self._writes or self._reserved or self._num_writing or self._written
-        return not (has_reads or has_writes)
+        return not (self._loads or self._num_reading or self._has_writes)
+
+    @property
+    def _has_writes(self) -> bool:
+        return bool(self._writes or self._reserved or self._num_writing or self._written)
 
     def _send_done(self) -> None:
-        if self._done_loads or self._done_stores:
-            stats = self._store.stats()
-            self._send(messages.Completions(self._done_loads, self._done_stores, stats))
-            self._done_loads, self._done_stores = [], []
+        if self._done:
+            self._send(messages.Completions(self._done, self._store.stats()))
+            self._done = []
 
     # --- loads -------------------------------------------------------------------------------
 
@@ -263,51 +257,47 @@ class StoreService:
         for _ in range(_MAX_LOCATES_A_TURN):
             if not self._loads or self._num_reading >= self._max_reading:
                 break
-            self._start_read(*self._loads.popleft())
+            self._start_read(self._loads.popleft())
 
-    def _start_read(self, job: int, item: LoadItem) -> None:
-        located = self._attempt("locate", lambda: self._store.locate(item.block_hash))
+    def _start_read(self, page: LentPage) -> None:
+        wanted = page.record
+        located = self._attempt("locate", lambda: self._store.locate(wanted.block_hash))
         if located is None:
-            self._end_load(job, item, "missing")
-            return
-        record = located.record
-        wanted = (item.parent_hash, item.root, item.position, item.size_bytes)
-        if (record.parent_hash, record.root, record.position, record.size_bytes) != wanted:
+            self._end_load(page, "missing")
+        elif _identity(located.record) != _identity(wanted):
             # Dropped, or the right block could never take its place.
-            self._delete([item.block_hash], "identity")
-            self._end_load(job, item, "identity")
-            return
-        self._num_reading += 1
-        self._readers.submit(self._move, ReadTask(job, item, located))
+            self._delete([wanted.block_hash], "identity")
+            self._end_load(page, "identity")
+        else:
+            self._num_reading += 1
+            self._readers.submit(self._move, ReadTask(page, located))
 
     def _end_read(self, task: ReadTask) -> None:
         self._num_reading -= 1
-        if task.error is None:
-            self._end_load(task.job, task.item, "", task.located.record)
+        if (error := task.error) is None:
+            self._end_load(task.page, "", task.located.record)
             return
-        fault = task.error
-        reason = self._attempt("load", lambda: self._store.read_failed(task.located, fault))
+        reason = self._attempt("load", lambda: self._store.read_failed(task.located, error))
         if reason == "evicted":  # or stored anew elsewhere since it was located: look again
-            self._loads.append((task.job, task.item))
+            self._loads.append(task.page)
         else:
-            self._end_load(task.job, task.item, reason or "io_error")
+            self._end_load(task.page, reason or "io_error")
 
-    def _end_load(
-        self, job: int, item: LoadItem, reason: str, record: BlockRecord | None = None
-    ) -> None:
-        ok = record is not None
-        ending = PageLoaded(job, item.block_hash, item.page_id, ok, reason, record)
-        self._done_loads.append(ending)
+    def _end_load(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
+        self._done.append(PageLoaded(page.record.block_hash, page.page_id, reason, record))
 
     # --- stores ------------------------------------------------------------------------------
 
-    def _accept_store(self, job: int, item: StoreItem) -> None:
-        self._storing[item.record.block_hash] += 1
-        if item.record.retention not in self._options.disk_retentions:
+    def _accept_store(self, page: LentPage) -> None:
+        if page.record.retention not in self._options.disk_retentions:
             # NOTE: the last gate of the promise that such a block never touches a disk.
-            self._end_store(job, item, "retention")
+            self._end_store(page, "retention")
         else:
-            self._writes.append((job, item))
+            self._writes.append(page)
+
+    def _add_barrier(self, barrier: Callable[[], None]) -> None:
+        self._writes.append(barrier)
+        self._poke()
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
@@ -333,48 +323,42 @@ class StoreService:
 
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
-        batch: list[tuple[int, StoreItem]] = []
-        while (
-            self._writes
-            and len(batch) < _MAX_GROUP_BLOCKS
-            and not callable(head := self._writes[0])
-        ):
+        batch: list[LentPage] = []
+        while self._writes and len(batch) < TXN_BLOCKS and not callable(head := self._writes[0]):
             batch.append(head)
             self._writes.popleft()
         try:
             batch = self._leave_out_known(batch)
-            slots = self._store.reserve_many([item.record for _, item in batch])
+            extents = self._store.reserve_many([page.record for page in batch])
         except StorageError as error:
             self._report("store", error)
             reason = "full" if isinstance(error, StoreFullError) else "io_error"
-            for job, item in batch:
-                self._end_store(job, item, reason)
+            for page in batch:
+                self._end_store(page, reason)
             return True
         waiting = []
-        for (job, item), slot in zip(batch, slots, strict=True):
-            if slot is not None:
-                self._reserved.append(WriteTask(job, item, slot))
+        for page, extent in zip(batch, extents, strict=True):
+            if extent is not None:
+                self._reserved.append(WriteTask(page, extent))
             elif self._reserved or self._num_writing or self._written:
-                waiting.append((job, item))  # room comes when these are committed
+                waiting.append(page)  # room comes when these are committed
             else:
-                self._end_store(job, item, "full")
+                self._end_store(page, "full")
         self._writes.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
 
-    def _leave_out_known(self, batch: list[tuple[int, StoreItem]]) -> list[tuple[int, StoreItem]]:
+    def _leave_out_known(self, batch: list[LentPage]) -> list[LentPage]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
-        stored = self._store.lookup([item.record.block_hash for _, item in batch])
-        known: list[tuple[int, StoreItem]] = []
-        left: list[tuple[int, StoreItem]] = []
-        for (job, item), old in zip(batch, stored, strict=True):
-            is_known = old is not None and old.computed_at >= item.record.computed_at
-            (known if is_known else left).append((job, item))
-        records = [item.record for _, item in known]
-        claims = [(r.block_hash, r.last_used, r.expires_at, r.retention) for r in records]
-        if claims:
-            self._store.claim_or_touch(claims)
-        for job, item in known:
-            self._end_store(job, item, "")
+        stored = self._store.lookup([page.record.block_hash for page in batch])
+        known: list[LentPage] = []
+        left: list[LentPage] = []
+        for page, old in zip(batch, stored, strict=True):
+            is_known = old is not None and old.computed_at >= page.record.computed_at
+            (known if is_known else left).append(page)
+        if known:
+            self._store.claim_or_touch([page.record for page in known])
+        for page in known:
+            self._end_store(page, "")
         return left
 
     def _end_write(self, task: WriteTask) -> None:
@@ -384,14 +368,14 @@ class StoreService:
                 self._written_since = time.monotonic()
             self._written.append(task)
         else:
-            self._store.abandon(task.slot)
-            self._end_store(task.job, task.item, "io_error")
+            self._store.abandon(task.extent)
+            self._end_store(task.page, "io_error")
             self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
             (self._num_writing == 0 and not self._reserved)
-            or len(self._written) >= _MAX_GROUP_BLOCKS
+            or len(self._written) >= TXN_BLOCKS
             or now - self._written_since >= _MAX_GROUP_AGE_S
         )
 
@@ -400,18 +384,14 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
-        rows = [(task.slot, task.item.record, task.checksum) for task in group]
+        rows = [(task.extent, task.page.record, task.checksum) for task in group]
         stored = self._attempt("commit", lambda: self._store.commit(rows))
         for i, task in enumerate(group):
             reason = "io_error" if stored is None else "" if stored[i] else "expired"
-            self._end_store(task.job, task.item, reason)
+            self._end_store(task.page, reason)
 
-    def _end_store(self, job: int, item: StoreItem, reason: str) -> None:
-        block_hash = item.record.block_hash
-        self._storing[block_hash] -= 1
-        if not self._storing[block_hash]:
-            del self._storing[block_hash]
-        self._done_stores.append(PageStored(job, block_hash, item.page_id, not reason, reason))
+    def _end_store(self, page: LentPage, reason: str) -> None:
+        self._done.append(PageStored(page.record.block_hash, page.page_id, reason))
 
     # --- index -------------------------------------------------------------------------------
 
@@ -425,6 +405,8 @@ class StoreService:
         if not self._touches:
             self._touched_since = time.monotonic()
         for touch in touches:
+            if touch.retention not in self._options.disk_retentions:
+                touch = replace(touch, expires_at=None, retention=None)
             known = self._touches.get(touch.block_hash, touch)
             longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
             last_used = max(known.last_used, touch.last_used)
@@ -438,12 +420,7 @@ class StoreService:
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
         items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
-        rows = []
-        for item in items:
-            is_claim = item.retention in self._options.disk_retentions
-            claim = (item.expires_at, item.retention) if is_claim else (None, None)
-            rows.append((item.block_hash, item.last_used, *claim))
-        self._attempt("touch", lambda: self._store.claim_or_touch(rows))
+        self._attempt("touch", lambda: self._store.claim_or_touch(items))
 
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
@@ -460,11 +437,11 @@ class StoreService:
         """Read or write a payload, on a thread of its own; `_collect` takes what came of it."""
         try:
             assert self._arena is not None, "the engine lends no pages without an arena"
-            page = self._arena.page(task.item.page_id)
+            page = self._arena.page(task.page.page_id)
             if isinstance(task, ReadTask):
                 self._store.read_payload(task.located, page)
             else:
-                task.checksum = self._store.write_payload(task.slot, task.item.record, page)
+                task.checksum = self._store.write_payload(task.extent, task.page.record, page)
         except StorageError as error:
             task.error = error
         except Exception as error:
@@ -484,6 +461,10 @@ class StoreService:
         if cause not in self._reported:
             self._reported.add(cause)
             logger.warning("%s: %s; further ones are counted only", cause, error)
+
+
+def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
+    return record.parent_hash, record.root, record.position, record.size_bytes
 
 
 def is_damage(error: BaseException) -> bool:

@@ -20,7 +20,6 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.control_server import SOCKET_NAME
 from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -75,7 +74,6 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         clock=clock,
         sync=options.sync,
         create=options.create,
-        socket_path=SOCKET_NAME,
     )
     try:
         return StoreService(store, argument, channel, arena, notes)
@@ -89,7 +87,7 @@ def set_aside_index(path: str) -> str:
 
     Of several indexes set aside the last one stays. Returns what happened, for the operator.
     """
-    directory = StoreDirectory.claim(path, create=False, socket=None)
+    directory = StoreDirectory.claim(path, create=False)
     try:
         earlier = sorted(Path(path).glob(f"{INDEX}.bad-*"), key=_number_of)
         target = Path(path) / f"{INDEX}.bad-{_number_of(earlier[-1]) + 1 if earlier else 1}"

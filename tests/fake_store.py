@@ -20,9 +20,9 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
-from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, StoreClient, WorkerUp
-from tieredkv.storage.messages import LoadItem, StoreItem, TouchItem
-from tieredkv.storage.results import StoreStats
+from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
@@ -73,14 +73,13 @@ EMPTY_STATS = StoreStats(
 class Job:
     """One page lent to the store."""
 
-    number: int
-    item: LoadItem | StoreItem
+    page: LentPage
+    is_store: bool
 
     @property
     def block_hash(self) -> BlockHash:
         """Whose bytes the page holds, or will."""
-        item = self.item
-        return BlockHash(item.block_hash if isinstance(item, LoadItem) else item.record.block_hash)
+        return BlockHash(self.page.record.block_hash)
 
 
 class FakeStore(StoreClient):
@@ -117,16 +116,16 @@ class FakeStore(StoreClient):
         self.lookups.append((job, list(hashes)))
         return job
 
-    def load(self, items: Sequence[LoadItem]) -> int:
-        self.loaded.extend(BlockHash(item.block_hash) for item in items)
-        return self._open_jobs(items)
+    def load(self, pages: Sequence[LentPage]) -> None:
+        self.loaded.extend(BlockHash(page.record.block_hash) for page in pages)
+        self._open_jobs(pages, is_store=False)
 
-    def store(self, items: Sequence[StoreItem]) -> int:
-        for item in items:
-            assert item.record.retention != "in_memory", item
-            assert item.record.expires_at <= item.record.computed_at + DAY_S, item
-            self.stored.append(BlockHash(item.record.block_hash))
-        return self._open_jobs(items)
+    def store(self, pages: Sequence[LentPage]) -> None:
+        for page in pages:
+            assert page.record.retention != "in_memory", page
+            assert page.record.expires_at <= page.record.computed_at + DAY_S, page
+            self.stored.append(BlockHash(page.record.block_hash))
+        self._open_jobs(pages, is_store=True)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         self.touched.extend(items)
@@ -138,7 +137,7 @@ class FakeStore(StoreClient):
 
     @property
     def pending_pages(self) -> frozenset[int]:
-        return frozenset(job.item.page_id for job in self.jobs)
+        return frozenset(job.page.page_id for job in self.jobs)
 
     def poll(self) -> list[Event]:
         if not self.is_held:
@@ -162,26 +161,22 @@ class FakeStore(StoreClient):
     def complete(self, index: int, *, reason: str = "") -> None:
         """End one loan, well or for a reason."""
         job = self.jobs.pop(index)
-        item, block_hash = job.item, job.block_hash
+        page_id, block_hash = job.page.page_id, job.block_hash
         reason = reason or ("worker_down" if self.is_down else self.reason)
-        page = self._memory[item.page_id].numpy()
-        if isinstance(item, StoreItem):
+        page = self._memory[page_id].numpy()
+        if job.is_store:
             payload = page.tobytes()
             assert payload == payload_of(block_hash), "a page on loan was reused"
             if not reason:
-                self.blocks[block_hash] = item.record, payload
-            self._done.append(PageStored(job.number, block_hash, item.page_id, not reason, reason))
+                self.blocks[block_hash] = job.page.record, payload
+            self._done.append(PageStored(block_hash, page_id, reason))
             return
         record, payload = self.blocks.get(block_hash, (None, b""))
         if record is None:
             reason = reason or "missing"
         # What a failed read leaves in the page is anybody's guess.
         page[:] = POISON if reason else list(payload)
-        self._done.append(
-            PageLoaded(
-                job.number, block_hash, item.page_id, not reason, reason, None if reason else record
-            )
-        )
+        self._done.append(PageLoaded(block_hash, page_id, reason, None if reason else record))
 
     def restart_empty(self) -> None:
         """Come back as a new worker that had to set the index aside."""
@@ -213,17 +208,15 @@ class FakeStore(StoreClient):
         self.blocks[BlockHash(record.block_hash)] = record, payload_of(record.block_hash)
 
     def check(self) -> None:
-        pages = [job.item.page_id for job in self.jobs]
+        pages = [job.page.page_id for job in self.jobs]
         assert len(set(pages)) == len(pages), "a page is on two loans"
 
     def close(self, timeout_s: float = 30.0) -> None:
         pass
 
-    def _open_jobs(self, items: Iterable[LoadItem | StoreItem]) -> int:
-        number = next(self._numbers)
-        self.jobs.extend(Job(number, item) for item in items)
+    def _open_jobs(self, pages: Iterable[LentPage], *, is_store: bool) -> None:
+        self.jobs.extend(Job(page, is_store) for page in pages)
         self.check()
-        return number
 
 
 class FakeTransfer(BlockTransfer[Any]):

@@ -46,8 +46,7 @@ def test_the_code_stays_within_its_budget() -> None:
         for path in (ROOT / folder).glob("**/*.py")
     ]
     lines = {path.resolve(): code_lines(path) for path in files}
-    # The aim is 12,000. What the GPU's speed cost is above it, and is to be taken back first.
-    assert sum(lines.values()) < 12_320
+    assert sum(lines.values()) < 12_000
     assert max(lines.values()) <= 600, max(lines, key=lambda path: lines[path])
 
 

@@ -11,8 +11,9 @@ import msgspec
 
 from tests.fakes import FakeClock
 from tieredkv.errors import StorageError
+from tieredkv.storage.codec import Extent
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import EvictFilter, EvictResult, Slot, VerifyResult
+from tieredkv.storage.results import EvictFilter, EvictResult, VerifyResult
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 8192
@@ -75,7 +76,7 @@ def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
     return store.commit(writes)
 
 
-def reserve(store: BlockStore, record: BlockRecord) -> Slot | None:
+def reserve(store: BlockStore, record: BlockRecord) -> Extent | None:
     """Lend one slot."""
     (slot,) = store.reserve_many([record])
     return slot

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import pytest
 
-from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, StoreClient
+from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LoadItem, StoreItem, StoreOptions
+from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
 from tieredkv.types import BlockRecord
 
 PAGE_BYTES = 32 * 1024
@@ -155,7 +155,7 @@ class Mailbox:
     ) -> list[PageStored]:
         """Write blocks from the first pages of the arena, and wait."""
         self.fill(records, payload)
-        self.client.store(store_items(records))
+        self.client.store(lent_pages(records))
         return self.take(PageStored, len(records))
 
     def fill(
@@ -171,12 +171,11 @@ class Mailbox:
         """Read blocks into the first pages of the arena, wiped before, and wait."""
         for page_id in range(len(records)):
             self.page(page_id)[:] = bytes(PAGE_BYTES)
-        self.client.load(load_items(records))
+        self.client.load(lent_pages(records))
         return self.take(PageLoaded, len(records))
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of a page."""
-        assert self.client.arena is not None
         return self.client.arena.page(page_id)
 
     def assert_right(self, done: PageLoaded, size_bytes: int = PAGE_BYTES) -> None:
@@ -185,24 +184,9 @@ class Mailbox:
         assert held == payload_of(done.block_hash, size_bytes), "a wrong block was served"
 
 
-def store_items(records: Sequence[BlockRecord]) -> list[StoreItem]:
-    """Block n from page n."""
-    return [StoreItem(record=record, page_id=page) for page, record in enumerate(records)]
-
-
-def load_items(records: Sequence[BlockRecord], first_page: int = 0) -> list[LoadItem]:
-    """Block n into page n, counted from the first."""
-    return [
-        LoadItem(
-            block_hash=record.block_hash,
-            parent_hash=record.parent_hash,
-            root=record.root,
-            position=record.position,
-            size_bytes=record.size_bytes,
-            page_id=page,
-        )
-        for page, record in enumerate(records, first_page)
-    ]
+def lent_pages(records: Sequence[BlockRecord], first_page: int = 0) -> list[LentPage]:
+    """Block n and page n, counted from the first."""
+    return [LentPage(record, page) for page, record in enumerate(records, first_page)]
 
 
 @pytest.fixture

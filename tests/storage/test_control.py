@@ -22,8 +22,9 @@ from tests.storage.conftest import (
     payload_of,
 )
 from tieredkv.errors import ConfigError, StorageError
-from tieredkv.storage.client import ControlRequest, StoreClient
+from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl
+from tieredkv.storage.messages import ControlRequest
 from tieredkv.storage.results import EvictFilter
 
 
@@ -56,7 +57,7 @@ def test_df_on_a_live_store_has_every_tier(harness: Harness) -> None:
     said = {"device": {"blocks": 1}, "host": {"blocks": 2}}
     with engine_that_says(client, said) as asked:
         df = StoreControl(harness.folder).df()
-    assert [request.verb for request in asked] == ["df"]
+    assert [request.call.verb for request in asked] == ["df"]
     assert (df["device"], df["host"], df["writer_pid"]) == (
         {"blocks": 1},
         {"blocks": 2},
@@ -103,7 +104,7 @@ def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:
     mail.store(chain)
     with engine_that_says(client, {"evicted_blocks": 2, "freed_bytes": 100}) as asked:
         result = StoreControl(harness.folder).evict(EvictFilter(all=True))
-    assert (asked[0].verb, asked[0].args["all"]) == ("evict", True)
+    assert (asked[0].call.verb, asked[0].call.wanted.all) == ("evict", True)
     assert result["evicted_blocks"] == 5 + 2
     assert result["freed_bytes"] >= 5 * PAGE_BYTES + 100
     assert mail.lookup([record.block_hash for record in chain]) == [None] * 5

@@ -15,13 +15,12 @@ from tests.storage.conftest import (
     Harness,
     Mailbox,
     is_alive,
-    load_items,
+    lent_pages,
     make_record,
     payload_of,
-    store_items,
     wait_until,
 )
-from tieredkv.storage.client import PageLoaded, PageStored, WorkerDown, WorkerUp
+from tieredkv.storage.messages import PageLoaded, PageStored, WorkerUp
 from tieredkv.types import BlockRecord
 
 ROUNDS = 100
@@ -40,15 +39,15 @@ def test_a_worker_killed_a_hundred_times_loses_nothing_acknowledged(harness: Har
         fresh = [make_record(f"round {round_}", position) for position in range(STORED_A_ROUND)]
         tried |= {record.block_hash: record for record in fresh}
         mail.fill(fresh)
-        client.store(store_items(fresh))
+        client.store(lent_pages(fresh))
         wanted = random_.sample(sorted(tried), min(len(tried), LOADED_A_ROUND))
-        items = load_items([tried[key] for key in wanted], first_page=STORED_A_ROUND)
+        items = lent_pages([tried[key] for key in wanted], first_page=STORED_A_ROUND)
         client.load(items)
         pid = client.pid
         assert pid is not None
         time.sleep(random_.random() * 0.03)
         os.kill(pid, signal.SIGKILL)
-        mail.take(WorkerDown)
+        mail.take(WorkerUp)
         assert client.pending_pages == frozenset(), "a dead worker holds pages"
         client.check()
         for stored in mail.take(PageStored, len(fresh)):
@@ -59,7 +58,6 @@ def test_a_worker_killed_a_hundred_times_loses_nothing_acknowledged(harness: Har
             if loaded.ok:
                 mail.assert_right(loaded)
                 num_loaded += 1
-        mail.take(WorkerUp)
         assert None not in mail.lookup(list(acknowledged)), "an acknowledged block is gone"
     assert num_loaded and num_cut and len(acknowledged) > ROUNDS, "the kills hit nothing"
     everything = list(acknowledged.values())
@@ -72,9 +70,9 @@ def test_a_worker_killed_a_hundred_times_loses_nothing_acknowledged(harness: Har
 ENGINE = textwrap.dedent(
     """
     import os, sys, time
-    from tieredkv.storage.client import PageStored, StoreClient
+    from tieredkv.storage.client import StoreClient
     from tieredkv.storage.host import HostArena
-    from tieredkv.storage.messages import StoreItem, StoreOptions
+    from tieredkv.storage.messages import LentPage, StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 
@@ -99,7 +97,7 @@ ENGINE = textwrap.dedent(
                 position=0, size_bytes=32768, retention="24h", computed_at=now,
                 expires_at=now + 86400, last_used=now,
             )
-            items.append(StoreItem(record=record, page_id=page))
+            items.append(LentPage(record, page))
             number += 1
         client.store(items)
         left = 16

@@ -212,7 +212,7 @@ def test_a_path_below_a_file_is_refused(tmp_path: Path) -> None:
 # --- one writer -------------------------------------------------------------------------------
 
 
-def live_writer(path: Path) -> tuple[int, str | None] | None:
+def live_writer(path: Path) -> tuple[int, str] | None:
     """Who holds the lock, as the lock's own text names it: (pid, socket); None if nobody does."""
     if not (path / "lock").exists():
         return None
@@ -228,14 +228,14 @@ def live_writer(path: Path) -> tuple[int, str | None] | None:
 def test_a_second_writer_is_told_the_pid_of_the_first(stored: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.storage.blocks import open_store\n"
-        f"store = open_store(Path({str(stored)!r}), socket_path='/run/one.sock')\n"
+        f"store = open_store(Path({str(stored)!r}))\n"
         "print('open', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as first:
         assert first.stdout is not None and first.stdout.readline() == b"open\n"
-        assert live_writer(stored) == (first.pid, "/run/one.sock")
+        assert live_writer(stored) == (first.pid, "sock")
         assert f"process {first.pid}" in refusal(stored, StoreBusyError)
         first.kill()
     assert live_writer(stored) is None
@@ -251,7 +251,7 @@ def test_a_refused_store_is_not_left_locked(stored: Path) -> None:
     assert live_writer(stored) is None
     (stored / "segments" / "notes.txt").unlink()
     with open_store(stored) as store:
-        assert live_writer(stored) == (os.getpid(), None)
+        assert live_writer(stored) == (os.getpid(), "sock")
         assert load(store, RECORD) == payload_of(RECORD)
 
 

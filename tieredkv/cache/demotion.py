@@ -18,8 +18,7 @@ from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import PageStored
-from tieredkv.storage.messages import StoreItem
+from tieredkv.storage.messages import LentPage, PageStored
 from tieredkv.types import BlockHash, BlockId, PageId, Tier
 
 POLL_S = 0.0005
@@ -330,7 +329,7 @@ class Demoter:
         if tiers.store is None:
             return 0
         now = tiers.clock.now()
-        items: list[StoreItem] = []
+        items: list[LentPage] = []
         for page in pages:
             if len(self._writing) >= self._write_cap:
                 break
@@ -345,7 +344,7 @@ class Demoter:
             record = tiers.directory.record(
                 entry, size_bytes=tiers.block_bytes, expires_at=expires_at
             )
-            items.append(StoreItem(record=record, page_id=PageId(page.block_id)))
+            items.append(LentPage(record, page.block_id))
         if items:
             tiers.store.store(items)
         return len(items)

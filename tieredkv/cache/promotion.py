@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
+import msgspec
+
 from tieredkv.block_pool import Block
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import PageLoaded
-from tieredkv.storage.messages import LoadItem
+from tieredkv.storage.messages import LentPage, PageLoaded
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
 LOOK_AGAIN_S = 0.05
@@ -142,7 +143,7 @@ class Promoter:
         """Start reading blocks that a queued request wants; return the pages now held for it."""
         tiers = self._tiers
         held: list[Block] = []
-        items: list[LoadItem] = []
+        items: list[LentPage] = []
         for record in records:
             block_hash = BlockHash(record.block_hash)
             if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
@@ -160,7 +161,7 @@ class Promoter:
     def pump(self) -> None:
         """Start the reads and copies that there is room for; give up what is late or unwanted."""
         self._give_up()
-        items: list[LoadItem] = []
+        items: list[LentPage] = []
         while self._to_read and self._num_inbound() < self._inbound_cap:
             promotion = self._to_read[0]
             if not (promotion.is_settled or self._join(promotion)):
@@ -242,7 +243,7 @@ class Promoter:
         return len(self._reads) + len(self._to_copy) + len(self._copying)
 
     def _begin_read(
-        self, block_hash: BlockHash, record: BlockRecord, items: list[LoadItem]
+        self, block_hash: BlockHash, record: BlockRecord, items: list[LentPage]
     ) -> Block | None:
         pages = self._tiers.host.allocate(1, can_evict=self._is_host_clean)
         if pages is None:
@@ -250,19 +251,12 @@ class Promoter:
         (page,) = pages
         self._tiers.host.insert(page, block_hash)
         self._reads[block_hash] = _Read(page, record)
-        items.append(
-            LoadItem(
-                block_hash=block_hash,
-                parent_hash=record.parent_hash,
-                root=record.root,
-                position=record.position,
-                size_bytes=self._tiers.block_bytes,
-                page_id=PageId(page.block_id),
-            )
-        )
+        # Its size is what it must be here, whatever the disk has under that hash.
+        wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)
+        items.append(LentPage(wanted, page.block_id))
         return page
 
-    def _submit(self, items: list[LoadItem]) -> None:
+    def _submit(self, items: list[LentPage]) -> None:
         if items:
             assert self._tiers.store is not None
             self._tiers.store.load(items)

@@ -26,8 +26,8 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.client import Event, LookupDone, PageLoaded, PageStored, WorkerUp
-from tieredkv.storage.messages import TouchItem
+from tieredkv.storage.messages import ControlRequest, LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class TieredCache:
         self._num_held_blocks = 0
         self._num_held_pages = 0
         self._short_since: dict[Prefix, float] = {}
-        self._other_events: list[Event] = []
+        self._control_requests: list[ControlRequest] = []
 
     # Arrival
 
@@ -318,7 +318,7 @@ class TieredCache:
             elif isinstance(event, WorkerUp):
                 self._forget_disk_copies()
             else:
-                self._other_events.append(event)
+                self._control_requests.append(event)
 
     def pump(self) -> None:
         """Start what can start: loads, demotions ahead of need, expiry. Once a step."""
@@ -334,10 +334,10 @@ class TieredCache:
             self.tiers.drop(entry.block_hash)
             self.tiers.counters.expired_blocks += 1
 
-    def take_events(self) -> list[Event]:
-        """Return the store's events that are not about moves: control requests, up and down."""
-        events, self._other_events = self._other_events, []
-        return events
+    def take_control_requests(self) -> list[ControlRequest]:
+        """Return what the store's worker wants to know for an operator."""
+        requests, self._control_requests = self._control_requests, []
+        return requests
 
     @property
     def is_idle(self) -> bool:

@@ -9,7 +9,7 @@ from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory, Entry
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.messages import TouchItem
+from tieredkv.storage.results import TouchItem
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash
 
