@@ -217,4 +217,4 @@ def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool)
         future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(future, float("-inf"))
     out = torch.softmax(scores, -1) @ values
-    return Partial(out.transpose(0, 1).to(q.dtype), torch.logsumexp(scores, -1))
+    return Partial(out.transpose(0, 1).to(q.dtype).contiguous(), torch.logsumexp(scores, -1))
