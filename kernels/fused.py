@@ -13,8 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tieredkv.kernels.checks import has_dependent_launch
-
 ROW_TILE = 4096
 """Weights that one program multiplies at a time."""
 
@@ -93,7 +91,7 @@ def _rotate_and_store_kernel(
     out_ptr, eps, qkv_stride, cache_stride_block, cache_stride_token, cache_stride_head,
     BLOCK_SIZE: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HALF_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HEAD_TILE: tl.constexpr,
-    HALF_TILE: tl.constexpr, HAS_DEPENDENT: tl.constexpr,
+    HALF_TILE: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and place some of one token's heads: queries, then keys, then values.
 
@@ -103,8 +101,6 @@ def _rotate_and_store_kernel(
     stored.
     Bytes moved: 1 read and 1 write of qkv, and 1 read of the table's row.
     """
-    if HAS_DEPENDENT:  # attention may be launched now; it waits for the results
-        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE))[:, None]
     dim = tl.arange(0, HALF_TILE)[None, :]
@@ -220,7 +216,6 @@ def rotate_and_store(
         qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, head_norms, out, eps,
         qkv.stride(0), *k_cache.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HALF_DIM=head_dim // 2, HAS_NORM=head_norms is not None,
-        HEAD_TILE=head_tile, HALF_TILE=half_tile, HAS_DEPENDENT=has_dependent_launch(qkv.device),
-        num_warps=4,
+        HEAD_TILE=head_tile, HALF_TILE=half_tile, num_warps=4,
     )  # fmt: skip
     return out

@@ -171,7 +171,6 @@ def _merge_kernel(
     num_queries = tl.load(program_ptr + 5)
     if IS_DEPENDENT:  # even with nothing to merge: who comes next waits for this kernel only
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if last < 0:
         return
 

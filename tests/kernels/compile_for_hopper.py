@@ -120,7 +120,6 @@ def compile_all(dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim:
             "HAS_NORM": True,
             "HEAD_TILE": 8,
             "HALF_TILE": triton.next_power_of_2(head_dim // 2),
-            "HAS_DEPENDENT": True,
         },
         num_warps=4,
     )
