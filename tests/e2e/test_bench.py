@@ -48,11 +48,22 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir()), "the bench leaves its store behind"
 
 
-def test_bench_ttft_refuses_an_unknown_arm(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--arms", "warm", "Unknown arm `warm`; arms are cold, device, host, disk, restart"),
+        (
+            "--prefix-tokens",
+            "16,99999999",
+            "does not fit 32768 tokens, the model's most; use 32696",
+        ),
+    ],
+)
+def test_bench_ttft_refuses_what_it_cannot_measure(option: str, value: str, message: str) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "ttft", "--model", "tiny-random"]
-    result = subprocess.run([*command, "--arms", "warm"], capture_output=True, text=True)
+    result = subprocess.run([*command, option, value], capture_output=True, text=True)
     assert result.returncode == 2
-    assert "Unknown arm `warm`; arms are cold, device, host, disk, restart" in result.stderr
+    assert message in result.stderr
 
 
 def run_bench(*words: str, folder: Path) -> dict[str, Any]:

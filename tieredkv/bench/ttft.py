@@ -224,12 +224,17 @@ def _sizes(spec: Spec) -> dict[str, int]:
     """Return tier sizes that hold what is measured; what the caller sets comes before them.
 
     Raises:
-        ModelError, ConfigError: the model cannot be served.
+        ModelError, ConfigError: the model cannot be served, or not at this length.
     """
     told = {name: spec.settings.get(name, "auto") for name in ("dtype", "device")}
     found = find_model(spec.settings["model"], **told)
     token_bytes = found.kv_spec(spec.settings.get("block_size", 16)).token_bytes
-    longest = max(spec.prefix_tokens) + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
+    prefix, room = max(spec.prefix_tokens), found.max_model_len - SUFFIX_TOKENS - OUTPUT_TOKENS
+    if prefix > room:
+        beside = f"{SUFFIX_TOKENS} more and {OUTPUT_TOKENS} of an answer"
+        what = f"A prefix of {prefix} tokens with {beside} does not fit"
+        raise ConfigError(f"{what} {found.max_model_len} tokens, the model's most; use {room}")
+    longest = prefix + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
     kept = sum(spec.prefix_tokens) * spec.repeats
     return {
         "device_size": max(MIN_RAM_BYTES, 2 * longest * token_bytes),
