@@ -5,8 +5,9 @@ import time
 import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
+from tieredkv.block_pool import Block
 from tieredkv.cache import tiered
-from tieredkv.types import Tier
+from tieredkv.types import BlockHash, Tier
 
 
 def test_a_second_request_with_a_prefix_computes_nothing() -> None:
@@ -510,6 +511,32 @@ def test_a_block_in_use_that_an_operator_evicts_serves_its_user_and_nobody_else(
     assert rig.compute(other) == 2
     rig.finish(user)
     rig.finish(other)
+    rig.check_nothing_is_held()
+
+
+def test_a_request_without_room_is_looked_up_again_when_something_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(num_blocks=16, has_store=False)
+    running = rig.start("a", 10)
+    waiting = rig.queue("b", 10)
+    looked_up: list[int] = []
+    acquire_chain = rig.tiers.device.acquire_chain
+
+    def record(hashes: list[BlockHash]) -> list[Block | None]:
+        looked_up.append(len(hashes))
+        return acquire_chain(hashes)
+
+    monkeypatch.setattr(rig.tiers.device, "acquire_chain", record)
+    for _ in range(5):
+        assert not rig.admit(waiting)
+        rig.turn()
+    assert looked_up == [10]
+    rig.compute(running)
+    rig.finish(running)
+    while not rig.admit(waiting):
+        rig.turn()
+    rig.finish(waiting)
     rig.check_nothing_is_held()
 
 

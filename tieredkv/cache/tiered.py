@@ -46,6 +46,8 @@ class Prefix:
         blocks: its block table; the first `len(hashes)` are the chain. Empty before `admit`.
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
+        refused_at: free and cached blocks when there was no room for it; it is not looked up again
+            before they change.
     """
 
     root: BlockHash
@@ -61,6 +63,7 @@ class Prefix:
     lookup_give_up_at: float = 0.0
     held_blocks: list[Block] = field(default_factory=list)
     held_pages: list[Block] = field(default_factory=list)
+    refused_at: tuple[int, int] | None = None
 
     @property
     def is_admitted(self) -> bool:
@@ -181,17 +184,22 @@ class TieredCache:
         Returns:
             False, with nothing held, where there is no room yet or the disk has to be asked first.
         """
+        device = self.tiers.device
+        if prefix.refused_at == (device.num_free, device.num_cached):
+            return False
         self._ask(prefix)
         if prefix.lookup_job is not None:
             return False
         self.expire_due()
-        device = self.tiers.device
         chain = device.acquire_chain(prefix.hashes)
         found = [block for block in chain if block is not None]
         fresh = self._allocate(prefix, num_blocks - len(found))
         if fresh is None:
             device.release(found[::-1])
+            if not self.is_room_coming(prefix):
+                prefix.refused_at = device.num_free, device.num_cached
             return False
+        prefix.refused_at = None
         if len(found) == len(chain) and not self.promoter.num_loading:
             prefix.blocks = found
             prefix.sources = [Tier.DEVICE] * len(found)
