@@ -46,7 +46,6 @@ from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-EVERYTHING = EvictFilter(all=True)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 MAX_DESCRIBED_ROOTS = 4096
