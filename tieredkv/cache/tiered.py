@@ -191,6 +191,8 @@ class TieredCache:
         fresh = self._allocate(prefix, num_blocks - len(found))
         if fresh is None:
             device.release(found[::-1])
+            if any(block.block_hash is None for block in prefix.held_blocks):
+                self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
             return False
         if len(found) == len(chain) and not self.promoter.num_loading:
             prefix.blocks = found
