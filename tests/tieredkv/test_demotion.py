@@ -79,8 +79,12 @@ def test_on_evict_writes_under_pressure_only() -> None:
 
 def test_write_behind_writes_soon_after_the_compute() -> None:
     rig = Rig(is_write_behind=True)
+    rig.transfer.is_held = True
     rig.run("a", 4)
     rig.run("b", 2, "in_memory")
+    rig.turn()
+    assert rig.tiers.host.num_used == 4, "each block is on its way once"
+    rig.transfer.is_held = False
     rig.turn(4)
     assert rig.on_disk("a", 4) == [0, 1, 2, 3]
     assert rig.on_disk("b", 2) == []

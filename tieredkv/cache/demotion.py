@@ -281,15 +281,15 @@ class Demoter:
         """Move the first of `wanted` one step nearer to disk; those that need no more leave."""
         tiers = self._tiers
         now = tiers.clock.now()
-        kept: list[BlockHash] = []
+        kept: dict[BlockHash, None] = {}  # each once: one that was computed was touched as well
         to_copy: list[Block] = []
         to_write: list[Block] = []
         for _ in range(min(len(wanted), 2 * self._write_cap)):
             block_hash = wanted.popleft()
             entry = tiers.directory.get(block_hash)
-            if not self._is_owed(entry, now):
+            if block_hash in kept or not self._is_owed(entry, now):
                 continue
-            kept.append(block_hash)
+            kept[block_hash] = None
             page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
             if page is not None and page.is_ready:
                 to_write.append(page)
