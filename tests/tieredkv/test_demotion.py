@@ -283,3 +283,11 @@ def test_flush_gives_up_at_its_deadline_when_the_store_hangs() -> None:
     rig.store.is_held = True
     assert not rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
     rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_host_tier_smaller_than_the_device_reserve_comes_to_rest(has_store: bool) -> None:
+    rig = Rig(num_blocks=32, num_pages=6, reserve=8, has_store=has_store)
+    for name in "abcdefgh":
+        rig.run(name, 4)
+    rig.check_nothing_is_held()

@@ -50,7 +50,9 @@ class Demoter:
     ) -> None:
         self._tiers = tiers
         self._poll = poll
-        self._device_reserve = min(device_reserve_blocks, max(1, tiers.device.num_blocks // 4))
+        # NOTE: of the host no more than half, or its pages would push one another out for ever.
+        most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
+        self._device_reserve = min(device_reserve_blocks, most)
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._is_write_behind = is_write_behind
