@@ -61,7 +61,12 @@ def pending(slot: int) -> int:
 
 
 class BlockTables:
-    """The block tables of all slots, on the device and pinned on the host."""
+    """The block tables of all slots, on the device and pinned on the host.
+
+    Attributes:
+        copied: the device has read what was pinned for the last step, the tables' own changes and
+            the step's buffers; None off CUDA.
+    """
 
     def __init__(
         self, num_slots: int, max_context_len: int, block_size: int, device: torch.device
@@ -77,9 +82,10 @@ class BlockTables:
         # One row more: its first cell takes what a padded step writes.
         self.tensor = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self.spare_cell = num_slots * max_blocks
+        self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def update(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
-        """Bring the tables up to date.
+        """Wait for the upload of the step before, then bring the tables up to date.
 
         Long changes are copied at once; the short ones of rows that got a token more are left to
         the step itself.
@@ -87,6 +93,8 @@ class BlockTables:
         Returns:
             Flat indices of the cells that the step must write, and their block ids.
         """
+        if self.copied is not None:
+            self.copied.synchronize()
         cells: list[int] = []
         block_ids: list[int] = []
         block_size = self.block_size
@@ -112,8 +120,8 @@ class BlockTables:
 class StepBuffers:
     """Inputs of steps of up to so many tokens, and rows as there are block tables.
 
-    The device side keeps its addresses for good, and the stream's order protects it. An event
-    protects the pinned side from the next step.
+    The device side keeps its addresses for good, and the stream's order protects it. The pinned
+    side is protected from the next step, which updates the block tables first.
 
     Attributes:
         token_ids, positions, slots: [max_tokens] int32; slot -1 is not written.
@@ -144,7 +152,6 @@ class StepBuffers:
         num_bytes = sum(sizes.values())
         self._host = torch.zeros(num_bytes // 4, dtype=torch.int32, pin_memory=is_cuda)
         self._device = torch.zeros(num_bytes // 4, dtype=torch.int32, device=heads.device)
-        self._copied = torch.cuda.Event() if is_cuda else None
 
         def views(buffer: Tensor) -> dict[str, Tensor]:
             words = [num_bytes // 4 for num_bytes in sizes.values()]
@@ -172,8 +179,6 @@ class StepBuffers:
         num_kept: int,
     ) -> None:
         """Write a step and start copying it; what pads it to the sizes given has no effect."""
-        if self._copied is not None:
-            self._copied.synchronize()
         arrays = self._arrays
         self._fill_tokens(rows, layout)
         end = layout.num_tokens
@@ -194,7 +199,7 @@ class StepBuffers:
         arrays["cells"][: len(cells)] = cells
         arrays["cells"][len(cells) :] = self._tables.spare_cell
         arrays["block_ids"][: len(cells)] = block_ids
-        if self._copied is not None:
+        if self._tables.copied is not None:
             narrow = partition.narrow_tiling(self._heads)
             wide = partition.wide_tiling(self._heads)
             partition.partition(layout.shares.narrow, narrow, arrays["narrow"])
@@ -202,8 +207,8 @@ class StepBuffers:
             if layout.last:
                 partition.partition(layout.last, narrow, arrays["last"])
         small_copies.copy(self._host, self._device)
-        if self._copied is not None:
-            self._copied.record()
+        if self._tables.copied is not None:
+            self._tables.copied.record()
 
     def _fill_tokens(self, rows: Sequence[BatchRow], layout: "Layout") -> None:
         arrays, end, block_size = self._arrays, layout.num_tokens, self._tables.block_size

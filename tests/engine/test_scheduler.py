@@ -344,3 +344,22 @@ def test_nobody_is_admitted_without_room_for_the_next_token() -> None:
     loop.add("b", 4 * SIZE, max_tokens=4, seed=2)
     loop.run()
     assert loop.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("seconds", [0.0, 172_800.0])
+def test_a_queued_request_is_admitted_though_what_was_held_for_it_is_evicted_or_expires(
+    seconds: float,
+) -> None:
+    loop = Loop(rig := Rig(num_blocks=8))
+    loop.add("warm", 16, seed=1)
+    loop.run()
+    loop.add("running", 12, seed=2, max_tokens=3)
+    loop.step()
+    large = loop.add("large", 31, seed=1)  # takes the whole pool, of which it protects a half
+    loop.step()
+    assert len(large.prefix.held_blocks) == 4
+    rig.clock.moment += seconds
+    if not seconds:
+        rig.cache.evict(lambda _entry: True)
+    loop.run(steps=40)
+    rig.check_nothing_is_held()

@@ -79,8 +79,12 @@ def test_on_evict_writes_under_pressure_only() -> None:
 
 def test_write_behind_writes_soon_after_the_compute() -> None:
     rig = Rig(is_write_behind=True)
+    rig.transfer.is_held = True
     rig.run("a", 4)
     rig.run("b", 2, "in_memory")
+    rig.turn()
+    assert rig.tiers.host.num_used == 4, "each block is on its way once"
+    rig.transfer.is_held = False
     rig.turn(4)
     assert rig.on_disk("a", 4) == [0, 1, 2, 3]
     assert rig.on_disk("b", 2) == []
@@ -278,4 +282,12 @@ def test_flush_gives_up_at_its_deadline_when_the_store_hangs() -> None:
     rig.run("a", 2)
     rig.store.is_held = True
     assert not rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 0.05)
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+def test_a_host_tier_smaller_than_the_device_reserve_comes_to_rest(has_store: bool) -> None:
+    rig = Rig(num_blocks=32, num_pages=6, reserve=8, has_store=has_store)
+    for name in "abcdefgh":
+        rig.run(name, 4)
     rig.check_nothing_is_held()

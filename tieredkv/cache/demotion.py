@@ -9,7 +9,6 @@ Called by the engine's thread only.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -50,12 +49,14 @@ class Demoter:
     ) -> None:
         self._tiers = tiers
         self._poll = poll
-        self._device_reserve = min(device_reserve_blocks, max(1, tiers.device.num_blocks // 4))
+        # NOTE: of the host no more than half, or its pages would push one another out for ever.
+        most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
+        self._device_reserve = min(device_reserve_blocks, most)
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
         self._is_write_behind = is_write_behind
-        self._behind: deque[BlockHash] = deque()
-        self._fresh: dict[BlockHash, None] = {}  # in order, each once
+        self._behind: dict[BlockHash, None] = {}  # in order, each once
+        self._fresh: dict[BlockHash, None] = {}  # likewise
         self._copying: set[int] = set()
         self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
@@ -96,7 +97,7 @@ class Demoter:
             del self._fresh[next(iter(self._fresh))]
         self._is_stale = True
         if self._is_write_behind and self._tiers.store is not None:
-            self._behind.append(entry.block_hash)
+            self._behind.setdefault(entry.block_hash)
 
     def pump(self) -> None:
         """Top up both reserves; a few microseconds when nothing has changed."""
@@ -253,7 +254,7 @@ class Demoter:
                 parent = recency[entry.parent_hash]
                 recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
         entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
-        wanted = deque(entry.block_hash for entry in entries)
+        wanted = dict.fromkeys(entry.block_hash for entry in entries)
         while wanted and time.monotonic() < deadline:
             self._poll()
             self._persist_some(wanted)
@@ -277,25 +278,21 @@ class Demoter:
             return False
         return self._tiers.directory.disk_deadline(entry, now) is not None
 
-    def _persist_some(self, wanted: deque[BlockHash]) -> None:
+    def _persist_some(self, wanted: dict[BlockHash, None]) -> None:
         """Move the first of `wanted` one step nearer to disk; those that need no more leave."""
         tiers = self._tiers
         now = tiers.clock.now()
-        kept: list[BlockHash] = []
         to_copy: list[Block] = []
         to_write: list[Block] = []
-        for _ in range(min(len(wanted), 2 * self._write_cap)):
-            block_hash = wanted.popleft()
-            entry = tiers.directory.get(block_hash)
-            if not self._is_owed(entry, now):
+        for block_hash in list(islice(wanted, 2 * self._write_cap)):
+            if not self._is_owed(tiers.directory.get(block_hash), now):
+                del wanted[block_hash]
                 continue
-            kept.append(block_hash)
             page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
             if page is not None and page.is_ready:
                 to_write.append(page)
             elif page is None and block is not None and block.is_ready:
                 to_copy.append(block)
-        wanted.extendleft(reversed(kept))
         self._write_out(to_write)
         self._copy_out(to_copy)
 

@@ -196,7 +196,9 @@ class TieredCache:
         fresh = self._allocate(prefix, num_blocks - len(found))
         if fresh is None:
             device.release(found[::-1])
-            if not self.is_room_coming(prefix):
+            if any(block.block_hash is None for block in prefix.held_blocks):
+                self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
+            elif not self.is_room_coming(prefix):
                 prefix.refused_at = device.num_free, device.num_cached
             return False
         prefix.refused_at = None

@@ -1,0 +1,52 @@
+"""The pinned side of a step is not written before the device has read the step before."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tieredkv.engine.step_buffers import BatchRow, BlockTables, Layout, StepBuffers
+from tieredkv.kernels import small_copies
+from tieredkv.kernels.partition import Heads
+
+
+class BusyDevice:
+    """A device, as an event of its stream shows it, that copies nothing until it is waited for."""
+
+    def __init__(self) -> None:
+        self.issued: list[tuple[Tensor, Tensor]] = []
+        self.read: list[list[int]] = []
+        self.num_recorded = 0
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        self.issued.append((source, target))
+
+    def record(self) -> None:
+        self.num_recorded = len(self.issued)
+
+    def synchronize(self) -> None:
+        for source, target in self.issued[len(self.read) : self.num_recorded]:
+            self.read.append(source.tolist())
+            target.copy_(source)
+
+
+@pytest.mark.parametrize("num_tokens", [12, 600])
+def test_a_step_reads_the_table_of_its_own_request_though_the_next_one_has_its_slot(
+    monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    device, cpu = BusyDevice(), torch.device("cpu")
+    heads = Heads(4, 2, 16, torch.float32, cpu)
+    tables = BlockTables(2, 2048, 4, cpu)
+    large, small = (StepBuffers(heads, tables, max_tokens=n, vocab_size=9) for n in (640, 16))
+    monkeypatch.setattr(small_copies, "copy", device.copy)
+    monkeypatch.setattr(tables, "copied", device, raising=False)
+    # A request is cancelled while its step waits for the device, and another takes its slot.
+    cancelled = BatchRow([1] * 600, 0, list(range(150)), slot=0, table_key=1)
+    successor = BatchRow([2] * num_tokens, 600, list(range(500, 800)), slot=0, table_key=2)
+    for row, buffers in ((cancelled, large), (successor, small if num_tokens < 16 else large)):
+        layout, changes = Layout([row], heads, 2), tables.update([row])
+        buffers.fill([row], layout, changes, num_tokens=layout.num_tokens, num_kept=1)
+    device.record()
+    device.synchronize()
+    table_of_cancelled, _, table_of_successor, _ = device.read
+    assert table_of_cancelled == list(range(150))
+    assert table_of_successor == list(range(500, 500 + (600 + num_tokens) // 4))
