@@ -288,6 +288,29 @@ def test_greedy_tokens_on_the_device_equal_those_of_transformers(
 
 
 @pytest.mark.gpu
+def test_a_slot_may_change_hands_before_the_device_has_read_its_block_table(
+    checkpoints: Any,
+) -> None:
+    folder = str(checkpoints("llama"))
+    loaded = find_model(folder, dtype="float32", device="cuda").load(cache_dir=None)
+    harness = Harness(loaded)
+    prompts = [prompt(160, seed=seed) for seed in (21, 22)]
+    tables = [harness.table(len(ids)) for ids in prompts]
+    alone = [
+        harness.prefill(ids, table, [len(ids)]).clone()
+        for ids, table in zip(prompts, tables, strict=True)
+    ]
+    torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
+    together = [
+        harness.runner.execute([BatchRow(ids, 0, table, slot=0, table_key=key)]).logits.clone()
+        for key, (ids, table) in enumerate(zip(prompts, tables, strict=True))
+    ]
+    for got, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    assert (alone[0] - alone[1]).abs().max() > 0.1
+
+
+@pytest.mark.gpu
 def test_the_pool_is_sized_from_what_steps_take() -> None:
     loaded = find_model("random:qwen3-0.6b", device="cuda").load(cache_dir=None)
     spec = loaded.kv_spec(16)
