@@ -98,9 +98,13 @@ class Heads(NamedTuple):
 
 @functools.cache
 def narrow_tiling(heads: Heads) -> Tiling:
-    """Tile for single queries: 128 KiB of keys and values on each SM, half of them in flight."""
+    """Tile for single queries: 128 KiB of keys and values on each SM, half of them in flight.
+
+    Contexts are often powers of two, so the number of programs shares out many of those evenly.
+    """
     row_tile = max(16, 1 << (heads.group - 1).bit_length())
     programs = max(1, 2 * num_multiprocessors(heads.device) // heads.num_kv_heads)
+    programs = programs & ~7 or programs
     if heads.dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
         return Tiling(1, row_tile, 16, 4 if heads.head_dim <= 128 else 8, 1, programs)
     kv_tile = 128 if heads.head_dim <= 64 else 64 if heads.head_dim <= 128 else 32
