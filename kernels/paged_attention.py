@@ -247,5 +247,5 @@ def paged_attention(
         num_rows = tiling.num_queries * group
         _merge_kernel[(tiling.num_programs - 1, num_kv_heads, triton.cdiv(num_rows, rows))](
             out, partial_out, partial_lse, plan, *out.stride()[:2], PARTIALS=32 // rows, ROWS=rows,
-            **sizes, num_warps=4, **launch_options,
+            **sizes, num_warps=max(1, head_dim // 128) if is_narrow else 4, **launch_options,
         )  # fmt: skip
