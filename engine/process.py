@@ -21,6 +21,7 @@ import msgspec
 from tieredkv.engine import messages
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.messages import Shutdown, Start, ToEngine, TokenOutput
+from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 
@@ -72,10 +73,12 @@ class EngineProcess:
             if core.info != info:  # the store's worker is another process than it was
                 info = core.info
                 self._channel.send(info)
-            while not self._inbox.empty():
-                self._take(self._inbox.get())
+            num_taken_tokens = 0
+            while not self._inbox.empty() and num_taken_tokens < MAX_ADMITTED_TOKENS:
+                num_taken_tokens += self._take(self._inbox.get())
             self._send_outputs(core.step())
-            core.wait(UNSENT_WAIT_S if self._channel.push_queued() else IDLE_WAIT_S)
+            wait_s = UNSENT_WAIT_S if self._channel.push_queued() else IDLE_WAIT_S
+            core.wait(wait_s if self._inbox.empty() else 0)
         self._end(core, self._shutdown.drain_timeout_s)
         return 0
 
@@ -102,7 +105,8 @@ class EngineProcess:
         if self._core is not None:
             self._core.wake()
 
-    def _take(self, message: ToEngine) -> None:
+    def _take(self, message: ToEngine) -> int:
+        """Do what a message asks for; return how many tokens were hashed for it."""
         core = self._core
         assert core is not None
         match message:
@@ -111,10 +115,12 @@ class EngineProcess:
                     core.add_request(message)
                 except RequestError as error:
                     self._send_outputs([messages.failed(request_id, str(error), error.code)])
+                return len(message.prompt_token_ids)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case Shutdown():
                 self._shutdown = message
+        return 0
 
     def _send_outputs(self, outputs: list[TokenOutput]) -> None:
         if outputs:

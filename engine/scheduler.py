@@ -30,6 +30,9 @@ MAX_REST = 1 / 32
 CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
 
+MAX_ADMITTED_TOKENS = 32_768
+"""Of prompts that begin in one step; looking up more would hold up the next tokens of others."""
+
 
 def longest_chunk(budget: int) -> int:
     """Return the most tokens that one request may get of a budget, a short rest included."""
@@ -218,8 +221,10 @@ class Scheduler:
         return ScheduledRow(request, start, end, row)
 
     def _admit(self, budget: int, claimed: set[int], scheduled: list[ScheduledRow]) -> None:
-        has_admitted = False
+        num_admitted_tokens = 0
         while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+            if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
+                break
             request = self.waiting[0]
             if not self.cache.is_settled(request.prefix):
                 break
@@ -230,7 +235,7 @@ class Scheduler:
                 if is_stuck and self._unprotect(itertools.islice(self.waiting, 1, None)):
                     continue
                 break
-            has_admitted = True
+            num_admitted_tokens += request.num_tokens
             self.waiting.popleft()
             request.slot = self._free_slots.pop()
             request.table_key = next(self._table_keys)
@@ -239,7 +244,7 @@ class Scheduler:
             if row is not None:
                 scheduled.append(row)
                 budget -= row.end - row.start
-        if has_admitted:
+        if num_admitted_tokens:
             for request in itertools.islice(self.waiting, NUM_PROTECTED_REQUESTS):
                 self.cache.protect(request.prefix)
 

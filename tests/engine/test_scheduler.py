@@ -7,6 +7,7 @@ import pytest
 from tests.fake_store import Rig, root_of
 from tieredkv.cache import tiered
 from tieredkv.cache.tiered import Prefix
+from tieredkv.engine import scheduler
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
@@ -323,6 +324,19 @@ def test_a_request_alone_gets_longer_chunks_than_one_that_others_wait_beside() -
     assert [row.end - row.start for row in loop.step()] == [8 * SIZE]
     loop.add("b", 20 * SIZE, seed=2)
     assert sum(row.end - row.start for row in loop.step()) == 4 * SIZE
+
+
+def test_prompts_of_a_burst_are_looked_up_in_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_ADMITTED_TOKENS", 32)
+    loop = Loop(Rig(num_blocks=64, num_pages=16))
+    loop.add("first", 20)
+    loop.run()
+    loop.add("decodes", 8, max_tokens=9, seed=1)
+    loop.step()
+    for name in "abcd":
+        loop.add(name, 20)
+    admitted = [{row.request.request_id for row in loop.step()} for _ in range(2)]
+    assert admitted == [{"decodes", "a", "b"}, {"decodes", "c", "d"}]
 
 
 def test_a_short_rest_of_a_prompt_goes_with_the_chunk_before_it() -> None:
