@@ -9,10 +9,10 @@ from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import ConfigError, RequestError
+from tieredkv.fields import parse_body, read
 from tieredkv.retention import RetentionPolicies
 from tieredkv.server import openai_requests as requests
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.fields import parse_body, read
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, usage_body
 from tieredkv.server.serve import bind
 

@@ -25,11 +25,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tieredkv.config import Settings
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.errors import RequestError
+from tieredkv.fields import parse_body, read
 from tieredkv.server import openai_requests as requests
 from tieredkv.server import openai_responses as responses
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.server.fields import parse_body, read
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, Shape, error_body
 

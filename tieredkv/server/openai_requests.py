@@ -17,8 +17,8 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
+from tieredkv.fields import Object, invalid_value, unknown_parameter
 from tieredkv.retention import RetentionPolicies
-from tieredkv.server.fields import Object, invalid_value, unknown_parameter
 
 MAX_PROMPTS = 2048
 MAX_SEED = 2**63
@@ -115,12 +115,7 @@ class ApiRequest(ModelRequest):
             given |= {"top_p": 1.0, "temperature": 0.0}
         # NOTE: `min_tokens` is checked against the client's limit, and fitted to the room later.
         max_tokens = self.limit or max(16, self.min_tokens)
-        try:
-            return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
-        except RequestError as error:
-            is_above = error.param == "min_tokens"  # the only range that depends on another field
-            error.code = error.code or ("integer_above_max_value" if is_above else "invalid_value")
-            raise
+        return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
 
     def params_of(self, choice: int, max_tokens: int, fallback_seed: int) -> SamplingParams:
         """Return the parameters of one answer; equal seeds give equal answers, in their order."""

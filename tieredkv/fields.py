@@ -1,4 +1,4 @@
-"""JSON bodies to checked objects, with OpenAI's error texts for what is not as it must be.
+"""Checked objects of JSON bodies and parameters, with OpenAI's texts for what is not as it must be.
 
 It knows types and ranges, not what any field is for. `null` is the same as an absent field.
 """
@@ -16,6 +16,7 @@ _GOT = {
     int: "an integer",
     float: "a decimal",
     list: "an array",
+    tuple: "an array",
     dict: "an object",
     type(None): "null",
 }
@@ -24,10 +25,12 @@ _EXPECTED = {
     "bool_type": "a boolean",
     "int_type": "an integer",
     "float_type": "a decimal",
+    "finite_number": "a finite decimal",
     "list_type": "an array",
     "dict_type": "an object",
     "model_type": "an object",
     "literal_error": "a string",
+    "tuple_type": "an array",
 }
 """What was expected, by pydantic's type of error; others' messages say it themselves."""
 
@@ -35,6 +38,10 @@ _OUT_OF_BOUNDS = {
     "greater_than_equal": (
         "{kind}_below_min_value",
         "{kind} below minimum value. Expected a value >= {bound}, but got {value}",
+    ),
+    "greater_than": (
+        "{kind}_below_min_value",
+        "{kind} below minimum value. Expected a value > {bound}, but got {value}",
     ),
     "less_than_equal": (
         "{kind}_above_max_value",
@@ -94,7 +101,7 @@ def read(kind: type[Body], body: dict[str, Any]) -> Body:
     try:
         return kind.model_validate(body)
     except ValidationError as error:
-        raise _in_openai_words(error.errors(include_url=False)[0]) from None
+        raise in_openai_words(error) from None
 
 
 def invalid_value(path: str, value: str, supported: str) -> RequestError:
@@ -114,9 +121,14 @@ def _wrong_type(path: str, expected: str, value: object) -> str:
     return f"Invalid type for '{path}': expected {expected}, but got {got} instead."
 
 
-def _in_openai_words(error: Any) -> RequestError:
-    """Return one of pydantic's errors in OpenAI's words, naming the field."""
+def in_openai_words(errors: ValidationError) -> RequestError:
+    """Return the first of pydantic's errors in OpenAI's words, naming the field."""
+    error: Any = errors.errors(include_url=False)[0]
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
+    if error["loc"][-1] == "[key]":
+        text = f"Invalid key in '{error['loc'][0]}': {value!r}. "
+        text += "You should only be submitting non-negative integers."
+        return RequestError(text, param=error["loc"][0], code="invalid_value")
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])[1:]
     if fault == "missing":
         text = f"Missing required parameter: '{path}'."
@@ -125,9 +137,9 @@ def _in_openai_words(error: Any) -> RequestError:
         return invalid_value(path, value, facts["expected"].replace(" or ", " and "))
     if parts := _OUT_OF_BOUNDS.get(fault.removeprefix("string_")):
         [bound] = [
-            facts[name] for name in ("ge", "le", "min_length", "max_length") if name in facts
+            facts[name] for name in ("ge", "gt", "le", "min_length", "max_length") if name in facts
         ]
-        length = len(value) if isinstance(value, str | list) else None
+        length = len(value) if isinstance(value, str | list | tuple) else None
         a_kind = _GOT[type(bound if length is None else value)]
         told = {"a_kind": a_kind, "kind": a_kind.split()[1], "bound": int(bound)}
         code, text = (part.format(**told, value=value, length=length) for part in parts)
