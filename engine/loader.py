@@ -31,12 +31,14 @@ from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
-from tieredkv.engine.shapes import KNOWN_SHAPES
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.errors import ModelError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
+
+SHAPES = Path(__file__).parent / "shapes"
+"""Configurations of `tiny-random` and of well-known models, for random weights of a real shape."""
 
 RANDOM_PREFIX = "random:"
 RANDOM_SEED = 0
@@ -208,17 +210,16 @@ def _resolve_dtype(dtype: str | None, config: PreTrainedConfig, device: torch.de
 def _drawn_config(name: str) -> PreTrainedConfig | None:
     """Find the shape that `tiny-random` or `random:<shape>` names; None for a checkpoint."""
     if name == tiny.TINY_NAME:
-        return tiny.tiny_config()
+        return _read_config(name, SHAPES / f"{name}.json")
     if not name.startswith(RANDOM_PREFIX):
         return None
     shape = name.removeprefix(RANDOM_PREFIX)
-    if shape.lower() in KNOWN_SHAPES:
-        table = dict(KNOWN_SHAPES[shape.lower()])
-        return AutoConfig.for_model(table.pop("model_type"), **table, dtype="bfloat16")
-    path = Path(shape).expanduser()
-    path = path / "config.json" if path.is_dir() else path
+    path = SHAPES / f"{shape.lower()}.json"
+    if "/" in shape or not path.is_file():
+        path = Path(shape).expanduser()
+        path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        known = f"known are {', '.join(KNOWN_SHAPES)}"
+        known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
         raise _refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
     return _read_config(name, path)
 

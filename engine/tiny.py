@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 TINY_NAME = "tiny-random"
@@ -27,26 +27,6 @@ _CHAT_TEMPLATE = (
     "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-
-
-def tiny_config() -> LlamaConfig:
-    """Describe `tiny-random`: 2 KiB of keys and values a token in float32."""
-    return LlamaConfig(
-        vocab_size=BYTE_VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=32768,
-        rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-        tie_word_embeddings=False,
-        bos_token_id=256,
-        eos_token_id=257,
-        pad_token_id=None,
-        dtype="float32",
-    )
 
 
 @torch.no_grad()

@@ -1,13 +1,13 @@
 """Models that cannot be paged are refused by their config, each with its reason."""
 
+import json
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from tieredkv.engine.shapes import KNOWN_SHAPES
+from tieredkv.engine.loader import SHAPES, find_model
 from tieredkv.engine.suitability import check_config, probe_attention
-from tieredkv.engine.tiny import tiny_config
 from tieredkv.errors import ModelError
 
 SMALL = {
@@ -98,10 +98,10 @@ def test_full_attention_is_accepted_however_the_config_says_it(
     examine(model_type, changes)
 
 
-@pytest.mark.parametrize("shape", sorted(KNOWN_SHAPES))
+@pytest.mark.parametrize("shape", sorted(file.stem for file in SHAPES.glob("*.json")))
 def test_every_known_shape_can_be_served(shape: str) -> None:
-    table = dict(KNOWN_SHAPES[shape])
-    config = AutoConfig.for_model(table.pop("model_type"), **table)
+    table = json.loads((SHAPES / f"{shape}.json").read_text())
+    config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
     check_config(shape, config)
     found = probe_attention(shape, config)
     assert found == (
@@ -119,7 +119,7 @@ def test_the_probe_allocates_no_weights() -> None:
 
 
 def test_the_probe_leaves_the_config_as_it_was() -> None:
-    config = tiny_config()
+    config = find_model("tiny-random").config
     before = config.to_dict()
     probe_attention("tiny", config)
     assert config.to_dict() == before
