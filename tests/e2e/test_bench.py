@@ -2,13 +2,19 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tieredkv.bench import disk, raw
+from tieredkv.types import BlockRecord, ignore_progress
 
 ARMS = ["cold", "device", "host", "disk", "restart"]
 
@@ -192,9 +198,98 @@ def test_bench_host_finds_each_prompt_where_its_state_says(tmp_path: Path) -> No
         assert row["us_per_hash"] == pytest.approx(row["lookup_ms"] * 1e3 / looked_up)
 
 
+DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,1000"]
+
+
+def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path) -> None:
+    report = run_bench("disk", "--dir", ".", *DISK, "--repeats", "2", folder=tmp_path)
+    assert list(report["raw"]) == ["read_GBps", "write_GBps", "checksum_GBps"]
+    read, *writes, few, many = report["rows"]
+    assert [(row["part"], row["case"]) for row in report["rows"]] == [
+        ("read", "scattered"),
+        ("write", "sync commit"),
+        ("write", "sync none"),
+        ("index", "100 blocks"),
+        ("index", "1000 blocks"),
+    ]
+    for row in (read, *writes):
+        assert len(row["GBps_all"]) == len(row["raw_GBps_all"]) == len(row["ratio_all"]) == 2
+        assert row["raw_GBps_all"][0][1] > 0
+        for ratio, rate, around in zip(
+            row["ratio_all"], row["GBps_all"], row["raw_GBps_all"], strict=True
+        ):
+            assert ratio == pytest.approx(rate / (sum(around) / 2))
+        assert row["ratio"] == pytest.approx(sum(row["ratio_all"]) / 2)
+        assert (row["core_s_per_GB"] or 0) == pytest.approx(sum(row["core_s_per_GB_all"]) / 2)
+        assert (row["amplification"] or 0) == pytest.approx(sum(row["amplification_all"]) / 2)
+        assert (row["own_amplification"] or 0) <= (row["amplification"] or 0)
+    assert report["raw"]["read_GBps"] == read["raw_GBps"]
+    is_counted = read["amplification"] is not None
+    assert is_counted == (not report["disk"]["counter"].startswith("none"))
+    assert report["disk"]["blocks"] == (8 << 20) // (68 << 10)
+    for row in (few, many):
+        assert row["hit_us"] == sorted(row["hit_us_all"])[len(row["hit_us_all"]) // 2]
+        assert row["first_us"] == row["first_us_all"][0]
+        assert row["growth"] == row["hit_us"] / few["hit_us"]
+        assert min(row["miss_us"], row["client_us"], row["open_s"]) > 0
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
+
+
+def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the reads a slot is overwritten, and two blocks are asked for by each other's name."""
+    honest, drop_cached = disk._record, raw.drop_cached
+
+    def swap(number: int, size_bytes: int) -> BlockRecord:
+        return honest(number ^ 1 if number // 2 == last // 2 else number, size_bytes)
+
+    def spoil(folder: Path) -> None:
+        drop_cached(folder)
+        for segment in folder.glob("store/segments/*.seg"):
+            with segment.open("r+b") as file:
+                file.seek((4 << 10) + 100)
+                file.write(b"nonsense")
+            monkeypatch.setattr(disk, "_record", swap)
+
+    last = 3 * ((8 << 20) // (68 << 10)) + 20  # stored after the fill and a round of each sync
+    options: dict[str, Any] = {"block_bytes": "64KiB", "disk_size": "8MiB", "index_blocks": [10]}
+    options |= {"repeats": 1, "readers": 2, "writers": 2}
+    monkeypatch.setattr(raw, "drop_cached", spoil)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        report = disk.run(ignore_progress, folder=Path(folder), **options)
+        assert not os.listdir(folder)
+    assert report["disk"]["counter"] == "none: no byte came from a disk"
+    assert [row.get("amplification") for row in report["rows"]] == [None] * 4
+    found = "; ".join(report["problems"])
+    assert "checksum, 1 blocks" in found
+    assert "verify: the bytes differ, 2 blocks" in found
+
+
+def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "disk", "--dir", str(tmp_path)]
+    process = subprocess.Popen(
+        [*command, *DISK, "--repeats", "1000"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        while not list(tmp_path.glob("*/store/segments/*.seg")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
+        (["disk", "--dir", "/", "--block-bytes", "6000"], "is no multiple of 4 KiB"),
+        (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` is below"),
+        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "and needs 2000 TiB"),
+        (["disk", "--dir", "/no/such/folder"], "does not exist"),
         (["transfer", "--total", "1MiB"], "must hold two blocks"),
         (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
         (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a list"),

@@ -1,7 +1,9 @@
 """The physical limits of this machine, measured in the same run as what is compared with them."""
 
 import contextlib
+import fcntl
 import hashlib
+import itertools
 import mmap
 import os
 import platform
@@ -12,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -114,45 +116,89 @@ def h2d_GBps() -> float:
     return round(COPY_BYTES / min(median_s(copy, repeats=1) for _ in range(5)) / 1e9, 2)
 
 
+class RawFile:
+    """A file of blocks that is read and overwritten past the page cache: what the disk can do.
+
+    Where the filesystem has no O_DIRECT, `is_direct` is False: what is measured then is memory.
+
+    Args:
+        folder: where the file is made; it has no name, and goes when it is closed.
+        num_blocks: its size.
+        buffers: what blocks are written from and read into, each of one block.
+    """
+
+    def __init__(self, folder: Path, num_blocks: int, buffers: Sequence[memoryview]) -> None:
+        self._buffers = buffers
+        self._fd, path = tempfile.mkstemp(dir=folder)
+        os.unlink(path)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, os.O_DIRECT)
+        self.is_direct = bool(fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT)
+        self.close = partial(os.close, self._fd)
+        self.move_GBps(os.pwritev, range(num_blocks), 1)
+
+    def move_GBps(self, move: Callable[..., int], blocks: Sequence[int], num_threads: int) -> float:
+        """Return the rate at which threads read (`os.preadv`) or write (`os.pwritev`) blocks."""
+        left = zip(blocks, itertools.cycle(self._buffers), strict=False)
+
+        def work(_: int) -> None:
+            for block, buffer in left:  # each thread takes the next one
+                move(self._fd, [buffer], block * len(buffer))
+
+        start = time.perf_counter()
+        with ThreadPoolExecutor(num_threads) as pool:
+            list(pool.map(work, range(num_threads)))
+        os.fdatasync(self._fd)
+        return len(blocks) * len(self._buffers[0]) / (time.perf_counter() - start) / 1e9
+
+
 def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:
     """Return the rate of random 2 MiB O_DIRECT reads by four threads from a new file.
 
     None where the filesystem has no O_DIRECT: there, reads come from memory.
     """
-    num_reads = num_bytes // READ_BYTES
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".raw-") as file:
-        try:
-            fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
-        except OSError:
-            return None
-        try:
-            buffers = [mmap.mmap(-1, READ_BYTES) for _ in range(READ_THREADS)]
-            buffers[0].write(random.Random(0).randbytes(READ_BYTES))
-            for index in range(num_reads):
-                os.pwrite(fd, buffers[0], index * READ_BYTES)
-            os.fsync(fd)
-            order = list(range(num_reads))
-            random.Random(1).shuffle(order)
-
-            def read(worker: int) -> None:
-                for index in order[worker::READ_THREADS]:
-                    os.preadv(fd, [buffers[worker]], index * READ_BYTES)
-
-            best = 0.0
-            with ThreadPoolExecutor(READ_THREADS) as pool:
-                for _ in range(2):
-                    start = time.perf_counter()
-                    list(pool.map(read, range(READ_THREADS)))
-                    best = max(best, num_reads * READ_BYTES / (time.perf_counter() - start) / 1e9)
-        finally:
-            os.close(fd)
-    return round(best, 2)
+    order = random.Random(1).sample(range(num_reads := num_bytes // READ_BYTES), num_reads)
+    buffers = [memoryview(mmap.mmap(-1, READ_BYTES)) for _ in range(READ_THREADS)]
+    for buffer in buffers:
+        buffer[:] = random.Random(0).randbytes(READ_BYTES)
+    with contextlib.closing(RawFile(folder, num_reads, buffers)) as file:
+        best = max(file.move_GBps(os.preadv, order, READ_THREADS) for _ in range(2))
+        return round(best, 2) if file.is_direct else None
 
 
-def has_block_device(folder: Path) -> bool:
-    """Return whether a block device lies under the folder, so that reads can be counted."""
-    device = folder.stat().st_dev
-    return Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}").exists()
+def drop_cached(folder: Path) -> None:
+    """Have files dropped from the page cache; nobody may have them mapped."""
+    for path in filter(Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.fsync(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def counters(folder: Path, pid: int | None) -> dict[str, float]:
+    """Return the time, the seconds of a core that a process has used, and bytes moved so far.
+
+    `read` and `write` are what the device under a folder has moved for everybody, and `own_read`
+    and `own_write` what the process alone caused; where there is no device to ask, the former are
+    the latter.
+    """
+    figures = {"s": time.perf_counter(), "core_s": 0.0}
+    for name in ("read", "write"):
+        own = int(_field(f"/proc/{pid}/io", f"{name}_bytes") or 0)
+        figures |= {name: own, f"own_{name}": own}
+    if (device := block_device(folder)) is not None:
+        sectors = Path(f"/sys/class/block/{device}/stat").read_text().split()
+        figures |= {"read": int(sectors[2]) * 512, "write": int(sectors[6]) * 512}
+    with contextlib.suppress(OSError):  # it has died
+        ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        figures["core_s"] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    return figures
+
+
+def block_device(folder: Path) -> str | None:
+    """Return the name of the block device under a folder, if one can be asked what it moved."""
+    number = folder.stat().st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
+    return device.resolve().name if (device / "stat").exists() else None
 
 
 def read_bytes_of(pid: int | None) -> int:

@@ -200,7 +200,7 @@ def run(settings: dict[str, Any], _progress: Progress | None = None, **options: 
         if "restart" in spec.arms:
             for length in spec.prefix_tokens:
                 measured.samples["restart", length] = _in_new_process(measure_restart, spec, length)
-        page_cache = "bypassed" if raw.has_block_device(path) else "warm"
+        page_cache = "bypassed" if raw.block_device(path) else "warm"
     rows = [_row(arm, at, measured, page_cache) for arm in spec.arms for at in spec.prefix_tokens]
     problems = [
         f"{row['arm']} at {row['prefix_tokens']} tokens: {problem.format(**row)}"

@@ -15,6 +15,8 @@ ARMS = "cold,device,host,disk,restart"
 PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "host": "until_first_token_ms"}
 """What `--plot` draws; the ratio to a raw limit where nothing is said."""
 
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
 
 def report_options(command: Command) -> Command:
     """Give a bench its `--plot`, `--commit` and `--json`."""
@@ -53,7 +55,7 @@ def measure(
     click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
     facts = {key: report[key] for key in ("model", "dtype", "block_size") if key in report}
     shown = {"raw limits of this run": limits, "served": facts}
-    shown |= {key: report[key] for key in ("promotion", "demotion") if key in report}
+    shown |= {key: report[key] for key in ("promotion", "demotion", "disk") if key in report}
     for title in filter(shown.get, shown):
         click.echo(f"{title}: {_cell(shown[title])}")
     for problem in report["problems"]:
@@ -158,6 +160,38 @@ def host(**options: Any) -> int:
       tieredkv bench host --prompt-tokens 32768 --cached-blocks 10000,100000
     """
     return measure("host", **options)[0]
+
+
+@bench.command()
+@click.option("--dir", "folder", type=_FOLDER, required=True, help="On the disk to be measured.")
+@click.option("--block-bytes", default="2MiB", show_default=True, help="Payload of a block.")
+@click.option("--disk-size", default="4GiB", show_default=True, help="Budget of the store.")
+@_several("--index-blocks", default="10000,1000000", help="Blocks in an index that is looked up.")
+@_count("--repeats", default=3, help="Samples of a rate.")
+@_count("--readers", default=32, help="Threads, as the worker has.")
+@_count("--writers", default=4, help="Threads, as the worker has.")
+@report_options
+def disk(**options: Any) -> int:
+    """Measure what the disk tier makes of a disk, beside what the disk does without it.
+
+    \b
+    read    a random quarter of a churned store, from one request, page cache dropped
+    write   at capacity with eviction going on, the whole budget a sample, for each way to sync
+    index   us a hash in lookups of 8192: hits, misses, through the worker, and the first calls
+            after an open; seconds to open a store of so many blocks
+
+    Blocks go through the store's own worker. A ratio is to the mean of the raw O_DIRECT rates
+    just before and after, of as many threads and blocks. Amplification is what the device moved,
+    for others too, over the bytes of the blocks; own, what it moved for the worker; "-" where it
+    moved nothing, so that the bytes came from memory. Needs twice the budget and a KiB for each
+    block of an index. Exit 1 if a byte differs, a block fails, or the worker had more than 1.05
+    times the blocks and their headers read.
+
+    \b
+    Example, a few minutes:
+      tieredkv bench disk --dir /nvme --disk-size 4GiB
+    """
+    return measure("disk", **options)[0]
 
 
 @bench.command()

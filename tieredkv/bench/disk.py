@@ -1,0 +1,270 @@
+"""`bench disk`: what the disk tier makes of a disk, beside what the disk does without it.
+
+Blocks go through the store's worker and lent pages, as the engine's do. A block is a random pattern
+with its number at the start of each 4 KiB; the numbers are compared while the time runs, and in the
+end every byte. Disks drift, so a raw sample is taken before and after each of ours; a ratio is that
+of one sample to the mean of its two. Rows:
+
+    read    a random quarter of the blocks, after a random half of them gave way to others
+    write   at capacity, each block in another's place; `commit` flushes every group commit
+    index   a store without payloads: opening it, and lookups of 8,192 hashes
+"""
+
+import hashlib
+import os
+import random
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec.structs import replace
+
+from tieredkv.bench import raw
+from tieredkv.bench.progress import tracked
+from tieredkv.clock import Clock
+from tieredkv.errors import ConfigError
+from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.codec import Extent, Located, payload_checksum, slot_bytes_for
+from tieredkv.storage.directory import INDEX
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.index import Index
+from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
+from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress
+from tieredkv.units import format_bytes, parse_bytes
+
+ARENA_BYTES = 256 << 20
+STAMPED = np.s_[:: PAGE_ALIGNMENT_BYTES // 8]  # the words of a block that hold its number
+MAX_AMPLIFICATION = 1.05  # of the slots that are asked for: each block has a header
+LOOKUP_HASHES, LOOKUP_CALLS = 8192, 15
+INDEX_BYTES, INDEX_PAYLOAD_BYTES, BATCH_BLOCKS, UNBOUNDED_BYTES = 1024, 4096, 10_000, 1 << 40
+SYNCS = ("commit", "none")
+ROOT = b"bench disk".ljust(32, b"\0")
+SAME: dict[str, Any] = {"parent_hash": ROOT, "root": ROOT, "namespace": ROOT, "retention": "24h"}
+
+Row = dict[str, Any]
+
+
+def run(progress: Progress, *, folder: Path, repeats: int, **options: Any) -> Row:
+    """Measure in a new folder under `folder`, which is removed again.
+
+    Args:
+        progress: told how far it is.
+        folder: on the disk that is measured.
+        repeats: samples of each rate.
+        options: the other options of the command.
+
+    Raises:
+        ConfigError: the sizes make no sense, or the disk has no room; nothing was written.
+    """
+    size, budget = parse_bytes(options["block_bytes"]), parse_bytes(options["disk_size"])
+    if size < 1 or size % PAGE_ALIGNMENT_BYTES:
+        raise ConfigError(f"`block_bytes` = `{options['block_bytes']}` is no multiple of 4 KiB")
+    if budget < (least := minimum_budget_bytes(size) + 16 * slot_bytes_for(size)):
+        raise ConfigError(f"`disk_size` = `{options['disk_size']}` is below {format_bytes(least)}")
+    needed = 2 * budget + sum(options["index_blocks"]) * INDEX_BYTES
+    if needed > (free := shutil.disk_usage(folder).free):
+        what = f"`{folder}` has {format_bytes(free)} free and needs {format_bytes(needed)}"
+        raise ConfigError(f"{what}\nhint: a smaller `--disk-size` or fewer `--index-blocks`")
+    with (
+        closing(HostArena(min(max(64, ARENA_BYTES // size), budget // size // 4), size)) as arena,
+        tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=folder) as made,
+    ):
+        threads = {f"num_{name}": options[name] for name in ("readers", "writers")}
+        disk = _Disk(StoreOptions(path=f"{made}/store", budget_bytes=budget, **threads), arena)
+        rows = disk.measure_moves(progress, repeats)
+        sizes = tracked(progress, "looking up", options["index_blocks"])
+        indexes = [disk.measure_index(count) for count in sizes]
+    for row in indexes:
+        row["growth"] = row["hit_us"] / indexes[0]["hit_us"]
+    found = rows[0]["own_amplification"] or rows[0]["amplification"] or 0.0
+    if found > MAX_AMPLIFICATION * slot_bytes_for(size) / size:
+        disk.problems.append(f"read: more than {MAX_AMPLIFICATION} times the slots asked for")
+    block = np.random.default_rng(0).bytes(ARENA_BYTES)  # more than caches hold
+    limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in rows}
+    limits["checksum_GBps"] = len(block) / raw.median_s(partial(payload_checksum, block)) / 1e9
+    return {"raw": limits, "disk": disk.facts, "rows": rows + indexes, "problems": disk.problems}
+
+
+class _Disk:
+    """Measures stores in a folder; beside the rows it finds `facts` and `problems`."""
+
+    def __init__(self, options: StoreOptions, arena: HostArena) -> None:
+        self._options, self._arena, self._folder = options, arena, Path(options.path).parent
+        self._random, self._wake, self._num_stored = random.Random(0), threading.Event(), 0
+        self._words = np.frombuffer(arena.buffer, np.uint64).reshape(arena.num_pages, -1)
+        self._pattern = np.frombuffer(np.random.default_rng(0).bytes(arena.page_bytes), np.uint64)
+        self._words[:] = self._pattern
+        blocks = (options.budget_bytes or 0) // slot_bytes_for(arena.page_bytes)
+        counter = raw.block_device(self._folder) or "/proc/PID/io of the worker"
+        self.facts: Row = {"blocks": blocks, "block_bytes": arena.page_bytes, "counter": counter}
+        self.problems = list[str]()
+
+    def measure_moves(self, progress: Progress, repeats: int) -> list[Row]:
+        """Measure reads and writes at capacity, each sample between two raw ones."""
+        count, options = self.facts["blocks"], self._options
+        buffers = [self._arena.page(page) for page in range(self._arena.num_pages)]
+        choose = partial(self._random.sample, range(count))
+        with closing(raw.RawFile(self._folder, count, buffers)) as file:
+            self.facts["raw_is_direct"] = file.is_direct
+            self._write(count, "none")
+            writes = _between(
+                lambda: file.move_GBps(os.pwritev, choose(count), options.num_writers),
+                (
+                    self._write(count, sync)
+                    for sync in tracked(progress, "writing", SYNCS * repeats)
+                ),
+            )
+            with closing(self._serve()) as client:
+                present = self._present(client)
+                dropped = self._random.sample(present, len(present) // 2)
+                client.delete([_hash(number) for number in dropped], "bench")
+            self._write(len(dropped), "none")
+            raw.drop_cached(self._folder)
+            with closing(self._serve()) as client:
+                present = self._present(client)
+                picks = [self._random.sample(present, len(present) // 4) for _ in range(repeats)]
+                reads = _between(
+                    lambda: file.move_GBps(os.preadv, choose(count // 4), options.num_readers),
+                    (self._move(client, it, "load") for it in tracked(progress, "reading", picks)),
+                )
+                self._move(client, present, "verify")
+        rows = [_row("read", "scattered", reads)]
+        rows += [_row("write", f"sync {sync}", writes[i::2]) for i, sync in enumerate(SYNCS)]
+        if rows[0]["amplification"] is None:
+            self.facts["counter"] = "none: no byte came from a disk"
+        return rows
+
+    def measure_index(self, count: int) -> Row:
+        """Measure a store of so many blocks of 4 KiB whose payloads are not there."""
+        path, size = self._folder / f"index-{count}", min(count, LOOKUP_HASHES)
+        open_store = partial(BlockStore.open, str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
+        open_store(clock=Clock()).close()
+        with closing(Index(str(path / INDEX), sync=False)) as index:
+            for first in range(0, count, BATCH_BLOCKS):
+                with index.writing() as txn:
+                    for number in range(first, min(first + BATCH_BLOCKS, count)):
+                        record, extent = _record(number, INDEX_PAYLOAD_BYTES), Extent(1, number)
+                        txn.insert(Located(record, extent, INDEX_PAYLOAD_BYTES, ROOT[:16]))
+        raw.drop_cached(path)
+        picks = [self._random.sample(range(count), size) for _ in range(LOOKUP_CALLS)]
+        calls = [[_hash(number) for number in numbers] for numbers in picks]
+        start = time.perf_counter()
+        with open_store(clock=Clock()) as store:
+            open_s = time.perf_counter() - start
+            cold_us, warm_us = (self._us(store.lookup, calls, size) for _ in range(2))
+            miss_us = self._us(store.lookup, [[it[::-1] for it in each] for each in calls], 0)
+        with closing(self._serve(path=str(path), budget_bytes=UNBOUNDED_BYTES)) as client:
+            lookup = partial(self._lookup, client)
+            _, client_us = (self._us(lookup, calls, size) for _ in range(2))
+        every_us = zip(warm_us, miss_us, client_us, strict=True)
+        samples = [{"hit_us": a, "miss_us": b, "client_us": c} for a, b, c in every_us]
+        firsts = {"first_us": cold_us[0], "first_us_all": cold_us, "open_s": open_s}
+        return _row("index", f"{count} blocks", samples) | firsts
+
+    def _us(self, lookup: Callable[..., Any], calls: list[list[bytes]], right: int) -> list[float]:
+        """Return the microseconds a hash of each call."""
+        times = []
+        for hashes in calls:
+            start = time.perf_counter()
+            found = lookup(hashes)
+            times.append((time.perf_counter() - start) * 1e6 / len(hashes))
+            if len(hashes) - found.count(None) != right:
+                self.problems.append(f"index: a lookup did not find {right} hashes")
+        return times
+
+    def _serve(self, **changes: Any) -> StoreClient:
+        """Start the worker of a store."""
+        return StoreClient(replace(self._options, **changes), self._arena, wake=self._wake.set)
+
+    def _events(self, client: StoreClient) -> list[Event]:
+        """Wait until something has happened, and return it."""
+        self._wake.wait()
+        self._wake.clear()
+        return client.poll()
+
+    def _lookup(self, client: StoreClient, hashes: list[bytes]) -> list[Any]:
+        client.lookup(hashes)
+        while not (found := [it for it in self._events(client) if isinstance(it, LookupDone)]):
+            pass
+        return list(found[0].records)
+
+    def _present(self, client: StoreClient) -> list[int]:
+        """Return the numbers of the blocks that are stored."""
+        found = self._lookup(client, [_hash(number) for number in range(self._num_stored)])
+        return [number for number, record in enumerate(found) if record is not None]
+
+    def _write(self, count: int, sync: str) -> Row:
+        """Store new blocks; return a sample."""
+        first, self._num_stored = self._num_stored, self._num_stored + count
+        with closing(self._serve(sync=sync)) as client:
+            return self._move(client, range(first, self._num_stored), "store")
+
+    def _move(self, client: StoreClient, numbers: Sequence[int], verb: str) -> Row:
+        """Store, load or verify blocks as one request does; return a sample."""
+        is_store, pid = verb == "store", client.pid
+        waiting, free, lent = list(numbers), list(range(self._arena.num_pages)), dict[int, int]()
+        faults, before = list[str](), raw.counters(self._folder, pid)
+        while waiting or lent:
+            pages = list[LentPage]()
+            while waiting and free:
+                number, page = waiting.pop(), free.pop()
+                lent[page] = number
+                if verb == "verify":
+                    self._words[page] = 0
+                self._words[page][STAMPED] = number + 1 if is_store else 0
+                pages.append(LentPage(_record(number, self._arena.page_bytes), page))
+            if pages:
+                (client.store if is_store else client.load)(pages)
+            for event in self._events(client):
+                if isinstance(event, PageLoaded | PageStored):
+                    words, number = self._words[event.page_id], lent.pop(event.page_id)
+                    free.append(event.page_id)
+                    is_right = is_store or bool(np.all(words[STAMPED] == number + 1))
+                    if verb == "verify":
+                        words[STAMPED] = self._pattern[STAMPED]
+                        is_right = is_right and np.array_equal(words, self._pattern)
+                    if not (event.ok and is_right):
+                        faults.append(event.reason or "the bytes differ")
+        after, num_bytes = raw.counters(self._folder, pid), len(numbers) * self._arena.page_bytes
+        spent = {name: (after[name] - before[name]) / num_bytes for name in after}
+        self.problems += [f"{verb}: {it}, {faults.count(it)} blocks" for it in sorted(set(faults))]
+        name = "write" if is_store else "read"
+        sample = {"amplification": spent[name], "own_amplification": spent[f"own_{name}"]}
+        return {"GBps": 1e-9 / spent["s"], "core_s_per_GB": 1e9 * spent["core_s"]} | sample
+
+
+def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]:
+    """Take samples, each with the raw ones before and after it."""
+    taken, raws = list[Row](), [raw_GBps()]
+    for sample in samples:
+        raws.append(raw_GBps())
+        taken.append(
+            sample | {"raw_GBps": raws[-2:], "ratio": sample["GBps"] / float(np.mean(raws[-2:]))}
+        )
+    return taken
+
+
+def _row(part: str, case: str, samples: list[Row]) -> Row:
+    """Return the median of each figure, None where nothing was counted, and all of it."""
+    every = {name: [sample[name] for sample in samples] for name in samples[0]}
+    medians = {key: float(np.median([np.mean(it) for it in every[key]])) or None for key in every}
+    return {"part": part, "case": case} | medians | {f"{name}_all": every[name] for name in every}
+
+
+def _hash(number: int) -> bytes:
+    return hashlib.sha256(number.to_bytes(8)).digest()
+
+
+def _record(number: int, size_bytes: int) -> BlockRecord:
+    now = time.time()
+    times: Row = {"computed_at": now, "expires_at": now + 86400, "last_used": now}
+    block: Row = {"block_hash": _hash(number), "position": number, "size_bytes": size_bytes}
+    return BlockRecord(**SAME, **times, **block)
