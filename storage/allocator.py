@@ -1,19 +1,20 @@
 """Slots under a byte budget: which is lent, which waits to be erased, which block gives way.
 
 It knows segments, slot sizes and the budget. Blocks give way least recently used first, tails
-before heads, no more than needed.
+before heads, no more than needed. A slot that failed twice is left alone until the next start.
 """
 
 import errno
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, islice
 from typing import TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
-from tieredkv.storage.codec import Extent, Located
+from tieredkv.storage.codec import Extent, Located, extent_key
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
@@ -24,6 +25,9 @@ TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
 _INDEX_PAGE_BYTES = 4096
+# One step of erasing: short, and neighbours share so many pages of the index that they need less
+# room there than `TXN_BLOCKS` changes anywhere.
+_ERASED_RUNS, _ERASED_SLOTS, _ERASED_BYTES = 8, 256, 64 << 20
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,6 +55,11 @@ class SlotAllocator:
     or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
     In memory these mirror the pending slots of the last committed transaction; `reload` restores
     that after a failed one. Used by the store's thread.
+
+    Attributes:
+        unreadable: slots that could not be read or written, while they are lent or a block's.
+        strikes: how often such a slot was given up. It is erased before it is lent again, and
+            after the second time it stays erased: `num_retired` counts those.
     """
 
     def __init__(
@@ -65,7 +74,10 @@ class SlotAllocator:
         self.budget_bytes = budget_bytes
         self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
-        self.dirty: dict[Extent, int] = {}
+        self._dirty: dict[int, dict[Extent, None]] = {}  # by size; 0 where the file is missing
+        self.unreadable: set[Extent] = set()
+        self.strikes: Counter[Extent] = Counter()
+        self.num_retired = 0
         self.is_disk_full = False
         self.directory = directory
         self.files = files
@@ -79,11 +91,12 @@ class SlotAllocator:
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            segments, pending = txn.segments(), txn.pending()
-        sizes = {segment: state.slot_bytes for segment, state in segments.items()}
-        dirty = (extent for extent in pending if extent not in self.lent)
-        self.dirty = {extent: sizes.get(extent.segment, 0) for extent in dirty}
-        self.files.remove_unknown(set(segments))
+            segments, pending = set(txn.segments()), list(txn.pending())
+        self.files.remove_unknown(segments)
+        self._dirty = {}
+        for extent in pending:
+            if extent not in self.lent:
+                self._add_dirty(extent)
         self.measure()
 
     @contextmanager
@@ -105,7 +118,22 @@ class SlotAllocator:
             txn.remove_damaged(located.record.block_hash)
             return
         txn.remove(located)
-        self.dirty[located.extent] = state.slot_bytes
+        self._add_dirty(located.extent)
+
+    @property
+    def dirty(self) -> dict[Extent, int]:
+        """Every dirty slot with its size, for `check()`."""
+        return {extent: size for size, extents in self._dirty.items() for extent in extents}
+
+    def _add_dirty(self, extent: Extent) -> None:
+        self._dirty.setdefault(self.files.slot_bytes(extent.segment), {})[extent] = None
+        if extent in self.unreadable:
+            self.unreadable.discard(extent)
+            self.strikes[extent] += 1
+            self.num_retired += self.strikes[extent] == 2
+
+    def _num_dirty(self, *, keep: int | None = None) -> int:
+        return sum(len(extents) for size, extents in self._dirty.items() if size != keep)
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
@@ -124,13 +152,16 @@ class SlotAllocator:
     @property
     def pending_bytes(self) -> int:
         """Bytes of the slots that are lent or dirty."""
-        return sum(self.lent.values()) + sum(self.dirty.values())
+        return sum(self.lent.values()) + self._dirty_bytes()
+
+    def _dirty_bytes(self, *, keep: int | None = None) -> int:
+        return sum(size * len(extents) for size, extents in self._dirty.items() if size != keep)
 
     def idle_bytes(self, txn: IndexTxn, slot_bytes: int) -> int:
         """What `release_idle` can give back for slots of this size."""
-        dirty = sum(size for size in self.dirty.values() if size != slot_bytes)
         others = [each for each in txn.segments().values() if each.slot_bytes != slot_bytes]
-        return dirty + sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
+        unused = sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
+        return self._dirty_bytes(keep=slot_bytes) + unused
 
     def check_fits(self, slot_bytes: int) -> None:
         """Refuse a slot that no eviction could make room for.
@@ -164,13 +195,13 @@ class SlotAllocator:
             raise IntegrityError(f"slot {extent} is not lent")
         self.files.refresh(extent.segment)
         if not is_stored:
-            self.dirty[extent] = slot_bytes
+            self._add_dirty(extent)
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
-        fits = (e for e, size in self.dirty.items() if size == slot_bytes)
-        taken = [extent for extent in islice(fits, count) if extent.segment in self.files]
+        dirty = self._dirty.get(slot_bytes, {})
+        taken = list(islice((extent for extent in dirty if extent not in self.strikes), count))
         for extent in taken:
-            del self.dirty[extent]
+            del dirty[extent]
         return taken
 
     def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
@@ -188,7 +219,7 @@ class SlotAllocator:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
         free = (extent for extent in txn.free(slot_bytes) if extent.segment in self.files)
-        for extent in list(islice(free, count)):
+        for extent in list(islice((e for e in free if self.strikes[e] < 2), count)):
             if self.files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
@@ -240,30 +271,56 @@ class SlotAllocator:
     # --- giving back ------------------------------------------------------------------------
 
     def erasing(self, *, keep: int | None = None) -> Iterator[None]:
-        """Erase the dirty slots, but those of size `keep`, in steps."""
-        waiting = [extent for extent, slot_bytes in self.dirty.items() if slot_bytes != keep]
-        for batch in batches(waiting):
+        """Erase the dirty slots, but those of size `keep`, neighbours at once, in short steps."""
+        start: Extent | None = Extent(0, 0)
+        while start is not None and self._num_dirty(keep=keep):
+            runs, start = self._next_runs(start, keep)
             self.failpoint("erase:before")
-            # NOTE: since the last step a slot may have been lent again.
-            erased = [extent for extent in batch if extent in self.dirty and self.erase(extent)]
+            erased = [run for run in runs if self.erase(run[0], len(run))]
             self.failpoint("erase:done")
-            with self.index.writing() as txn:
-                for extent in erased:
-                    txn.drop_pending(extent)
-                    if txn.get_segment(extent.segment) is not None:
-                        txn.add_free(self.dirty[extent], extent)
+            with self.changing() as txn:
+                for run in erased:
+                    state = txn.get_segment(run[0].segment)
+                    for extent in run:
+                        txn.drop_pending(extent)
+                        if state is not None:
+                            txn.add_free(state.slot_bytes, extent)
             self.failpoint("erase:committed")
-            for extent in erased:
-                del self.dirty[extent]
+            for extent in chain(*erased):
+                del self._dirty[self.files.slot_bytes(extent.segment)][extent]
             yield
-        if waiting:
-            self.measure()
 
-    def release_idle(self, *, keep: int | None = None) -> bool:
-        """Give back all space that no block needs; slots of size `keep` stay reusable."""
-        occupied_bytes, num_dirty = self.files.occupied_bytes, len(self.dirty)
+    def _next_runs(
+        self, start: Extent, keep: int | None
+    ) -> tuple[list[list[Extent]], Extent | None]:
+        """Runs of dirty neighbours for one step, from a slot on, and where the next step begins."""
+        runs: list[list[Extent]] = []
+        num_slots = num_bytes = 0
+        with self.index.reading() as txn:
+            for extent in txn.pending(extent_key(start)):
+                size = self.files.slot_bytes(extent.segment)
+                if size == keep or extent not in self._dirty.get(size, ()):
+                    continue
+                is_neighbour = bool(runs) and runs[-1][-1] == (extent.segment, extent.slot - 1)
+                num_slots, num_bytes = num_slots + 1, num_bytes + size
+                is_full = num_slots > _ERASED_SLOTS or (runs and num_bytes > _ERASED_BYTES)
+                if is_full or (not is_neighbour and len(runs) == _ERASED_RUNS):
+                    return runs, extent
+                if is_neighbour:
+                    runs[-1].append(extent)
+                else:
+                    runs.append([extent])
+        return runs, None
+
+    def release_idle(self, needed_bytes: int, *, keep: int | None = None) -> bool:
+        """Give back space that no block needs until there is so much room, or all of it.
+
+        Slots of size `keep` stay reusable. Answers whether anything was given back.
+        """
+        occupied_bytes, num_dirty = self.files.occupied_bytes, self._num_dirty()
         for _ in self.erasing(keep=keep):
-            pass
+            if self.room_bytes >= needed_bytes and self._num_dirty() < num_dirty:
+                return True
         with self.index.reading() as txn:
             states = [(s, each) for s, each in txn.segments().items() if each.slot_bytes != keep]
         unused = {s: state for s, state in states if state.num_slots > state.num_used}
@@ -274,12 +331,12 @@ class SlotAllocator:
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment].num_used)
         self.remove_empty_segments(keep=keep)
-        has_erased = len(self.dirty) < num_dirty
+        has_erased = self._num_dirty() < num_dirty
         return has_erased or bool(unused) or self.files.occupied_bytes < occupied_bytes
 
     def remove_empty_segments(self, *, keep: int | None = None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
-        busy = {extent.segment for extent in (*self.lent, *self.dirty)}
+        busy = {extent.segment for extent in chain(self.lent, *self._dirty.values())}
         with self.index.reading() as txn:
             states = txn.segments()
         for segment, state in states.items():
@@ -290,12 +347,12 @@ class SlotAllocator:
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
 
-    def erase(self, extent: Extent) -> bool:
-        """Erase a slot's bytes; False where that failed, to be tried again."""
+    def erase(self, first: Extent, num_slots: int = 1) -> bool:
+        """Erase the bytes of neighbours; False where that failed, to be tried again."""
         try:
-            self.files.erase(extent)
+            self.files.erase(first, num_slots)
         except OSError as error:
-            logger.warning("slot %s could not be erased, will try again: %s", extent, error)
+            logger.warning("slot %s could not be erased, will try again: %s", first, error)
             return False
         return True
 
@@ -316,22 +373,10 @@ class SlotAllocator:
             self.failpoint("reserve:done")
             slots += taken
             self.lent.update((extent, slot_bytes) for extent in taken)
-            if len(taken) < short and not self.release_idle(keep=slot_bytes):
+            missing_bytes = (short - len(taken)) * slot_bytes
+            if missing_bytes and not self.release_idle(missing_bytes, keep=slot_bytes):
                 break
         return slots
-
-    def _victims(self, txn: IndexTxn) -> Iterator[Located]:
-        """Blocks in the order of their eviction: protected ones last."""
-        now = self.clock.now()
-        protected: list[Located] = []
-        for block_hash in txn.longest_unused():
-            with suppress(CorruptBlockError):
-                located = txn.get(block_hash)
-                if located is not None and located.record.protect_until > now:
-                    protected.append(located)
-                elif located is not None:
-                    yield located
-        yield from protected
 
     def _evict(self, txn: IndexTxn, needed_bytes: int) -> int:
         """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
@@ -339,11 +384,13 @@ class SlotAllocator:
         A slot of another size than the one wanted counts too: its space can be given back.
         """
         victims: list[Located] = []
-        for located in self._victims(txn):
+        for block_hash in txn.longest_unused():
             if needed_bytes <= 0 or len(victims) >= TXN_BLOCKS:
                 break
-            victims.append(located)
-            needed_bytes -= located.slot_bytes
+            with suppress(CorruptBlockError):
+                if (located := txn.get(block_hash)) is not None:
+                    victims.append(located)
+                    needed_bytes -= located.slot_bytes
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)
@@ -352,7 +399,7 @@ class SlotAllocator:
     def enforce_budget(self) -> None:
         """Bring what files occupy down to the budget, less room for the index to grow."""
         while self.room_bytes < 0:
-            if self.release_idle():
+            if self.release_idle(0):
                 continue
             with self.changing() as txn:
                 num_evicted = self._evict(txn, -self.room_bytes)

@@ -229,9 +229,9 @@ class IndexTxn:
         """Take a slot off the list: a block owns it now, or it is erased."""
         self._txn.delete(extent_key(extent), db=self._dbs["pending"])
 
-    def pending(self) -> list[Extent]:
-        """All pending slots."""
-        return [split_extent_key(key) for key, _ in self._walk("pending")]
+    def pending(self, start: bytes = b"") -> Iterator[Extent]:
+        """Pending slots from a key on, neighbours together; change nothing while it walks."""
+        return (split_extent_key(key) for key, _ in self._walk("pending", start))
 
     def add_free(self, slot_bytes: int, extent: Extent) -> None:
         """List an erased slot."""

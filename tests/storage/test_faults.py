@@ -113,13 +113,13 @@ def last_bit_of_a_payload(store: Filled) -> list[Victim]:
 
 def a_bit_of_a_slot_header(store: Filled) -> list[Victim]:
     change_bytes(store.file_of(FIRST), store.offset_of(FIRST) + 100, flip)
-    return [Victim(FIRST, "", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def a_zeroed_slot(store: Filled) -> list[Victim]:
     size = store.located[FIRST].slot_bytes
     change_bytes(store.file_of(FIRST), store.offset_of(FIRST), lambda old: bytes(len(old)), size)
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def a_bit_of_an_index_record(store: Filled) -> list[Victim]:
@@ -178,7 +178,7 @@ def two_payloads_swapped(store: Filled) -> list[Victim]:
 
 def two_slots_swapped(store: Filled) -> list[Victim]:
     _swap(store, 0)
-    return [Victim(key, "checksum", "header") for key in (FIRST, OTHER)]
+    return [Victim(key, "header", "header") for key in (FIRST, OTHER)]
 
 
 def _swap(store: Filled, skip: int) -> None:
@@ -205,23 +205,23 @@ def an_entry_past_the_end_of_its_segment(store: Filled) -> list[Victim]:
 def an_entry_in_a_slot_never_used(store: Filled) -> list[Victim]:
     unused = Extent(store.located[FIRST].extent.segment, len(SMALL))
     store.rewrite(FIRST, extent=unused)
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def an_entry_that_claims_the_slot_of_another(store: Filled) -> list[Victim]:
     store.rewrite(FIRST, extent=store.located[OTHER].extent)
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def an_entry_in_a_segment_of_another_slot_size(store: Filled) -> list[Victim]:
     segment = store.located[LARGE[0].block_hash].extent.segment
     store.rewrite(FIRST, extent=Extent(segment, 2))
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def an_unknown_codec(store: Filled) -> list[Victim]:
     store.rewrite(FIRST, codec=7)
-    return [Victim(FIRST, "codec", "header")]
+    return [Victim(FIRST, "codec", "codec")]
 
 
 def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
@@ -235,7 +235,7 @@ def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
         for record in again:
             assert load(opened, record) == payload_of(record)
     shutil.copyfile(copy, file)
-    return [Victim(key, "checksum", "header") for key in (FIRST, OTHER)]
+    return [Victim(key, "header", "header") for key in (FIRST, OTHER)]
 
 
 DAMAGE = [
