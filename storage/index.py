@@ -290,6 +290,10 @@ class IndexTxn:
         else:
             self._txn.put(name.encode(), value, db=self._dbs["meta"])
 
+    def bytes_written(self) -> int:
+        """What was written to segment files since the index was made."""
+        return int.from_bytes(self.meta("written") or b"", "little")
+
     def clock_mark(self) -> float | None:
         """The latest time that this store has seen."""
         value = self.meta("clock")

@@ -30,6 +30,7 @@ from tieredkv.storage.results import (
     TouchItem,
     VerifyResult,
 )
+from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -56,18 +57,22 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
+    def __init__(
+        self, slots: SlotAllocator, write_limit: WriteLimit, *, sync: bool, num_expired: int
+    ) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
         self._files = slots.files
         self._slots = slots
         self._clock = slots.clock
+        self.write_limit = write_limit
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
         self._num_stored, self._num_expired = 0, num_expired
+        self._bytes_noted = 0  # of `bytes_written`, in the index
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -80,6 +85,7 @@ class BlockStore:
         clock: Clock,
         sync: Literal["commit", "none"] = "commit",
         create: bool = True,
+        write_limit: int = 0,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
@@ -90,6 +96,7 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             sync: whether a commit waits for the device; without, it survives kill -9 all the same.
             create: make the store if there is none.
+            write_limit: bytes a second; whoever calls `write_payload` heeds it. 0 is no limit.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
@@ -109,7 +116,8 @@ class BlockStore:
                 recovery.recover(slots, clock.now())
             slots.reach_budget()
             undo.pop_all()
-        return cls(slots, sync=sync == "commit", num_expired=num_expired)
+        limit = WriteLimit(write_limit)
+        return cls(slots, limit, sync=sync == "commit", num_expired=num_expired)
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
@@ -144,7 +152,7 @@ class BlockStore:
                 and as long as the padded payload.
 
         Raises:
-            CorruptBlockError: `truncated`, `checksum`, `missing_segment` or `codec`.
+            CorruptBlockError: `truncated`, `header`, `checksum`, `missing_segment` or `codec`.
             StorageError: the system could not read; nothing is known about the bytes.
             Hand either to `read_failed`.
         """
@@ -160,13 +168,23 @@ class BlockStore:
         if current is None or current[1:] != located[1:]:
             return "evicted"
         if not isinstance(error, CorruptBlockError):
-            self._count_fault("io_error", str(error))
-            return "io_error"
+            self._slots.unreadable.add(current.extent)
+            return self._count_failure(error)
         self._count_fault(error.reason, str(error))
         self._drop_bad(current)
         return error.reason
 
     # --- storing ------------------------------------------------------------------------------
+
+    def holds(self, records: Sequence[BlockRecord]) -> list[bool]:
+        """Answer for each block whether it is stored as well as it could be written now."""
+        found = self._find([record.block_hash for record in records], self._clock.now())
+        pairs = zip(found, records, strict=True)
+        return [old is not None and self._is_as_good(old, record) for old, record in pairs]
+
+    def _is_as_good(self, old: Located, record: BlockRecord) -> bool:
+        is_older = old.record.computed_at < record.computed_at
+        return not is_older and old.extent not in self._slots.unreadable
 
     def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
@@ -186,9 +204,10 @@ class BlockStore:
         try:
             lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
             answer = [next(lent[size], None) for size in sizes]
-        except BaseException:
+        except BaseException as error:
             for extent in self._slots.lent.keys() - lent_before:
                 self.abandon(extent)
+            self._count_failure(error)
             raise
         if self._slots.is_disk_full and not any(answer):
             self._count_fault("no_space", "the filesystem is full")
@@ -205,12 +224,19 @@ class BlockStore:
                 arena page, the bytes beyond are overwritten with zeroes up to 4 KiB.
 
         Raises:
-            StoreFullError, StorageError: not written; hand the slot to `abandon`.
+            StoreFullError, StorageError: not written; hand the slot to `write_failed`.
         """
         self._failpoint("write:before")
         checksum = self._files.write_block(slot, record, payload)
         self._failpoint("write:done")
         return checksum
+
+    def write_failed(self, slot: Extent, error: StorageError) -> str:
+        """Count a failed write and take its slot back; answer the reason."""
+        if (reason := self._count_failure(error)) == "io_error":
+            self._slots.unreadable.add(slot)
+        self.abandon(slot)
+        return reason
 
     def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
@@ -229,19 +255,23 @@ class BlockStore:
                 with storage_errors(self.path):
                     self._files.sync({slot.segment for slot, _, _ in writes})
             for batch in batches(writes):
-                now = self._clock.now()
+                now, bytes_written = self._clock.now(), self._files.bytes_written
                 with self._slots.changing() as txn:
                     owners = [self._insert(txn, *write, now) for write in batch]
                     txn.set_clock_mark(now)
+                    ever = txn.bytes_written() + bytes_written - self._bytes_noted
+                    txn.set_meta("written", (ever % 2**64).to_bytes(8, "little"))
                     self._failpoint("commit:before")
+                self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
                 for (slot, _, _), owner in zip(batch, owners, strict=True):
                     self._slots.take_back(slot, is_stored=owner == slot)
                     stored.append(owner is not None)
                     self._num_stored += owner == slot
-        except BaseException:
+        except BaseException as error:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
+            self._count_failure(error)
             raise
         self._slots.enforce_budget()
         return stored
@@ -367,7 +397,7 @@ class BlockStore:
         """Figures as of now."""
         with self._index.reading() as txn:
             totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
-            num_segments = txn.num_entries("segments")
+            num_segments, noted = txn.num_entries("segments"), txn.bytes_written()
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -376,6 +406,8 @@ class BlockStore:
             bytes_budget=self._slots.budget_bytes,
             bytes_pending=self._slots.pending_bytes,
             bytes_written=self._files.bytes_written,
+            bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,
+            write_limit=self.write_limit.bytes_per_s,
             bytes_read=self._files.bytes_read,
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
@@ -383,6 +415,7 @@ class BlockStore:
             num_evicted=self._slots.num_evicted,
             num_namespaces=num_namespaces,
             num_segments=num_segments,
+            num_slots_retired=self._slots.num_retired,
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             direct_io=self._files.direct_io,
@@ -440,7 +473,7 @@ class BlockStore:
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
-            self._count_fault("no_space", str(error))
+            self._count_failure(error)
         for _, block_hash in doomed:
             with self._index.reading() as txn, suppress(CorruptBlockError):
                 if (located := txn.get(block_hash)) is not None:
@@ -471,8 +504,7 @@ class BlockStore:
             return None
         old = self._get(txn, record.block_hash)
         if old is not None:
-            is_newer = record.computed_at > old.record.computed_at
-            if not is_newer and now < old.record.expires_at:
+            if self._is_as_good(old, record) and now < old.record.expires_at:
                 self._refresh(txn, old, record)
                 return old.extent
             self._slots.remove(txn, old)
@@ -513,6 +545,12 @@ class BlockStore:
                 txn.remove_damaged(block_hash)
             else:
                 self._slots.remove(txn, located)
+
+    def _count_failure(self, error: BaseException) -> str:
+        """Count what the system could not do, for want of space or not; answer the reason."""
+        reason = "no_space" if isinstance(error, StoreFullError) else "io_error"
+        self._count_fault(reason, str(error))
+        return reason
 
     def _count_fault(self, reason: str, message: str) -> None:
         self._faults[reason] += 1

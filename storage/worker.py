@@ -74,6 +74,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         clock=clock,
         sync=options.sync,
         create=options.create,
+        write_limit=options.write_limit,
     )
     try:
         return StoreService(store, argument, channel, arena, notes)

@@ -171,6 +171,21 @@ def test_room_for_another_slot_size_is_made_only_as_far_as_it_is_needed(tmp_path
         store.check()
 
 
+def test_bytes_written_are_counted_over_all_lives_of_a_store(tmp_path: Path) -> None:
+    for life in range(3):
+        with open_store(tmp_path / "s") as store:
+            before = store.stats()
+            assert (before.bytes_written, before.bytes_written_ever) == (0, life * 40_960)
+            lost, slot = make_record("lost"), reserve(store, make_record("lost"))
+            assert slot is not None
+            store.write_payload(slot, lost, page_with(payload_of(lost)))
+            store.abandon(slot)
+            assert store.stats().bytes_written_ever == life * 40_960 + 12_288
+            put(store, make_record(f"{life}"), make_record(f"odd {life}", size_bytes=9000))
+            after = store.stats()
+            assert (after.bytes_written, after.bytes_written_ever) == (40_960, (life + 1) * 40_960)
+
+
 def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> None:
     clock = FakeClock()
     record = make_record(expires_at=clock.now() + 10, retention="in_memory")

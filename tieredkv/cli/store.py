@@ -56,6 +56,12 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
             row[column] = "-" if size is None else format_bytes(size)
         rows.append(row)
     print_table(rows, numbers=4)
+    disk = answer["disk"]
+    ever, now, limit = (
+        format_bytes(disk[key]) for key in ("bytes_written_ever", "bytes_written", "write_limit")
+    )
+    at_most = f", at most {limit} a second" if disk["write_limit"] else ""
+    click.echo(f"written: {ever} in all, {now} by the worker of now{at_most}")
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 
