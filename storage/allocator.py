@@ -6,10 +6,9 @@ before heads, no more than needed. A slot that failed twice is left alone until 
 
 import errno
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import chain, islice
+from itertools import chain, groupby, islice
 from typing import TypeVar
 
 from tieredkv.clock import Clock
@@ -57,9 +56,9 @@ class SlotAllocator:
     that after a failed one. Used by the store's thread.
 
     Attributes:
-        unreadable: slots that could not be read or written, while they are lent or a block's.
-        strikes: how often such a slot was given up. It is erased before it is lent again, and
-            after the second time it stays erased: `num_retired` counts those.
+        faulty: slots that could not be read or written, while they are lent or a block's.
+        struck: those given up since; each is erased before it is lent again.
+        retired: those to which it happened a second time; once erased they stay free.
     """
 
     def __init__(
@@ -75,9 +74,9 @@ class SlotAllocator:
         self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
         self._dirty: dict[int, dict[Extent, None]] = {}  # by size; 0 where the file is missing
-        self.unreadable: set[Extent] = set()
-        self.strikes: Counter[Extent] = Counter()
-        self.num_retired = 0
+        self.faulty: set[Extent] = set()
+        self.struck: set[Extent] = set()
+        self.retired: set[Extent] = set()
         self.is_disk_full = False
         self.directory = directory
         self.files = files
@@ -91,12 +90,11 @@ class SlotAllocator:
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            segments, pending = set(txn.segments()), list(txn.pending())
+            segments, pending = set(txn.segments()), set(txn.pending())
         self.files.remove_unknown(segments)
         self._dirty = {}
-        for extent in pending:
-            if extent not in self.lent:
-                self._add_dirty(extent)
+        for extent in pending - self.lent.keys():
+            self._add_dirty(extent)
         self.measure()
 
     @contextmanager
@@ -127,13 +125,9 @@ class SlotAllocator:
 
     def _add_dirty(self, extent: Extent) -> None:
         self._dirty.setdefault(self.files.slot_bytes(extent.segment), {})[extent] = None
-        if extent in self.unreadable:
-            self.unreadable.discard(extent)
-            self.strikes[extent] += 1
-            self.num_retired += self.strikes[extent] == 2
-
-    def _num_dirty(self, *, keep: int | None = None) -> int:
-        return sum(len(extents) for size, extents in self._dirty.items() if size != keep)
+        if extent in self.faulty:
+            self.faulty.discard(extent)
+            (self.retired if extent in self.struck else self.struck).add(extent)
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
@@ -190,8 +184,7 @@ class SlotAllocator:
 
     def take_back(self, extent: Extent, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
-        slot_bytes = self.lent.pop(extent, None)
-        if slot_bytes is None:
+        if self.lent.pop(extent, None) is None:
             raise IntegrityError(f"slot {extent} is not lent")
         self.files.refresh(extent.segment)
         if not is_stored:
@@ -199,7 +192,7 @@ class SlotAllocator:
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
         dirty = self._dirty.get(slot_bytes, {})
-        taken = list(islice((extent for extent in dirty if extent not in self.strikes), count))
+        taken = list(islice((extent for extent in dirty if extent not in self.struck), count))
         for extent in taken:
             del dirty[extent]
         return taken
@@ -219,7 +212,7 @@ class SlotAllocator:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
         free = (extent for extent in txn.free(slot_bytes) if extent.segment in self.files)
-        for extent in list(islice((e for e in free if self.strikes[e] < 2), count)):
+        for extent in list(islice((e for e in free if e not in self.retired), count)):
             if self.files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
@@ -270,11 +263,11 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erasing(self, *, keep: int | None = None) -> Iterator[None]:
-        """Erase the dirty slots, but those of size `keep`, neighbours at once, in short steps."""
-        start: Extent | None = Extent(0, 0)
-        while start is not None and self._num_dirty(keep=keep):
-            runs, start = self._next_runs(start, keep)
+    def erasing(self) -> Iterator[None]:
+        """Erase the dirty slots, neighbours at once, in short steps."""
+        start = b""
+        while runs := self._next_runs(start):
+            start = extent_key(runs[-1][-1]) + b"\0"
             self.failpoint("erase:before")
             erased = [run for run in runs if self.erase(run[0], len(run))]
             self.failpoint("erase:done")
@@ -290,36 +283,25 @@ class SlotAllocator:
                 del self._dirty[self.files.slot_bytes(extent.segment)][extent]
             yield
 
-    def _next_runs(
-        self, start: Extent, keep: int | None
-    ) -> tuple[list[list[Extent]], Extent | None]:
-        """Runs of dirty neighbours for one step, from a slot on, and where the next step begins."""
-        runs: list[list[Extent]] = []
-        num_slots = num_bytes = 0
+    def _next_runs(self, start: bytes) -> list[list[Extent]]:
+        """Dirty slots for one step, from a key of `pending` on, as runs of neighbours."""
+        most = min(_ERASED_SLOTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
+        size_of = self.files.slot_bytes
         with self.index.reading() as txn:
-            for extent in txn.pending(extent_key(start)):
-                size = self.files.slot_bytes(extent.segment)
-                if size == keep or extent not in self._dirty.get(size, ()):
-                    continue
-                is_neighbour = bool(runs) and runs[-1][-1] == (extent.segment, extent.slot - 1)
-                num_slots, num_bytes = num_slots + 1, num_bytes + size
-                is_full = num_slots > _ERASED_SLOTS or (runs and num_bytes > _ERASED_BYTES)
-                if is_full or (not is_neighbour and len(runs) == _ERASED_RUNS):
-                    return runs, extent
-                if is_neighbour:
-                    runs[-1].append(extent)
-                else:
-                    runs.append([extent])
-        return runs, None
+            pending = txn.pending(start)
+            dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
+            numbered = enumerate(islice(dirty, most))
+            runs = groupby(numbered, lambda each: (each[1].segment, each[1].slot - each[0]))
+            return [[extent for _, extent in run] for _, run in islice(runs, _ERASED_RUNS)]
 
     def release_idle(self, needed_bytes: int, *, keep: int | None = None) -> bool:
         """Give back space that no block needs until there is so much room, or all of it.
 
-        Slots of size `keep` stay reusable. Answers whether anything was given back.
+        Segments of slot size `keep` stay as they are. Answers whether anything was given back.
         """
-        occupied_bytes, num_dirty = self.files.occupied_bytes, self._num_dirty()
-        for _ in self.erasing(keep=keep):
-            if self.room_bytes >= needed_bytes and self._num_dirty() < num_dirty:
+        before = self.files.occupied_bytes, self.pending_bytes
+        for _ in self.erasing():
+            if self.room_bytes >= needed_bytes and self.pending_bytes < before[1]:
                 return True
         with self.index.reading() as txn:
             states = [(s, each) for s, each in txn.segments().items() if each.slot_bytes != keep]
@@ -331,8 +313,7 @@ class SlotAllocator:
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment].num_used)
         self.remove_empty_segments(keep=keep)
-        has_erased = self._num_dirty() < num_dirty
-        return has_erased or bool(unused) or self.files.occupied_bytes < occupied_bytes
+        return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
     def remove_empty_segments(self, *, keep: int | None = None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""

@@ -207,13 +207,10 @@ class SegmentFiles:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         header, page = aligned_buffer(HEADER_BYTES), self._direct_view(into, padded_bytes(size))
         body = aligned_buffer(padded_bytes(size)) if page is None else page
-        try:
+        if located.extent.segment not in self._files:
+            raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
+        with storage_errors(self.directory):
             count = self._read(located.extent, [header, body]) - HEADER_BYTES
-        except FileNotFoundError as error:
-            raise corrupt(block_hash, "missing_segment", str(error)) from error
-        except OSError as error:
-            what = f"`{self.directory}`: {located.extent}: {error.strerror}"
-            raise StorageError(error.errno or errno.EIO, what) from error
         if count < size:
             raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
         if not codec.is_header_of(codec.decode_header(header), located):
@@ -243,7 +240,7 @@ class SegmentFiles:
         count = _move(os.pwritev, file.fd, buffers, offset)
         with self._lock:
             self.bytes_written += count
-        if count < sum(map(len, buffers)):
+        if buffers:
             raise OSError(errno.EIO, "short write")
 
     def _direct_view(self, buffer: memoryview, padded: int) -> memoryview | None:
@@ -260,13 +257,11 @@ class SegmentFiles:
         return file
 
 
-def _move(
-    move: Callable[[int, list[memoryview], int], int],
-    fd: int,
-    buffers: list[memoryview],
-    offset: int,
-) -> int:
-    """Read or write until all is moved or no aligned rest is left; answer how many bytes were."""
+def _move(move: Callable[..., int], fd: int, buffers: list[memoryview], offset: int) -> int:
+    """Read or write until no buffer or no aligned rest is left; answer how many bytes were moved.
+
+    What is left of the buffers is what was not moved.
+    """
     done = 0
     while buffers:
         count = move(fd, buffers, offset + done)
@@ -274,10 +269,9 @@ def _move(
         if count == 0 or count % PAGE_ALIGNMENT_BYTES:
             break
         while buffers and count >= len(buffers[0]):
-            count -= len(buffers[0])
-            buffers = buffers[1:]
+            count -= len(buffers.pop(0))
         if count:
-            buffers = [buffers[0][count:], *buffers[1:]]
+            buffers[0] = buffers[0][count:]
     return done
 
 

@@ -326,10 +326,6 @@ class IndexTxn:
 
     # --- whole databases --------------------------------------------------------------------
 
-    def num_entries(self, name: str) -> int:
-        """Entries of one database."""
-        return int(self._txn.stat(self._dbs[name])["entries"])
-
     def keys(self, name: str) -> set[bytes]:
         """All keys of one database, for `check()`."""
         return {key for key, _ in self._walk(name)}

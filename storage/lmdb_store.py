@@ -57,16 +57,14 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(
-        self, slots: SlotAllocator, write_limit: WriteLimit, *, sync: bool, num_expired: int
-    ) -> None:
+    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
         self._files = slots.files
         self._slots = slots
         self._clock = slots.clock
-        self.write_limit = write_limit
+        self.write_limit = WriteLimit()  # heeded by whoever calls `write_payload`
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
@@ -85,7 +83,6 @@ class BlockStore:
         clock: Clock,
         sync: Literal["commit", "none"] = "commit",
         create: bool = True,
-        write_limit: int = 0,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
@@ -96,7 +93,6 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             sync: whether a commit waits for the device; without, it survives kill -9 all the same.
             create: make the store if there is none.
-            write_limit: bytes a second; whoever calls `write_payload` heeds it. 0 is no limit.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
@@ -116,8 +112,7 @@ class BlockStore:
                 recovery.recover(slots, clock.now())
             slots.reach_budget()
             undo.pop_all()
-        limit = WriteLimit(write_limit)
-        return cls(slots, limit, sync=sync == "commit", num_expired=num_expired)
+        return cls(slots, sync=sync == "commit", num_expired=num_expired)
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
@@ -167,12 +162,11 @@ class BlockStore:
         (current,) = self._find([block_hash], located.record.computed_at)
         if current is None or current[1:] != located[1:]:
             return "evicted"
-        if not isinstance(error, CorruptBlockError):
-            self._slots.unreadable.add(current.extent)
-            return self._count_failure(error)
-        self._count_fault(error.reason, str(error))
-        self._drop_bad(current)
-        return error.reason
+        if isinstance(error, CorruptBlockError):
+            self._drop_bad(current)
+        else:
+            self._slots.faulty.add(current.extent)
+        return self._count_fault(error)
 
     # --- storing ------------------------------------------------------------------------------
 
@@ -182,9 +176,8 @@ class BlockStore:
         pairs = zip(found, records, strict=True)
         return [old is not None and self._is_as_good(old, record) for old, record in pairs]
 
-    def _is_as_good(self, old: Located, record: BlockRecord) -> bool:
-        is_older = old.record.computed_at < record.computed_at
-        return not is_older and old.extent not in self._slots.unreadable
+    def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
+        return old.record.computed_at >= new.computed_at and old.extent not in self._slots.faulty
 
     def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
@@ -198,20 +191,20 @@ class BlockStore:
         for record in records:
             check_record(record)
             self._slots.check_fits(slot_bytes_for(record.size_bytes))
-        self._slots.enforce_budget()
         sizes = [slot_bytes_for(record.size_bytes) for record in records]
         lent_before = set(self._slots.lent)
         try:
+            self._slots.enforce_budget()
             lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
             answer = [next(lent[size], None) for size in sizes]
+            if self._slots.is_disk_full and not any(answer):
+                what = f"no space left on the filesystem of `{self.path}`"
+                raise StoreFullError(errno.ENOSPC, what)
         except BaseException as error:
             for extent in self._slots.lent.keys() - lent_before:
                 self.abandon(extent)
-            self._count_failure(error)
+            self._count_fault(error)
             raise
-        if self._slots.is_disk_full and not any(answer):
-            self._count_fault("no_space", "the filesystem is full")
-            raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
         return answer
 
     def write_payload(self, slot: Extent, record: BlockRecord, payload: memoryview) -> bytes:
@@ -233,8 +226,8 @@ class BlockStore:
 
     def write_failed(self, slot: Extent, error: StorageError) -> str:
         """Count a failed write and take its slot back; answer the reason."""
-        if (reason := self._count_failure(error)) == "io_error":
-            self._slots.unreadable.add(slot)
+        if (reason := self._count_fault(error)) == "io_error":
+            self._slots.faulty.add(slot)
         self.abandon(slot)
         return reason
 
@@ -271,7 +264,7 @@ class BlockStore:
         except BaseException as error:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
-            self._count_failure(error)
+            self._count_fault(error)
             raise
         self._slots.enforce_budget()
         return stored
@@ -396,8 +389,7 @@ class BlockStore:
     def stats(self) -> StoreStats:
         """Figures as of now."""
         with self._index.reading() as txn:
-            totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
-            num_segments, noted = txn.num_entries("segments"), txn.bytes_written()
+            totals, noted = txn.totals(), txn.bytes_written()
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -407,15 +399,13 @@ class BlockStore:
             bytes_pending=self._slots.pending_bytes,
             bytes_written=self._files.bytes_written,
             bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,
-            write_limit=self.write_limit.bytes_per_s,
+            bytes_write_limit=self.write_limit.bytes_per_s or None,
             bytes_read=self._files.bytes_read,
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
             num_evicted=self._slots.num_evicted,
-            num_namespaces=num_namespaces,
-            num_segments=num_segments,
-            num_slots_retired=self._slots.num_retired,
+            num_slots_retired=len(self._slots.retired),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             direct_io=self._files.direct_io,
@@ -440,7 +430,7 @@ class BlockStore:
         try:
             return txn.get(block_hash)
         except CorruptBlockError as error:
-            self._count_fault(error.reason, str(error))
+            self._count_fault(error)
             txn.remove_damaged(block_hash)
             return None
 
@@ -473,7 +463,7 @@ class BlockStore:
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
-            self._count_failure(error)
+            self._count_fault(error)
         for _, block_hash in doomed:
             with self._index.reading() as txn, suppress(CorruptBlockError):
                 if (located := txn.get(block_hash)) is not None:
@@ -546,13 +536,11 @@ class BlockStore:
             else:
                 self._slots.remove(txn, located)
 
-    def _count_failure(self, error: BaseException) -> str:
-        """Count what the system could not do, for want of space or not; answer the reason."""
-        reason = "no_space" if isinstance(error, StoreFullError) else "io_error"
-        self._count_fault(reason, str(error))
-        return reason
-
-    def _count_fault(self, reason: str, message: str) -> None:
+    def _count_fault(self, error: BaseException) -> str:
+        """Count a fault, log the first of its reason, and answer that."""
+        kind = "no_space" if isinstance(error, StoreFullError) else "io_error"
+        reason = error.reason if isinstance(error, CorruptBlockError) else kind
         self._faults[reason] += 1
         if self._faults[reason] == 1:
-            logger.warning("disk tier: %s: %s (later ones are only counted)", reason, message)
+            logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
+        return reason

@@ -98,7 +98,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         bytes_written: headers, payload and padding written to the device; index pages are not
             counted.
         bytes_written_ever: the same since the store, or its index after a loss of it, was made.
-        write_limit: bytes a second that may be written; 0 for no limit.
+        bytes_write_limit: that may be written a second; None for no limit.
         num_slots_retired: slots that failed twice and are left alone.
         faults: cache faults by reason; each was a miss, or a block that was not stored.
         deleted: blocks deleted on request by reason.
@@ -112,14 +112,12 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_pending: int
     bytes_written: int
     bytes_written_ever: int
-    write_limit: int
+    bytes_write_limit: int | None
     bytes_read: int
     bytes_erased: int
     num_stored: int
     num_expired: int
     num_evicted: int
-    num_namespaces: int
-    num_segments: int
     num_slots_retired: int
     faults: dict[str, int]
     deleted: dict[str, int]

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from typing import TypeVar
 
 import lmdb
@@ -170,13 +169,14 @@ class StoreService:
         has_work = self._verbs.has_work or (self._loads and self._num_reading < self._max_reading)
         if has_work or self._sweep is not None or self._touches_are_due:
             return 0.0
-        waits_s = [_TICK_S, self._next_sweep - time.monotonic()]
+        waits_s = [
+            0.01 if self._server.has_queued else _TICK_S,
+            self._next_sweep - time.monotonic(),
+        ]
         if self._written:
             waits_s.append(self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
         if self._reserved and not self._num_writing:
             waits_s.append(self._store.write_limit.wait_s())
-        if self._server.has_queued:
-            waits_s.append(0.01)
         return max(0.0, min(waits_s))
 
     def _poke(self) -> None:
@@ -315,12 +315,11 @@ class StoreService:
         max_writing = 1 if self._num_reading else self._options.num_writers
         while self._num_writing < max_writing:
             if self._reserved:
-                if not self._is_closing and self._store.write_limit.wait_s():
+                slot_bytes = slot_bytes_for(self._reserved[0].page.record.size_bytes)
+                if not (self._is_closing or self._store.write_limit.admits(slot_bytes)):
                     return
                 self._num_writing += 1
-                task = self._reserved.popleft()
-                self._store.write_limit.spend(slot_bytes_for(task.page.record.size_bytes))
-                self._writers.submit(self._move, task)
+                self._writers.submit(self._move, self._reserved.popleft())
             elif self._writes and not callable(self._writes[0]):
                 if not self._reserve():
                     return
@@ -361,13 +360,12 @@ class StoreService:
     def _leave_out_known(self, batch: list[LentPage]) -> list[LentPage]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
         are_known = self._store.holds([page.record for page in batch])
-        known = list(compress(batch, are_known))
-        left = [page for page, is_known in zip(batch, are_known, strict=True) if not is_known]
+        known = [page for page, is_known in zip(batch, are_known, strict=True) if is_known]
         if known:
             self._store.claim_or_touch([page.record for page in known])
         for page in known:
             self._end_store(page, "")
-        return left
+        return [page for page, is_known in zip(batch, are_known, strict=True) if not is_known]
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1

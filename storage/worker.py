@@ -74,8 +74,8 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         clock=clock,
         sync=options.sync,
         create=options.create,
-        write_limit=options.write_limit,
     )
+    store.write_limit.bytes_per_s = options.write_limit
     try:
         return StoreService(store, argument, channel, arena, notes)
     except BaseException:

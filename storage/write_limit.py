@@ -15,7 +15,7 @@ class WriteLimit:
         now: a clock that never goes back.
     """
 
-    def __init__(self, bytes_per_s: int, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, bytes_per_s: int = 0, now: Callable[[], float] = time.monotonic) -> None:
         self.bytes_per_s = bytes_per_s
         self._now = now
         self._paid_until = 0.0  # when what was written would have been due at this rate
@@ -24,7 +24,8 @@ class WriteLimit:
         """Return how long the next write has to wait."""
         return max(0.0, self._paid_until - self._now() - 1.0)
 
-    def spend(self, num_bytes: int) -> None:
-        """Note a write that begins; the one that empties the bucket may be of any size."""
-        if self.bytes_per_s:
+    def admits(self, num_bytes: int) -> bool:
+        """Return whether a write may begin; the one that empties the bucket may be of any size."""
+        if is_free := not self.wait_s() and self.bytes_per_s > 0:
             self._paid_until = max(self._paid_until, self._now()) + num_bytes / self.bytes_per_s
+        return is_free or not self.bytes_per_s

@@ -51,17 +51,14 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
     for tier in ("device", "host", "disk"):
         stats: dict[str, Any] = answer.get(tier) or {}
         row = {"tier": tier, "blocks": str(stats["blocks"]) if stats else "-"}
-        for column, key in (("live", "live"), ("on disk", "files"), ("budget", "budget")):
+        for column, key in (
+            *(("live", "live"), ("on disk", "files"), ("budget", "budget")),
+            *(("written", "written"), ("ever", "written_ever"), ("limit/s", "write_limit")),
+        ):
             size = stats.get(f"bytes_{key}")
             row[column] = "-" if size is None else format_bytes(size)
         rows.append(row)
-    print_table(rows, numbers=4)
-    disk = answer["disk"]
-    ever, now, limit = (
-        format_bytes(disk[key]) for key in ("bytes_written_ever", "bytes_written", "write_limit")
-    )
-    at_most = f", at most {limit} a second" if disk["write_limit"] else ""
-    click.echo(f"written: {ever} in all, {now} by the worker of now{at_most}")
+    print_table(rows, numbers=7)
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 
