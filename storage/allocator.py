@@ -6,6 +6,7 @@ before heads, no more than needed. A slot that failed twice is left alone until 
 
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, groupby, islice
@@ -24,9 +25,8 @@ TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
 _INDEX_PAGE_BYTES = 4096
-# One step of erasing: short, and neighbours share so many pages of the index that they need less
-# room there than `TXN_BLOCKS` changes anywhere.
-_ERASED_RUNS, _ERASED_SLOTS, _ERASED_BYTES = 8, 256, 64 << 20
+# One step of erasing; a slot changes two pages of the index, half of what a block does.
+_ERASED_SLOTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -267,9 +267,13 @@ class SlotAllocator:
         """Erase the dirty slots, neighbours at once, in short steps."""
         start = b""
         while runs := self._next_runs(start):
-            start = extent_key(runs[-1][-1]) + b"\0"
+            erased, end = [], time.monotonic() + _ERASING_S
             self.failpoint("erase:before")
-            erased = [run for run in runs if self.erase(run[0], len(run))]
+            for run in runs:
+                start = extent_key(run[-1]) + b"\0"
+                erased += [run] if self.erase(run[0], len(run)) else []
+                if time.monotonic() > end:
+                    break
             self.failpoint("erase:done")
             with self.changing() as txn:
                 for run in erased:
@@ -290,9 +294,9 @@ class SlotAllocator:
         with self.index.reading() as txn:
             pending = txn.pending(start)
             dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
-            numbered = enumerate(islice(dirty, most))
-            runs = groupby(numbered, lambda each: (each[1].segment, each[1].slot - each[0]))
-            return [[extent for _, extent in run] for _, run in islice(runs, _ERASED_RUNS)]
+            # Along a run, the slot's number grows as the position in the list does.
+            runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
+            return [[extent for _, extent in run] for _, run in runs]
 
     def release_idle(self, needed_bytes: int, *, keep: int | None = None) -> bool:
         """Give back space that no block needs until there is so much room, or all of it.

@@ -6,9 +6,9 @@ It knows layouts and checksums (docs/format.md draws them); it opens no file and
 import math
 import struct
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple
 
+from msgspec.structs import replace
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
@@ -36,9 +36,7 @@ _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
 _EXTENT = struct.Struct(">II")
 _MAX_U32 = 0xFFFF_FFFF
-_identity = attrgetter(
-    "block_hash", "parent_hash", "root", "namespace", "position", "size_bytes", "computed_at"
-)
+_CLAIM = ("retention", "expires_at", "last_used", "protect_until", "hits")
 
 
 class Extent(NamedTuple):
@@ -213,7 +211,8 @@ def is_header_of(header: Located | None, located: Located) -> bool:
     """Answer whether a slot header belongs to this index entry; claims made later may differ."""
     if header is None or header[1:] != located[1:]:
         return False
-    return bool(_identity(header.record) == _identity(located.record))
+    claim = {name: getattr(located.record, name) for name in _CLAIM}
+    return replace(header.record, **claim) == located.record
 
 
 def to_us(time_s: float) -> int:
