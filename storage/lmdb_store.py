@@ -198,8 +198,7 @@ class BlockStore:
             lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
             answer = [next(lent[size], None) for size in sizes]
             if self._slots.is_disk_full and not any(answer):
-                what = f"no space left on the filesystem of `{self.path}`"
-                raise StoreFullError(errno.ENOSPC, what)
+                raise StoreFullError(errno.ENOSPC, f"no space left on the disk of `{self.path}`")
         except BaseException as error:
             for extent in self._slots.lent.keys() - lent_before:
                 self.abandon(extent)

@@ -73,7 +73,7 @@ class Settings:
     disk_size: int = _cache(20 << 30, "what the disk tier's files may occupy", "bytes")
     disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
     disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
-    disk_write_limit: int = _cache(0, "most that it may write a second, 0 for no limit", "bytes")
+    disk_write_limit: int = _cache(0, "what goes to disk a second at most; 0 for no limit", "bytes")
     hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
     isolate_by: IsolateBy = _cache(
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"

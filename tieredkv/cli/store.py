@@ -51,12 +51,9 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
     for tier in ("device", "host", "disk"):
         stats: dict[str, Any] = answer.get(tier) or {}
         row = {"tier": tier, "blocks": str(stats["blocks"]) if stats else "-"}
-        for column, key in (
-            *(("live", "live"), ("on disk", "files"), ("budget", "budget")),
-            *(("written", "written"), ("ever", "written_ever"), ("limit/s", "write_limit")),
-        ):
+        for key in ("live", "files", "budget", "written", "written_ever", "write_limit"):
             size = stats.get(f"bytes_{key}")
-            row[column] = "-" if size is None else format_bytes(size)
+            row[key.replace("_", " ")] = "-" if size is None else format_bytes(size)
         rows.append(row)
     print_table(rows, numbers=7)
     writer = answer.get("writer_pid")
