@@ -156,11 +156,11 @@ def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Pat
 
 
 def test_room_for_another_slot_size_is_made_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s", budget_bytes=8 << 20) as store:
-        records = [make_record("small", i, size_bytes=60_000) for i in range(100)]
+    with open_store(tmp_path / "s", budget_bytes=5 << 20) as store:
+        records = [make_record("small", i) for i in range(300)]
         put(store, *records)
-        store.delete([record.block_hash for record in records[::2]], "request")
-        assert put(store, make_record("other", size_bytes=2 << 20)) == [True]
+        store.delete([record.block_hash for record in records[:200]], "request")
+        assert put(store, make_record("other", size_bytes=1 << 20)) == [True]
         assert store.stats().bytes_erased > 0
         assert store.stats().bytes_pending > 0, "all of them were erased at once"
         assert store.stats().num_evicted == 0
