@@ -499,6 +499,7 @@ class EngineCore:
             disk_retentions=disk_retentions,
             budget_bytes=settings.disk_size,
             sync=settings.disk_sync,
+            write_limit=settings.disk_write_limit,
             sweep_interval_s=settings.sweep_interval,
             clock_offset_file=settings.clock_offset_file,
         )

@@ -1,19 +1,20 @@
 """Slots under a byte budget: which is lent, which waits to be erased, which block gives way.
 
 It knows segments, slot sizes and the budget. Blocks give way least recently used first, tails
-before heads, no more than needed.
+before heads, no more than needed. A slot that failed twice is left alone until the next start.
 """
 
 import errno
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import chain, groupby, islice
 from typing import TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
-from tieredkv.storage.codec import Extent, Located
+from tieredkv.storage.codec import Extent, Located, extent_key
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
@@ -24,6 +25,8 @@ TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
 _INDEX_PAGE_BYTES = 4096
+# One step of erasing; a slot changes two pages of the index, half of what a block does.
+_ERASED_SLOTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -51,6 +54,11 @@ class SlotAllocator:
     or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
     In memory these mirror the pending slots of the last committed transaction; `reload` restores
     that after a failed one. Used by the store's thread.
+
+    Attributes:
+        faulty: slots that could not be read or written, while they are lent or a block's.
+        struck: those given up since; each is erased before it is lent again.
+        retired: those to which it happened a second time; once erased they stay free.
     """
 
     def __init__(
@@ -65,7 +73,10 @@ class SlotAllocator:
         self.budget_bytes = budget_bytes
         self.num_evicted = 0
         self.lent: dict[Extent, int] = {}
-        self.dirty: dict[Extent, int] = {}
+        self._dirty: dict[int, dict[Extent, None]] = {}  # by size; 0 where the file is missing
+        self.faulty: set[Extent] = set()
+        self.struck: set[Extent] = set()
+        self.retired: set[Extent] = set()
         self.is_disk_full = False
         self.directory = directory
         self.files = files
@@ -79,11 +90,11 @@ class SlotAllocator:
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            segments, pending = txn.segments(), txn.pending()
-        sizes = {segment: state.slot_bytes for segment, state in segments.items()}
-        dirty = (extent for extent in pending if extent not in self.lent)
-        self.dirty = {extent: sizes.get(extent.segment, 0) for extent in dirty}
-        self.files.remove_unknown(set(segments))
+            segments, pending = set(txn.segments()), set(txn.pending())
+        self.files.remove_unknown(segments)
+        self._dirty = {}
+        for extent in pending - self.lent.keys():
+            self._add_dirty(extent)
         self.measure()
 
     @contextmanager
@@ -105,7 +116,18 @@ class SlotAllocator:
             txn.remove_damaged(located.record.block_hash)
             return
         txn.remove(located)
-        self.dirty[located.extent] = state.slot_bytes
+        self._add_dirty(located.extent)
+
+    @property
+    def dirty(self) -> dict[Extent, int]:
+        """Every dirty slot with its size, for `check()`."""
+        return {extent: size for size, extents in self._dirty.items() for extent in extents}
+
+    def _add_dirty(self, extent: Extent) -> None:
+        self._dirty.setdefault(self.files.slot_bytes(extent.segment), {})[extent] = None
+        if extent in self.faulty:
+            self.faulty.discard(extent)
+            (self.retired if extent in self.struck else self.struck).add(extent)
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
@@ -124,13 +146,16 @@ class SlotAllocator:
     @property
     def pending_bytes(self) -> int:
         """Bytes of the slots that are lent or dirty."""
-        return sum(self.lent.values()) + sum(self.dirty.values())
+        return sum(self.lent.values()) + self._dirty_bytes()
+
+    def _dirty_bytes(self, *, keep: int | None = None) -> int:
+        return sum(size * len(extents) for size, extents in self._dirty.items() if size != keep)
 
     def idle_bytes(self, txn: IndexTxn, slot_bytes: int) -> int:
         """What `release_idle` can give back for slots of this size."""
-        dirty = sum(size for size in self.dirty.values() if size != slot_bytes)
         others = [each for each in txn.segments().values() if each.slot_bytes != slot_bytes]
-        return dirty + sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
+        unused = sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
+        return self._dirty_bytes(keep=slot_bytes) + unused
 
     def check_fits(self, slot_bytes: int) -> None:
         """Refuse a slot that no eviction could make room for.
@@ -159,18 +184,17 @@ class SlotAllocator:
 
     def take_back(self, extent: Extent, *, is_stored: bool) -> None:
         """End a loan: the slot is a stored block's, or dirty."""
-        slot_bytes = self.lent.pop(extent, None)
-        if slot_bytes is None:
+        if self.lent.pop(extent, None) is None:
             raise IntegrityError(f"slot {extent} is not lent")
         self.files.refresh(extent.segment)
         if not is_stored:
-            self.dirty[extent] = slot_bytes
+            self._add_dirty(extent)
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
-        fits = (e for e, size in self.dirty.items() if size == slot_bytes)
-        taken = [extent for extent in islice(fits, count) if extent.segment in self.files]
+        dirty = self._dirty.get(slot_bytes, {})
+        taken = list(islice((extent for extent in dirty if extent not in self.struck), count))
         for extent in taken:
-            del self.dirty[extent]
+            del dirty[extent]
         return taken
 
     def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
@@ -188,7 +212,7 @@ class SlotAllocator:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
         free = (extent for extent in txn.free(slot_bytes) if extent.segment in self.files)
-        for extent in list(islice(free, count)):
+        for extent in list(islice((e for e in free if e not in self.retired), count)):
             if self.files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
@@ -239,31 +263,50 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erasing(self, *, keep: int | None = None) -> Iterator[None]:
-        """Erase the dirty slots, but those of size `keep`, in steps."""
-        waiting = [extent for extent, slot_bytes in self.dirty.items() if slot_bytes != keep]
-        for batch in batches(waiting):
+    def erasing(self) -> Iterator[None]:
+        """Erase the dirty slots, neighbours at once, in short steps."""
+        start = b""
+        while runs := self._next_runs(start):
+            erased, end = [], time.monotonic() + _ERASING_S
             self.failpoint("erase:before")
-            # NOTE: since the last step a slot may have been lent again.
-            erased = [extent for extent in batch if extent in self.dirty and self.erase(extent)]
+            for run in runs:
+                start = extent_key(run[-1]) + b"\0"
+                erased += [run] if self.erase(run[0], len(run)) else []
+                if time.monotonic() > end:
+                    break
             self.failpoint("erase:done")
-            with self.index.writing() as txn:
-                for extent in erased:
-                    txn.drop_pending(extent)
-                    if txn.get_segment(extent.segment) is not None:
-                        txn.add_free(self.dirty[extent], extent)
+            with self.changing() as txn:
+                for run in erased:
+                    state = txn.get_segment(run[0].segment)
+                    for extent in run:
+                        txn.drop_pending(extent)
+                        if state is not None:
+                            txn.add_free(state.slot_bytes, extent)
             self.failpoint("erase:committed")
-            for extent in erased:
-                del self.dirty[extent]
+            for extent in chain(*erased):
+                del self._dirty[self.files.slot_bytes(extent.segment)][extent]
             yield
-        if waiting:
-            self.measure()
 
-    def release_idle(self, *, keep: int | None = None) -> bool:
-        """Give back all space that no block needs; slots of size `keep` stay reusable."""
-        occupied_bytes, num_dirty = self.files.occupied_bytes, len(self.dirty)
-        for _ in self.erasing(keep=keep):
-            pass
+    def _next_runs(self, start: bytes) -> list[list[Extent]]:
+        """Dirty slots for one step, from a key of `pending` on, as runs of neighbours."""
+        most = min(_ERASED_SLOTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
+        size_of = self.files.slot_bytes
+        with self.index.reading() as txn:
+            pending = txn.pending(start)
+            dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
+            # Along a run, the slot's number grows as the position in the list does.
+            runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
+            return [[extent for _, extent in run] for _, run in runs]
+
+    def release_idle(self, needed_bytes: int, *, keep: int | None = None) -> bool:
+        """Give back space that no block needs until there is so much room, or all of it.
+
+        Segments of slot size `keep` stay as they are. Answers whether anything was given back.
+        """
+        before = self.files.occupied_bytes, self.pending_bytes
+        for _ in self.erasing():
+            if self.room_bytes >= needed_bytes and self.pending_bytes < before[1]:
+                return True
         with self.index.reading() as txn:
             states = [(s, each) for s, each in txn.segments().items() if each.slot_bytes != keep]
         unused = {s: state for s, state in states if state.num_slots > state.num_used}
@@ -274,12 +317,11 @@ class SlotAllocator:
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment].num_used)
         self.remove_empty_segments(keep=keep)
-        has_erased = len(self.dirty) < num_dirty
-        return has_erased or bool(unused) or self.files.occupied_bytes < occupied_bytes
+        return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
     def remove_empty_segments(self, *, keep: int | None = None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
-        busy = {extent.segment for extent in (*self.lent, *self.dirty)}
+        busy = {extent.segment for extent in chain(self.lent, *self._dirty.values())}
         with self.index.reading() as txn:
             states = txn.segments()
         for segment, state in states.items():
@@ -290,12 +332,12 @@ class SlotAllocator:
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
 
-    def erase(self, extent: Extent) -> bool:
-        """Erase a slot's bytes; False where that failed, to be tried again."""
+    def erase(self, first: Extent, num_slots: int = 1) -> bool:
+        """Erase the bytes of neighbours; False where that failed, to be tried again."""
         try:
-            self.files.erase(extent)
+            self.files.erase(first, num_slots)
         except OSError as error:
-            logger.warning("slot %s could not be erased, will try again: %s", extent, error)
+            logger.warning("slot %s could not be erased, will try again: %s", first, error)
             return False
         return True
 
@@ -316,22 +358,10 @@ class SlotAllocator:
             self.failpoint("reserve:done")
             slots += taken
             self.lent.update((extent, slot_bytes) for extent in taken)
-            if len(taken) < short and not self.release_idle(keep=slot_bytes):
+            missing_bytes = (short - len(taken)) * slot_bytes
+            if missing_bytes and not self.release_idle(missing_bytes, keep=slot_bytes):
                 break
         return slots
-
-    def _victims(self, txn: IndexTxn) -> Iterator[Located]:
-        """Blocks in the order of their eviction: protected ones last."""
-        now = self.clock.now()
-        protected: list[Located] = []
-        for block_hash in txn.longest_unused():
-            with suppress(CorruptBlockError):
-                located = txn.get(block_hash)
-                if located is not None and located.record.protect_until > now:
-                    protected.append(located)
-                elif located is not None:
-                    yield located
-        yield from protected
 
     def _evict(self, txn: IndexTxn, needed_bytes: int) -> int:
         """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
@@ -339,11 +369,13 @@ class SlotAllocator:
         A slot of another size than the one wanted counts too: its space can be given back.
         """
         victims: list[Located] = []
-        for located in self._victims(txn):
+        for block_hash in txn.longest_unused():
             if needed_bytes <= 0 or len(victims) >= TXN_BLOCKS:
                 break
-            victims.append(located)
-            needed_bytes -= located.slot_bytes
+            with suppress(CorruptBlockError):
+                if (located := txn.get(block_hash)) is not None:
+                    victims.append(located)
+                    needed_bytes -= located.slot_bytes
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)
@@ -352,7 +384,7 @@ class SlotAllocator:
     def enforce_budget(self) -> None:
         """Bring what files occupy down to the budget, less room for the index to grow."""
         while self.room_bytes < 0:
-            if self.release_idle():
+            if self.release_idle(0):
                 continue
             with self.changing() as txn:
                 num_evicted = self._evict(txn, -self.room_bytes)

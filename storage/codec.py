@@ -87,7 +87,7 @@ def check_record(record: BlockRecord) -> None:
         raise StorageError(f"digests must have 1 to {MAX_DIGEST_BYTES} bytes, got {digests}")
     if len(record.retention.encode()) > 32:
         raise StorageError(f"retention name `{record.retention}` is longer than 32 bytes")
-    times = (record.computed_at, record.expires_at, record.last_used, record.protect_until)
+    times = (record.computed_at, record.expires_at, record.last_used)
     if not all(math.isfinite(time) for time in times):
         raise StorageError(f"times must be finite, got {times}")
     if not 0 < record.size_bytes <= _MAX_U32 - 2 * PAGE_ALIGNMENT_BYTES:

@@ -95,6 +95,10 @@ class SegmentFiles:
         """Length of a file."""
         return os.fstat(self._files[segment].fd).st_size
 
+    def slot_bytes(self, segment: int) -> int:
+        """Size of a segment's slots; 0 if its file is missing."""
+        return self._files[segment].slot_bytes if segment in self._files else 0
+
     def remove(self, segment: int) -> None:
         """Erase and unlink a whole segment file."""
         file = self._files.pop(segment, None)
@@ -149,22 +153,21 @@ class SegmentFiles:
         os.ftruncate(file.fd, num_slots * file.slot_bytes)
         self.refresh(segment)
 
-    def erase(self, extent: Extent) -> None:
-        """Make a slot read as zeroes: a hole where the filesystem can, written zeroes elsewhere."""
-        file = self._files.get(extent.segment)
+    def erase(self, first: Extent, num_slots: int) -> None:
+        """Make neighbours read as zeroes: one hole where the filesystem can, else written ones."""
+        file = self._files.get(first.segment)
         if file is None:
             return
-        offset = extent.slot * file.slot_bytes
-        size = min(file.slot_bytes, os.fstat(file.fd).st_size - offset)
+        offset, size = first.slot * file.slot_bytes, num_slots * file.slot_bytes
+        size = min(size, os.fstat(file.fd).st_size - offset)
         if size <= 0:
             return
         if self.punch_hole:
             _punch(file.fd, offset, size)
         else:
-            zeroes = aligned_buffer(file.slot_bytes)
-            _pwrite_all(file.fd, [zeroes], offset)
-        self.bytes_erased += file.slot_bytes
-        self.refresh(extent.segment)
+            self._write(file, [aligned_buffer(file.slot_bytes)] * num_slots, offset)
+        self.bytes_erased += num_slots * file.slot_bytes
+        self.refresh(first.segment)
 
     def sync(self, segments: set[int]) -> None:
         """Flush the data of these files to the device."""
@@ -190,69 +193,55 @@ class SegmentFiles:
         body[size:] = bytes(padded - size)
         with storage_errors(self.directory):
             file = self._file(extent.segment)
-            _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
-        with self._lock:
-            self.bytes_written += HEADER_BYTES + padded
+            self._write(file, [header, body], extent.slot * file.slot_bytes)
         return checksum
 
     def read_block(self, located: Located, into: memoryview) -> None:
-        """Read a payload and check the bytes in `into`; see `BlockStore.read_payload`."""
+        """Read a slot at once, header and payload, and check both; see `BlockStore.read_payload`.
+
+        The header must be this block's at this place: identity, parent, sizes and checksum are told
+        twice, by the index and by the slot, and both must agree before the bytes may be used.
+        """
         block_hash, size = located.record.block_hash, located.payload_bytes
         if located.codec != codec.CODEC_RAW or size != located.record.size_bytes:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
-        count = self._read_of(located, HEADER_BYTES, into, size)
+        header, page = aligned_buffer(HEADER_BYTES), self._direct_view(into, padded_bytes(size))
+        body = aligned_buffer(padded_bytes(size)) if page is None else page
+        if located.extent.segment not in self._files:
+            raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
+        with storage_errors(self.directory):
+            count = self._read(located.extent, [header, body]) - HEADER_BYTES
         if count < size:
-            raise corrupt(block_hash, "truncated", f"{count} of {size} bytes are there")
-        if codec.payload_checksum(into[:size]) != located.payload_checksum:
-            raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-
-    def check_header(self, located: Located) -> None:
-        """Read a slot's header and compare it with the index entry.
-
-        Raises:
-            CorruptBlockError, StorageError: as `read_block`, and reason `header`.
-        """
-        header, block_hash = aligned_buffer(HEADER_BYTES), located.record.block_hash
-        if self._read_of(located, 0, header, HEADER_BYTES) < HEADER_BYTES:
-            raise corrupt(block_hash, "truncated", "its slot is not there")
+            raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
         if not codec.is_header_of(codec.decode_header(header), located):
             raise corrupt(block_hash, "header", "the slot header is another one's or damaged")
+        if codec.payload_checksum(body[:size]) != located.payload_checksum:
+            raise corrupt(block_hash, "checksum", "the payload fails its checksum")
+        if page is None:
+            into[:size] = body[:size]
 
     def header_at(self, extent: Extent) -> Located | None:
         """Say what a slot's header claims to lie there; None where nothing sound stands."""
         header = aligned_buffer(HEADER_BYTES)
-        self._read(extent, 0, header, HEADER_BYTES)
+        self._read(extent, [header])
         found = codec.decode_header(header)
         return found if found and found.extent == extent else None
 
-    def _read_of(self, located: Located, offset: int, into: memoryview, size: int) -> int:
-        try:
-            return self._read(located.extent, offset, into, size)
-        except FileNotFoundError as error:
-            raise corrupt(located.record.block_hash, "missing_segment", str(error)) from error
-        except OSError as error:
-            what = f"`{self.directory}`: {located.extent}: {error.strerror}"
-            raise StorageError(error.errno or errno.EIO, what) from error
-
-    def _read(self, extent: Extent, offset: int, into: memoryview, size: int) -> int:
-        """Read `size` bytes from `offset` within a slot; answer how many there were."""
-        padded = padded_bytes(size)
-        body = self._direct_view(into, padded)
-        bounce = aligned_buffer(padded) if body is None else body
+    def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
+        """Fill aligned buffers from the start of a slot; answer how many bytes there were."""
         file = self._file(extent.segment)
-        start = extent.slot * file.slot_bytes + offset
-        count = 0
-        while count < padded:
-            step = os.preadv(file.fd, [bounce[count:]], start + count)
-            count += step
-            if step == 0 or step % PAGE_ALIGNMENT_BYTES:
-                break
+        count = _move(os.preadv, file.fd, buffers, extent.slot * file.slot_bytes)
         with self._lock:
             self.bytes_read += count
-        count = min(size, count)
-        if body is None:
-            into[:count] = bounce[:count]
         return count
+
+    def _write(self, file: _File, buffers: list[memoryview], offset: int) -> None:
+        """Write every byte or raise; a short write shows its cause when it is continued."""
+        count = _move(os.pwritev, file.fd, buffers, offset)
+        with self._lock:
+            self.bytes_written += count
+        if buffers:
+            raise OSError(errno.EIO, "short write")
 
     def _direct_view(self, buffer: memoryview, padded: int) -> memoryview | None:
         """The padded length of a buffer if O_DIRECT can use it in place, else None."""
@@ -268,18 +257,22 @@ class SegmentFiles:
         return file
 
 
-def _pwrite_all(fd: int, buffers: list[memoryview], offset: int) -> None:
-    """Write every byte or raise; a short write shows its cause when it is continued."""
+def _move(move: Callable[..., int], fd: int, buffers: list[memoryview], offset: int) -> int:
+    """Read or write until no buffer or no aligned rest is left; answer how many bytes were moved.
+
+    What is left of the buffers is what was not moved.
+    """
+    done = 0
     while buffers:
-        count = os.pwritev(fd, buffers, offset)
+        count = move(fd, buffers, offset + done)
+        done += count
         if count == 0 or count % PAGE_ALIGNMENT_BYTES:
-            raise OSError(errno.EIO, "short write")
-        offset += count
+            break
         while buffers and count >= len(buffers[0]):
-            count -= len(buffers[0])
-            buffers = buffers[1:]
+            count -= len(buffers.pop(0))
         if count:
-            buffers = [buffers[0][count:], *buffers[1:]]
+            buffers[0] = buffers[0][count:]
+    return done
 
 
 def _punch(fd: int, offset: int, size: int) -> None:

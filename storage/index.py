@@ -229,9 +229,9 @@ class IndexTxn:
         """Take a slot off the list: a block owns it now, or it is erased."""
         self._txn.delete(extent_key(extent), db=self._dbs["pending"])
 
-    def pending(self) -> list[Extent]:
-        """All pending slots."""
-        return [split_extent_key(key) for key, _ in self._walk("pending")]
+    def pending(self, start: bytes = b"") -> Iterator[Extent]:
+        """Pending slots from a key on, neighbours together; change nothing while it walks."""
+        return (split_extent_key(key) for key, _ in self._walk("pending", start))
 
     def add_free(self, slot_bytes: int, extent: Extent) -> None:
         """List an erased slot."""
@@ -290,6 +290,10 @@ class IndexTxn:
         else:
             self._txn.put(name.encode(), value, db=self._dbs["meta"])
 
+    def bytes_written(self) -> int:
+        """What was written to segment files since the index was made."""
+        return int.from_bytes(self.meta("written") or b"", "little")
+
     def clock_mark(self) -> float | None:
         """The latest time that this store has seen."""
         value = self.meta("clock")
@@ -321,10 +325,6 @@ class IndexTxn:
             self.put_segment(located.extent.segment, state)
 
     # --- whole databases --------------------------------------------------------------------
-
-    def num_entries(self, name: str) -> int:
-        """Entries of one database."""
-        return int(self._txn.stat(self._dbs[name])["entries"])
 
     def keys(self, name: str) -> set[bytes]:
         """All keys of one database, for `check()`."""

@@ -88,9 +88,8 @@ def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
 
 
 def fault_of(files: SegmentFiles, located: Located) -> str | None:
-    """Read header and payload of a slot; the reason why they are bad, or None."""
+    """Read a slot as a load does; the reason why it is bad, or None."""
     try:
-        files.check_header(located)
         files.read_block(located, aligned_buffer(padded_bytes(located.payload_bytes)))
     except CorruptBlockError as error:
         return error.reason

@@ -30,6 +30,7 @@ from tieredkv.storage.results import (
     TouchItem,
     VerifyResult,
 )
+from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -63,11 +64,13 @@ class BlockStore:
         self._files = slots.files
         self._slots = slots
         self._clock = slots.clock
+        self.write_limit = WriteLimit()  # heeded by whoever calls `write_payload`
         self._sync = sync
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
         self._num_stored, self._num_expired = 0, num_expired
+        self._bytes_noted = 0  # of `bytes_written`, in the index
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -144,7 +147,7 @@ class BlockStore:
                 and as long as the padded payload.
 
         Raises:
-            CorruptBlockError: `truncated`, `checksum`, `missing_segment` or `codec`.
+            CorruptBlockError: `truncated`, `header`, `checksum`, `missing_segment` or `codec`.
             StorageError: the system could not read; nothing is known about the bytes.
             Hand either to `read_failed`.
         """
@@ -159,14 +162,22 @@ class BlockStore:
         (current,) = self._find([block_hash], located.record.computed_at)
         if current is None or current[1:] != located[1:]:
             return "evicted"
-        if not isinstance(error, CorruptBlockError):
-            self._count_fault("io_error", str(error))
-            return "io_error"
-        self._count_fault(error.reason, str(error))
-        self._drop_bad(current)
-        return error.reason
+        if isinstance(error, CorruptBlockError):
+            self._drop_bad(current)
+        else:
+            self._slots.faulty.add(current.extent)
+        return self._count_fault(error)
 
     # --- storing ------------------------------------------------------------------------------
+
+    def holds(self, records: Sequence[BlockRecord]) -> list[bool]:
+        """Answer for each block whether it is stored as well as it could be written now."""
+        found = self._find([record.block_hash for record in records], self._clock.now())
+        pairs = zip(found, records, strict=True)
+        return [old is not None and self._is_as_good(old, record) for old, record in pairs]
+
+    def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
+        return old.record.computed_at >= new.computed_at and old.extent not in self._slots.faulty
 
     def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
@@ -180,19 +191,19 @@ class BlockStore:
         for record in records:
             check_record(record)
             self._slots.check_fits(slot_bytes_for(record.size_bytes))
-        self._slots.enforce_budget()
         sizes = [slot_bytes_for(record.size_bytes) for record in records]
         lent_before = set(self._slots.lent)
         try:
+            self._slots.enforce_budget()
             lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
             answer = [next(lent[size], None) for size in sizes]
-        except BaseException:
+            if self._slots.is_disk_full and not any(answer):
+                raise StoreFullError(errno.ENOSPC, f"no space left on the disk of `{self.path}`")
+        except BaseException as error:
             for extent in self._slots.lent.keys() - lent_before:
                 self.abandon(extent)
+            self._count_fault(error)
             raise
-        if self._slots.is_disk_full and not any(answer):
-            self._count_fault("no_space", "the filesystem is full")
-            raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
         return answer
 
     def write_payload(self, slot: Extent, record: BlockRecord, payload: memoryview) -> bytes:
@@ -205,12 +216,19 @@ class BlockStore:
                 arena page, the bytes beyond are overwritten with zeroes up to 4 KiB.
 
         Raises:
-            StoreFullError, StorageError: not written; hand the slot to `abandon`.
+            StoreFullError, StorageError: not written; hand the slot to `write_failed`.
         """
         self._failpoint("write:before")
         checksum = self._files.write_block(slot, record, payload)
         self._failpoint("write:done")
         return checksum
+
+    def write_failed(self, slot: Extent, error: StorageError) -> str:
+        """Count a failed write and take its slot back; answer the reason."""
+        if (reason := self._count_fault(error)) == "io_error":
+            self._slots.faulty.add(slot)
+        self.abandon(slot)
+        return reason
 
     def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
@@ -229,19 +247,23 @@ class BlockStore:
                 with storage_errors(self.path):
                     self._files.sync({slot.segment for slot, _, _ in writes})
             for batch in batches(writes):
-                now = self._clock.now()
+                now, bytes_written = self._clock.now(), self._files.bytes_written
                 with self._slots.changing() as txn:
                     owners = [self._insert(txn, *write, now) for write in batch]
                     txn.set_clock_mark(now)
+                    ever = txn.bytes_written() + bytes_written - self._bytes_noted
+                    txn.set_meta("written", (ever % 2**64).to_bytes(8, "little"))
                     self._failpoint("commit:before")
+                self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
                 for (slot, _, _), owner in zip(batch, owners, strict=True):
                     self._slots.take_back(slot, is_stored=owner == slot)
                     stored.append(owner is not None)
                     self._num_stored += owner == slot
-        except BaseException:
+        except BaseException as error:
             for slot, _, _ in writes[len(stored) :]:
                 self.abandon(slot)
+            self._count_fault(error)
             raise
         self._slots.enforce_budget()
         return stored
@@ -366,8 +388,7 @@ class BlockStore:
     def stats(self) -> StoreStats:
         """Figures as of now."""
         with self._index.reading() as txn:
-            totals, num_namespaces = txn.totals(), txn.num_entries("namespaces")
-            num_segments = txn.num_entries("segments")
+            totals, noted = txn.totals(), txn.bytes_written()
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -376,13 +397,14 @@ class BlockStore:
             bytes_budget=self._slots.budget_bytes,
             bytes_pending=self._slots.pending_bytes,
             bytes_written=self._files.bytes_written,
+            bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,
+            bytes_write_limit=self.write_limit.bytes_per_s or None,
             bytes_read=self._files.bytes_read,
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
             num_evicted=self._slots.num_evicted,
-            num_namespaces=num_namespaces,
-            num_segments=num_segments,
+            num_slots_retired=len(self._slots.retired),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             direct_io=self._files.direct_io,
@@ -407,7 +429,7 @@ class BlockStore:
         try:
             return txn.get(block_hash)
         except CorruptBlockError as error:
-            self._count_fault(error.reason, str(error))
+            self._count_fault(error)
             txn.remove_damaged(block_hash)
             return None
 
@@ -440,7 +462,7 @@ class BlockStore:
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
-            self._count_fault("no_space", str(error))
+            self._count_fault(error)
         for _, block_hash in doomed:
             with self._index.reading() as txn, suppress(CorruptBlockError):
                 if (located := txn.get(block_hash)) is not None:
@@ -471,8 +493,7 @@ class BlockStore:
             return None
         old = self._get(txn, record.block_hash)
         if old is not None:
-            is_newer = record.computed_at > old.record.computed_at
-            if not is_newer and now < old.record.expires_at:
+            if self._is_as_good(old, record) and now < old.record.expires_at:
                 self._refresh(txn, old, record)
                 return old.extent
             self._slots.remove(txn, old)
@@ -514,7 +535,11 @@ class BlockStore:
             else:
                 self._slots.remove(txn, located)
 
-    def _count_fault(self, reason: str, message: str) -> None:
+    def _count_fault(self, error: BaseException) -> str:
+        """Count a fault, log the first of its reason, and answer that."""
+        kind = "no_space" if isinstance(error, StoreFullError) else "io_error"
+        reason = error.reason if isinstance(error, CorruptBlockError) else kind
         self._faults[reason] += 1
         if self._faults[reason] == 1:
-            logger.warning("disk tier: %s: %s (later ones are only counted)", reason, message)
+            logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
+        return reason

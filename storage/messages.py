@@ -24,6 +24,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         sync: `commit` flushes every group commit to the device, `none` leaves it to the system.
         sweep_interval_s: expired bytes are erased within this time.
         create: make the folder a store if it is none.
+        write_limit: bytes a second that may be written; 0 for no limit.
         disk_retentions: names of the retention policies that allow the disk tier; a block of any
             other policy is refused by the worker, whatever the engine says.
         clock_offset_file: see `tieredkv.clock`.
@@ -38,6 +39,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     sync: Literal["commit", "none"] = "commit"
     sweep_interval_s: float = 10.0
     create: bool = True
+    write_limit: int = 0
     disk_retentions: tuple[str, ...] = ("24h",)
     clock_offset_file: str | None = None
     num_readers: int = 32

@@ -95,7 +95,12 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         bytes_files: what all files occupy (`st_blocks`), index included.
         bytes_index: what everything but the segment files occupies.
         bytes_pending: slots lent or waiting to be erased.
-        faults: cache faults by reason; each was a miss.
+        bytes_written: headers, payload and padding written to the device; index pages are not
+            counted.
+        bytes_written_ever: the same since the store, or its index after a loss of it, was made.
+        bytes_write_limit: that may be written a second; None for no limit.
+        num_slots_retired: slots that failed twice and are left alone.
+        faults: cache faults by reason; each was a miss, or a block that was not stored.
         deleted: blocks deleted on request by reason.
     """
 
@@ -106,13 +111,14 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_budget: int
     bytes_pending: int
     bytes_written: int
+    bytes_written_ever: int
+    bytes_write_limit: int | None
     bytes_read: int
     bytes_erased: int
     num_stored: int
     num_expired: int
     num_evicted: int
-    num_namespaces: int
-    num_segments: int
+    num_slots_retired: int
     faults: dict[str, int]
     deleted: dict[str, int]
     direct_io: bool

@@ -22,7 +22,7 @@ from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Extent, Located
+from tieredkv.storage.codec import Extent, Located, slot_bytes_for
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -169,11 +169,15 @@ class StoreService:
         has_work = self._verbs.has_work or (self._loads and self._num_reading < self._max_reading)
         if has_work or self._sweep is not None or self._touches_are_due:
             return 0.0
+        waits_s = [
+            0.01 if self._server.has_queued else _TICK_S,
+            self._next_sweep - time.monotonic(),
+        ]
         if self._written:
-            return max(0.0, self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
-        if self._server.has_queued:
-            return 0.01
-        return max(0.0, min(_TICK_S, self._next_sweep - time.monotonic()))
+            waits_s.append(self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
+        if self._reserved and not self._num_writing:
+            waits_s.append(self._store.write_limit.wait_s())
+        return max(0.0, min(waits_s))
 
     def _poke(self) -> None:
         os.eventfd_write(self._poke_fd, 1)
@@ -302,12 +306,18 @@ class StoreService:
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
 
+        Where the limit holds writes back, their pages stay lent, as with a slow disk; a store that
+        closes is not held back any more.
+
         A function in the queue is a barrier: it runs when everything before it is committed and
         nothing after it has begun.
         """
         max_writing = 1 if self._num_reading else self._options.num_writers
         while self._num_writing < max_writing:
             if self._reserved:
+                slot_bytes = slot_bytes_for(self._reserved[0].page.record.size_bytes)
+                if not (self._is_closing or self._store.write_limit.admits(slot_bytes)):
+                    return
                 self._num_writing += 1
                 self._writers.submit(self._move, self._reserved.popleft())
             elif self._writes and not callable(self._writes[0]):
@@ -349,17 +359,13 @@ class StoreService:
 
     def _leave_out_known(self, batch: list[LentPage]) -> list[LentPage]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
-        stored = self._store.lookup([page.record.block_hash for page in batch])
-        known: list[LentPage] = []
-        left: list[LentPage] = []
-        for page, old in zip(batch, stored, strict=True):
-            is_known = old is not None and old.computed_at >= page.record.computed_at
-            (known if is_known else left).append(page)
+        are_known = self._store.holds([page.record for page in batch])
+        known = [page for page, is_known in zip(batch, are_known, strict=True) if is_known]
         if known:
             self._store.claim_or_touch([page.record for page in known])
         for page in known:
             self._end_store(page, "")
-        return left
+        return [page for page, is_known in zip(batch, are_known, strict=True) if not is_known]
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
@@ -368,8 +374,7 @@ class StoreService:
                 self._written_since = time.monotonic()
             self._written.append(task)
         else:
-            self._store.abandon(task.extent)
-            self._end_store(task.page, "io_error")
+            self._end_store(task.page, self._store.write_failed(task.extent, task.error))
             self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:

@@ -75,6 +75,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         sync=options.sync,
         create=options.create,
     )
+    store.write_limit.bytes_per_s = options.write_limit
     try:
         return StoreService(store, argument, channel, arena, notes)
     except BaseException:

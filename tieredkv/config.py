@@ -73,6 +73,7 @@ class Settings:
     disk_size: int = _cache(20 << 30, "what the disk tier's files may occupy", "bytes")
     disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
     disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
+    disk_write_limit: int = _cache(0, "what goes to disk a second at most; 0 for no limit", "bytes")
     hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
     isolate_by: IsolateBy = _cache(
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
@@ -109,6 +110,7 @@ class Settings:
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 0 < value < math.inf, "above 0")
         _check("drain_timeout", drain, 0 <= drain < math.inf, "at least 0")
+        _check("disk_write_limit", self.disk_write_limit, self.disk_write_limit >= 0, "at least 0")
         _check("gpu_memory_utilization", share, 0 < share <= 1, "above 0 and at most 1")
         _check("port", self.port, 0 <= self.port <= 65535, "from 0 to 65535")
         _check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))

@@ -286,6 +286,22 @@ def test_an_expired_prefix_misses_to_the_second(
         assert by_tier(one(llm, tokens)) == {}
 
 
+def test_a_write_limit_drops_demotions_and_holds_up_no_request(disk_dir: str) -> None:
+    sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB", "drain_timeout": 0.1}
+    with LLM(
+        "tiny-random", retention="24h", disk_dir=disk_dir, disk_write_limit="1KiB", **sizes
+    ) as llm:
+        cold = [one(llm, prompt(seed)).token_ids for seed in range(12)]
+        assert llm.core.tiers.counters.demotions_dropped > 0
+        disk: Any = llm.tier_stats()["disk"]
+        assert disk["bytes_write_limit"] == 1024
+        assert disk["blocks"] <= 1, "a full bucket lets one through, the next has to wait a minute"
+    with LLM("tiny-random", disk_dir=disk_dir, **SIZES) as llm:
+        disk = llm.tier_stats()["disk"]
+        assert disk["blocks"] > 1, "what was accepted is lost"
+        assert [one(llm, prompt(seed)).token_ids for seed in range(3)] == cold[:3]
+
+
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
     assert llm.core.demote(Tier.DISK)

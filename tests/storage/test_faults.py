@@ -18,13 +18,16 @@ from tests.storage.blocks import (
     load,
     make_record,
     open_store,
+    page_with,
     payload_of,
     put,
     segment_files,
     sweep,
     verify,
 )
+from tieredkv.errors import StorageError
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, decode_record, encode_record
+from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
 SMALL = [make_record("small", position) for position in range(6)]
@@ -113,13 +116,13 @@ def last_bit_of_a_payload(store: Filled) -> list[Victim]:
 
 def a_bit_of_a_slot_header(store: Filled) -> list[Victim]:
     change_bytes(store.file_of(FIRST), store.offset_of(FIRST) + 100, flip)
-    return [Victim(FIRST, "", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def a_zeroed_slot(store: Filled) -> list[Victim]:
     size = store.located[FIRST].slot_bytes
     change_bytes(store.file_of(FIRST), store.offset_of(FIRST), lambda old: bytes(len(old)), size)
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def a_bit_of_an_index_record(store: Filled) -> list[Victim]:
@@ -178,7 +181,7 @@ def two_payloads_swapped(store: Filled) -> list[Victim]:
 
 def two_slots_swapped(store: Filled) -> list[Victim]:
     _swap(store, 0)
-    return [Victim(key, "checksum", "header") for key in (FIRST, OTHER)]
+    return [Victim(key, "header", "header") for key in (FIRST, OTHER)]
 
 
 def _swap(store: Filled, skip: int) -> None:
@@ -205,23 +208,23 @@ def an_entry_past_the_end_of_its_segment(store: Filled) -> list[Victim]:
 def an_entry_in_a_slot_never_used(store: Filled) -> list[Victim]:
     unused = Extent(store.located[FIRST].extent.segment, len(SMALL))
     store.rewrite(FIRST, extent=unused)
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def an_entry_that_claims_the_slot_of_another(store: Filled) -> list[Victim]:
     store.rewrite(FIRST, extent=store.located[OTHER].extent)
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def an_entry_in_a_segment_of_another_slot_size(store: Filled) -> list[Victim]:
     segment = store.located[LARGE[0].block_hash].extent.segment
     store.rewrite(FIRST, extent=Extent(segment, 2))
-    return [Victim(FIRST, "checksum", "header")]
+    return [Victim(FIRST, "header", "header")]
 
 
 def an_unknown_codec(store: Filled) -> list[Victim]:
     store.rewrite(FIRST, codec=7)
-    return [Victim(FIRST, "codec", "header")]
+    return [Victim(FIRST, "codec", "codec")]
 
 
 def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
@@ -235,7 +238,7 @@ def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
         for record in again:
             assert load(opened, record) == payload_of(record)
     shutil.copyfile(copy, file)
-    return [Victim(key, "checksum", "header") for key in (FIRST, OTHER)]
+    return [Victim(key, "header", "header") for key in (FIRST, OTHER)]
 
 
 DAMAGE = [
@@ -363,9 +366,12 @@ def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) ->
             assert load(store, record) == (payload_of(record) if is_there else None)
 
 
+EIO_FILE, ENOSPC_FILE = "/proc/self/mem", "/dev/full"  # for what is read or written at address 0
+
+
 @contextmanager
-def failing_reads(path: Path) -> Iterator[None]:
-    """Let the system answer EIO on the open segment files: `/proc/self/mem` does, at address 0."""
+def failing_files(path: Path, cause: str = EIO_FILE) -> Iterator[None]:
+    """Let the system answer with an error on the open segment files."""
     descriptors = []
     for link in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):  # the descriptor that lists this folder
@@ -373,7 +379,7 @@ def failing_reads(path: Path) -> Iterator[None]:
                 descriptors.append(int(link.name))
     segments = {fd: os.dup(fd) for fd in descriptors}
     assert segments
-    broken = os.open("/proc/self/mem", os.O_RDONLY)
+    broken = os.open(cause, os.O_RDWR)
     for fd in segments:
         os.dup2(broken, fd, inheritable=False)
     os.close(broken)
@@ -388,7 +394,7 @@ def failing_reads(path: Path) -> Iterator[None]:
 def test_a_disk_that_cannot_be_read_for_a_moment_costs_a_miss_and_no_block(tmp_path: Path) -> None:
     path = Filled(tmp_path / "store").path
     with open_store(path) as store:
-        with failing_reads(path):
+        with failing_files(path):
             assert [load(store, record) for record in SMALL] == ["io_error"] * len(SMALL)
             result = verify(store)
             assert (result.by_reason, result.repaired) == ({"io_error": len(RECORDS)}, 0)
@@ -397,6 +403,81 @@ def test_a_disk_that_cannot_be_read_for_a_moment_costs_a_miss_and_no_block(tmp_p
             assert load(store, record) == payload_of(record)
         store.check()
         assert verify(store).bad == 0
+
+
+def extent_of(store: BlockStore, record: BlockRecord) -> Extent:
+    located = store.locate(record.block_hash)
+    assert located is not None
+    return located.extent
+
+
+def put_into(store: BlockStore, slot: Extent, name: str) -> BlockRecord | None:
+    """Store blocks until one lies in this slot; the others are deleted again."""
+    tried = [make_record(f"{name} {i}") for i in range(20)]
+    found = None
+    for record in tried:
+        assert put(store, record) == [True]
+        if extent_of(store, record) == slot:
+            found = record
+    unwanted = [record.block_hash for record in tried if record is not found]
+    store.delete(unwanted, "request")
+    return found
+
+
+def test_a_block_that_cannot_be_read_is_written_anew_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    with open_store(path) as store:
+        put(store, *SMALL)
+        victim, others = SMALL[0], SMALL[1:]
+        bad = extent_of(store, victim)
+        for num_retired in (0, 1):
+            assert store.holds([victim, *others]) == [True] * 6
+            with failing_files(path):
+                assert load(store, victim) == "io_error"
+            assert store.holds([victim, *others]) == [False] + [True] * 5
+            assert put(store, victim) == [True]  # the same block, computed at the same time
+            assert load(store, victim) == payload_of(victim)
+            assert extent_of(store, victim) != bad
+            assert put_into(store, bad, "too early") is None, "a bad slot was lent before a sweep"
+            sweep(store)
+            store.check()
+            assert store.stats().num_slots_retired == num_retired
+            again = put_into(store, bad, f"after {num_retired}")
+            if num_retired:
+                assert again is None, "a slot that failed twice was lent again"
+            else:
+                assert again is not None, "a slot that failed once was never tried again"
+                victim = again
+        assert store.stats().faults == {"io_error": 2}
+        assert [load(store, record) for record in SMALL] == [payload_of(r) for r in SMALL]
+        store.check()
+        sweep(store)
+        store.check()
+    with open_store(path) as store:  # which forgets it: the disk may be another one
+        store.check()
+        assert verify(store).bad == 0
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"), [(EIO_FILE, "io_error"), (ENOSPC_FILE, "no_space")], ids=str
+)
+def test_a_failed_write_is_counted_by_its_reason(tmp_path: Path, cause: str, reason: str) -> None:
+    path, new = tmp_path / "s", make_record("new")
+    with open_store(path) as store:
+        put(store, *SMALL)
+        sweep(store)
+        (slot,) = store.reserve_many([new])
+        assert slot is not None
+        with failing_files(path, cause), pytest.raises(StorageError) as error:
+            store.write_payload(slot._replace(slot=0), new, page_with(payload_of(new)))
+        assert store.write_failed(slot, error.value) == reason
+        assert store.stats().faults == {reason: 1}
+        assert store.lookup([new.block_hash]) == [None]
+        store.check()
+        assert put(store, new) == [True]
+        assert load(store, new) == payload_of(new)
+        assert (extent_of(store, new) == slot) == (reason == "no_space")
+        assert [load(store, record) for record in SMALL] == [payload_of(r) for r in SMALL]
 
 
 def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from tests.storage.blocks import (
     sweep,
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
-from tieredkv.storage.codec import Extent
+from tieredkv.storage.codec import HEADER_BYTES, Extent
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
@@ -47,12 +47,12 @@ def test_a_block_comes_back_bit_for_bit_after_reopening(tmp_path: Path) -> None:
         assert store.lookup([digest("unknown")]) == [None]
 
 
-def test_a_load_reads_the_payload_and_nothing_else(tmp_path: Path) -> None:
-    record = make_record(size_bytes=64 << 10)
-    with open_store(tmp_path / "s") as store:
+def test_a_load_reads_its_slot_once_and_nothing_else(tmp_path: Path) -> None:
+    record = make_record(size_bytes=2 << 20)
+    with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
         put(store, record)
         load(store, record)
-        assert store.stats().bytes_read == 64 << 10
+        assert store.stats().bytes_read == (2 << 20) + HEADER_BYTES
 
 
 def test_pages_longer_than_the_block_and_unaligned_buffers_work(tmp_path: Path) -> None:
@@ -131,6 +131,57 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
         store.check()
 
 
+def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    for gap in (1000, 2):  # in one row, every second slot
+        records = [make_record(f"{gap}", i) for i in range(256)]
+        kept = records[gap - 1 :: gap]
+        gone = [record for record in records if record not in kept]
+        with open_store(path, budget_bytes=16 << 20) as store:
+            put(store, *records)
+            store.delete([record.block_hash for record in gone], "request")
+            before = store.stats()
+            assert before.bytes_pending == len(gone) * (BLOCK_BYTES + HEADER_BYTES)
+            num_steps = sum(1 for _ in store.sweeping())
+            assert num_steps <= len(gone) // (128 if gap > 256 else 1) + 1
+            after = store.stats()
+            assert after.bytes_erased - before.bytes_erased == before.bytes_pending
+            assert after.bytes_pending == 0
+            store.check()
+            raw = b"".join(file.read_bytes() for file in segment_files(path))
+            assert not any(payload_of(record) in raw for record in gone)
+            assert [load(store, record) for record in kept] == [payload_of(r) for r in kept]
+            store.delete([record.block_hash for record in kept], "request")
+            sweep(store)
+
+
+def test_room_for_another_slot_size_is_made_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
+    with open_store(tmp_path / "s", budget_bytes=5 << 20) as store:
+        records = [make_record("small", i) for i in range(300)]
+        put(store, *records)
+        store.delete([record.block_hash for record in records[:200]], "request")
+        assert put(store, make_record("other", size_bytes=1 << 20)) == [True]
+        assert store.stats().bytes_erased > 0
+        assert store.stats().bytes_pending > 0, "all of them were erased at once"
+        assert store.stats().num_evicted == 0
+        store.check()
+
+
+def test_bytes_written_are_counted_over_all_lives_of_a_store(tmp_path: Path) -> None:
+    for life in range(3):
+        with open_store(tmp_path / "s") as store:
+            before = store.stats()
+            assert (before.bytes_written, before.bytes_written_ever) == (0, life * 40_960)
+            lost, slot = make_record("lost"), reserve(store, make_record("lost"))
+            assert slot is not None
+            store.write_payload(slot, lost, page_with(payload_of(lost)))
+            store.abandon(slot)
+            assert store.stats().bytes_written_ever == life * 40_960 + 12_288
+            put(store, make_record(f"{life}"), make_record(f"odd {life}", size_bytes=9000))
+            after = store.stats()
+            assert (after.bytes_written, after.bytes_written_ever) == (40_960, (life + 1) * 40_960)
+
+
 def test_a_later_claim_extends_a_life_but_never_shortens_it(tmp_path: Path) -> None:
     clock = FakeClock()
     record = make_record(expires_at=clock.now() + 10, retention="in_memory")
@@ -183,19 +234,6 @@ def test_eviction_takes_the_longest_unused_and_the_tail_of_a_chain_first(tmp_pat
         order = sorted(old, key=lambda r: (r.last_used, -r.position))
         assert sorted(gone, key=lambda r: (r.last_used, -r.position)) == order[: len(gone)]
         store.check()
-
-
-def test_protected_blocks_are_evicted_last(tmp_path: Path) -> None:
-    clock = FakeClock()
-    safe = make_record("safe", protect_until=clock.now() + 1000)
-    with open_store(tmp_path / "s", clock, budget_bytes=2 << 20) as store:
-        put(store, safe)
-        for i in range(300):
-            put(store, make_record(f"{i}", last_used=clock.now() + i))
-        assert stored_hashes(store, [safe])
-        clock.advance(1000)
-        put(store, make_record("last", last_used=clock.now()))
-        assert not stored_hashes(store, [safe])
 
 
 def test_two_slot_sizes_share_a_budget(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ _EXAMPLES = {
     "device_size": "8GiB",
     "disk_dir": "/nvme/kv",
     "disk_size": "500GiB",
+    "disk_write_limit": "200MiB",
     "drain_timeout": "2m",
     "dtype": "bfloat16",
     "host": "0.0.0.0",

@@ -51,11 +51,11 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
     for tier in ("device", "host", "disk"):
         stats: dict[str, Any] = answer.get(tier) or {}
         row = {"tier": tier, "blocks": str(stats["blocks"]) if stats else "-"}
-        for column, key in (("live", "live"), ("on disk", "files"), ("budget", "budget")):
+        for key in ("live", "files", "budget", "written", "written_ever", "write_limit"):
             size = stats.get(f"bytes_{key}")
-            row[column] = "-" if size is None else format_bytes(size)
+            row[key.replace("_", " ")] = "-" if size is None else format_bytes(size)
         rows.append(row)
-    print_table(rows, numbers=4)
+    print_table(rows, numbers=7)
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 

@@ -1,0 +1,31 @@
+"""How fast the disk tier may write, to spare the SSD.
+
+It knows bytes and time; what is written, and what becomes of writes that wait, is the service's.
+"""
+
+import time
+from collections.abc import Callable
+
+
+class WriteLimit:
+    """A token bucket: so many bytes a second in the long run, a second's worth at once.
+
+    Args:
+        bytes_per_s: 0 for no limit.
+        now: a clock that never goes back.
+    """
+
+    def __init__(self, bytes_per_s: int = 0, now: Callable[[], float] = time.monotonic) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._now = now
+        self._paid_until = 0.0  # when what was written would have been due at this rate
+
+    def wait_s(self) -> float:
+        """Return how long the next write has to wait."""
+        return max(0.0, self._paid_until - self._now() - 1.0)
+
+    def admits(self, num_bytes: int) -> bool:
+        """Return whether a write may begin; the one that empties the bucket may be of any size."""
+        if is_free := not self.wait_s() and self.bytes_per_s > 0:
+            self._paid_until = max(self._paid_until, self._now()) + num_bytes / self.bytes_per_s
+        return is_free or not self.bytes_per_s
