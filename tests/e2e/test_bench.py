@@ -176,28 +176,6 @@ def test_bench_decode_demotes_with_the_tiers_on_and_not_with_them_off(tmp_path: 
         assert low <= report["demotion"][name] <= high
 
 
-def test_bench_host_finds_each_prompt_where_its_state_says(tmp_path: Path) -> None:
-    words = ["--prompt-tokens", "1000", "--block-sizes", "16,64", "--cached-blocks", "100,5000"]
-    report = run_bench("host", *words, "--repeats", "2", folder=tmp_path)
-    *states, few, many = report["rows"]
-    assert [(row["state"], row["block_size"], row["prompt_tokens"]) for row in states] == [
-        (state, size, 1000 // size * size)
-        for size in (16, 64)
-        for state in ("none", "device", "host")
-    ]
-    for row in report["rows"]:
-        expected = {"device": 0, "host": 0}
-        if row["state"] != "none":
-            expected[row["state"]] = row["prompt_tokens"]
-        assert row["by_tier"] == expected
-        parts = [row[f"{name}_ms"] for name in ("hash", "lookup", "load", "complete", "release")]
-        assert min(parts) > 0
-    for row, cached, looked_up in ((few, 100, 100), (many, 5000, 2048)):
-        assert (row["state"], row["cached_blocks"]) == ("device", cached)
-        assert row["prompt_tokens"] == looked_up * 16
-        assert row["us_per_hash"] == pytest.approx(row["lookup_ms"] * 1e3 / looked_up)
-
-
 DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,1000"]
 
 
@@ -293,8 +271,6 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         (["transfer", "--total", "1MiB"], "must hold two blocks"),
         (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
         (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a list"),
-        (["host", "--block-sizes", "16,0"], "'16,0' is not a list"),
-        (["host", "--prompt-tokens", "63"], "must fill a block of each size"),
         (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
     ],
 )

@@ -12,7 +12,7 @@ from tieredkv.cli.settings_options import settings_options
 from tieredkv.config import LoadedSettings
 
 ARMS = "cold,device,host,disk,restart"
-PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "host": "until_first_token_ms"}
+PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps"}
 """What `--plot` draws; the ratio to a raw limit where nothing is said."""
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -139,27 +139,6 @@ def transfer(**options: Any) -> int:
       tieredkv bench transfer --block-size-bytes 512KiB,2MiB,8MiB --total 1GiB
     """
     return measure("transfer", **options)[0]
-
-
-@bench.command()
-@_count("--prompt-tokens", default=131072, help="Length.")
-@_several("--block-sizes", default="16,64", help="Tokens a block.")
-@_several("--cached-blocks", default="10000,100000,1000000", help="Of which 2048 are looked up.")
-@_count("--repeats", default=5, help="Behind a median.")
-@report_options
-def host(**options: Any) -> int:
-    """Measure what a long prompt costs the engine's thread beside its kernels.
-
-    Hashing, lookup and admission, the wait for blocks, completion and release, in milliseconds: of
-    a prompt that is nowhere, in VRAM, in host memory. Blocks are of a few bytes and no model runs.
-    Us per hash is lookup and admission of 2048 blocks, over their number, while so many blocks are
-    cached. Exit 1 if a prompt is not found where it should be.
-
-    \b
-    Example, a few seconds:
-      tieredkv bench host --prompt-tokens 32768 --cached-blocks 10000,100000
-    """
-    return measure("host", **options)[0]
 
 
 @bench.command()

@@ -1,4 +1,6 @@
-"""`bench host`: what the engine's thread spends on a long prompt before and beside its kernels.
+"""Measures what the engine's thread spends on a long prompt before and beside its kernels.
+
+    python -P -m tests.stress.engine_thread --prompt-tokens 32768 --cached-blocks 10000,100000
 
 The scheduler and the tiered cache are the real ones; the blocks are of a few bytes, so that what is
 measured is the work on hashes, blocks and tables. A prompt is measured in each state:
@@ -11,15 +13,17 @@ A shorter one is looked up in VRAM among more and more other blocks: what a hash
 """
 
 import itertools
+import json
 import random
 import statistics
 import time
 from typing import Any
 
+import click
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import tracked
+from tieredkv.bench.progress import terminal_progress, tracked
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
 from tieredkv.cache.tiered import Prefix, TieredCache
@@ -29,7 +33,7 @@ from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.scheduler import Scheduler
-from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.errors import TieredKVError
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
@@ -39,22 +43,27 @@ from tieredkv.types import BlockHash, Progress, Tier
 BLOCK_BYTES = 8
 VOCAB_SIZE = 128_256
 FILLED_PROMPT_BLOCKS = 2048
-ROOT = BlockHash(b"bench host".ljust(32, b"\0"))
+ROOT = BlockHash(b"engine thread".ljust(32, b"\0"))
 PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 PARTS = ("hash_ms", "lookup_ms", "load_ms", "complete_ms", "release_ms")
 
 Row = dict[str, Any]
 
 
-def run(progress: Progress, *, prompt_tokens: int, repeats: int, **counts: list[int]) -> Row:
-    """Measure a prompt in each state at each of `block_sizes`; a hit at each of `cached_blocks`."""
-    sizes, rows = counts["block_sizes"], list[Row]()
-    if prompt_tokens < max(sizes):
-        raise ConfigError(f"`prompt_tokens` = {prompt_tokens} must fill a block of each size")
-    cases = [(size, 0) for size in sizes] + [(sizes[0], count) for count in counts["cached_blocks"]]
-    for block_size, cached_blocks in tracked(progress, "measuring", cases):
-        if cached_blocks:
-            rows.append(_measure_filled(cached_blocks, block_size, repeats))
+def run(
+    progress: Progress,
+    *,
+    prompt_tokens: int,
+    block_sizes: list[int],
+    cached_blocks: list[int],
+    repeats: int,
+) -> Row:
+    """Measure a prompt in each state at each block size; a hit beside so many cached blocks."""
+    sizes, rows = block_sizes, list[Row]()
+    cases = [(size, 0) for size in sizes] + [(sizes[0], count) for count in cached_blocks]
+    for block_size, count in tracked(progress, "measuring", cases):
+        if count:
+            rows.append(_measure_filled(count, block_size, repeats))
         else:
             rows += _measure_states(prompt_tokens, block_size, repeats)
     problems = [
@@ -189,3 +198,22 @@ def _row(state: str, num_tokens: int, block_size: int, runs: list[Row]) -> Row:
     }
     shape = {"state": state, "block_size": block_size, "prompt_tokens": num_tokens}
     return shape | times | {"by_tier": (wrong or [expected])[0]}
+
+
+def _counts(_context: object, _option: object, text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+@click.command()
+@click.option("--prompt-tokens", default=131_072, show_default=True)
+@click.option("--block-sizes", default="16,64", callback=_counts, show_default=True)
+@click.option("--cached-blocks", default="10000,100000,1000000", callback=_counts)
+@click.option("--repeats", default=5, show_default=True, help="Behind a median.")
+@click.option("--commit", help="Commit to report, for a tree without its history.")
+def main(commit: str | None, **options: Any) -> None:
+    """Measure, and print JSON."""
+    click.echo(json.dumps(raw.head(commit, None) | run(terminal_progress(), **options)))
+
+
+if __name__ == "__main__":
+    main()
