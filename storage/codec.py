@@ -26,6 +26,8 @@ CHECKSUM_BYTES = 16
 _RECORD = struct.Struct("<6B2x6I4d16s32s32s32s32s")
 RECORD_BYTES = _RECORD.size + 8
 _SEAL_BYTES = 8
+_TIME = struct.Struct("<d")
+_EXPIRES_AT = 40  # where that time stands in a record
 
 # magic, version; lengths of hash, parent, root, namespace, retention, codec; position, size,
 # payload, segment, slot; four times; payload checksum; the five strings.
@@ -113,18 +115,30 @@ def encode_record(located: Located) -> bytes:
     return body + xxh3_64_digest(block.block_hash + body)
 
 
+def is_sound(block_hash: bytes, data: bytes) -> bool:
+    """Answer whether a sealed record is of our version and fits its seal and its key."""
+    return (
+        len(data) == RECORD_BYTES
+        and data[0] == FORMAT_VERSION
+        and xxh3_64_digest(block_hash + data[:-_SEAL_BYTES]) == data[-_SEAL_BYTES:]
+    )
+
+
+def expiry_of(data: bytes) -> float:
+    """Read only the deadline of a sound record; a lookup needs no more of it."""
+    expires_at: float = _TIME.unpack_from(data, _EXPIRES_AT)[0]
+    return expires_at
+
+
 def decode_record(block_hash: bytes, data: bytes) -> Located:
     """Unpack an index record.
 
     Raises:
-        CorruptBlockError: reason `record`: its seal does not fit its bytes or its key.
+        CorruptBlockError: reason `record`: its version, seal or key is not what it must be.
     """
-    body = data[:-_SEAL_BYTES]
-    if len(data) != RECORD_BYTES or xxh3_64_digest(block_hash + body) != data[-_SEAL_BYTES:]:
+    if not is_sound(block_hash, data):
         raise corrupt(block_hash, "record", "the index record fails its checksum")
-    version, codec, *fields = _RECORD.unpack(body)
-    if version != FORMAT_VERSION:
-        raise corrupt(block_hash, "record", f"the index record has version {version}")
+    _, codec, *fields = _RECORD.unpack_from(data)
     lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]
     names = [name[:length] for name, length in zip(fields[15:], lengths, strict=True)]
     return _located([block_hash, *names], numbers, times, fields[14], codec, hits)
@@ -197,7 +211,7 @@ def _located(
         namespace=namespace,
         position=position,
         size_bytes=size_bytes,
-        retention=retention.decode(),
+        retention=retention.decode(errors="replace"),
         computed_at=computed_at,
         expires_at=expires_at,
         last_used=last_used,

@@ -200,9 +200,8 @@ class StoreService:
     def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                found = self._attempt("lookup", lambda: self._store.lookup(hashes))
-                misses: list[BlockRecord | None] = [None] * len(hashes)
-                self._send(messages.LookupDone(job, found or misses))
+                found = self._attempt("lookup", lambda: self._store.find(hashes))
+                self._send(messages.LookupDone(job, found or {}))
             case messages.LoadCall(pages):
                 self._loads += pages
             case messages.StoreCall(pages):
