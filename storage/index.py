@@ -9,7 +9,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from heapq import merge
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -26,6 +26,8 @@ _TOTALS = struct.Struct("<QQ")
 _SEGMENT = struct.Struct("<4I")
 _FREE_CLASS = struct.Struct(">I")
 _TIME = struct.Struct("<d")
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
+_READ_AHEAD_BYTES = 1 << 20
 
 
 class Totals(NamedTuple):
@@ -75,6 +77,11 @@ def storage_errors(path: str) -> Iterator[None]:
         raise kind(error.errno or errno.EIO, what) from error
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether an error comes from an index that contradicts itself."""
+    return isinstance(error.__cause__, _DAMAGE)
+
+
 class Index:
     """The LMDB environment of a store."""
 
@@ -108,6 +115,13 @@ class Index:
         """Change the index; all of it or, if anything raises, nothing."""
         with storage_errors(self.path), self._env.begin(write=True) as txn:
             yield IndexTxn(txn, self._dbs)
+
+    def read_ahead(self) -> None:
+        """Bring the file into the page cache, or each of the first lookups waits for the disk."""
+        path = os.path.join(self.path, "data.mdb")
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            while file.read(_READ_AHEAD_BYTES):
+                pass
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""

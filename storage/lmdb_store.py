@@ -415,6 +415,15 @@ class BlockStore:
             punch_hole=self._files.punch_hole,
         )
 
+    @property
+    def bytes_read(self) -> int:
+        """The figure of that name in `stats`, as of now; any thread may ask."""
+        return self._files.bytes_read
+
+    def read_ahead(self) -> None:
+        """Bring the index into memory; for a thread of its own, whatever happens to the store."""
+        self._index.read_ahead()
+
     def check(self) -> None:
         """Verify every invariant of the class.
 

@@ -91,7 +91,7 @@ def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> 
         (done,) = mail.take(PageLoaded)
         assert (done.ok, done.reason) == (False, "identity")
         assert mail.lookup([record.block_hash]) == [None]
-    assert mail.client.stats().deleted == {"identity": 4}
+    assert mail.client.stats().faults == {"identity": 4}
 
 
 def test_a_block_nobody_stored_is_missing(harness: Harness) -> None:
