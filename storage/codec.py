@@ -117,11 +117,8 @@ def encode_record(located: Located) -> bytes:
 
 def is_sound(block_hash: bytes, data: bytes) -> bool:
     """Answer whether a sealed record is of our version and fits its seal and its key."""
-    return (
-        len(data) == RECORD_BYTES
-        and data[0] == FORMAT_VERSION
-        and xxh3_64_digest(block_hash + data[:-_SEAL_BYTES]) == data[-_SEAL_BYTES:]
-    )
+    seal = xxh3_64_digest(block_hash + data[:-_SEAL_BYTES])
+    return data[-_SEAL_BYTES:] == seal and len(data) == RECORD_BYTES and data[0] == FORMAT_VERSION
 
 
 def expiry_of(data: bytes) -> float:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 from typing import TypeVar
 
 from msgspec.structs import replace
@@ -143,7 +143,7 @@ class StoreService:
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._stored: list[PageStored] = []
-        self._has_all = False  # the front thread hands over nothing more
+        self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
         ask_engine = None if arena is None else self._send_later
@@ -160,11 +160,8 @@ class StoreService:
         try:
             while not self._is_closing or self._loads or self._num_reading:
                 self._front_turn()
-        except BaseException:
-            self._abandon()
-            raise
         finally:
-            self._changes.hand(self._end_changes)
+            self._changes.hand(self._has_all.set)
         while not changing.done():
             self._front_turn()
         self._front_turn()
@@ -176,8 +173,7 @@ class StoreService:
     # --- front thread: the engine's channel ----------------------------------------------------
 
     def _front_turn(self) -> None:
-        can_read = self._loads and self._num_reading < self._max_reading
-        self._front.wait(0.0 if can_read else _TICK_S)
+        self._front.wait(0.0 if self._can_read else _TICK_S)
         self._start_reads()
         if self._loaded:
             stats = replace(self._stats, bytes_read=self._store.bytes_read)
@@ -238,15 +234,14 @@ class StoreService:
     # --- front thread: loads -------------------------------------------------------------------
 
     @property
-    def _max_reading(self) -> int:
-        """Reads handed to the threads: enough to keep them busy, few enough to stay current."""
-        return 4 * self._options.num_readers
+    def _can_read(self) -> bool:
+        """Whether threads want another load: enough to be busy, few enough to stay current."""
+        return bool(self._loads) and self._num_reading < 4 * self._options.num_readers
 
     def _start_reads(self) -> None:
         for _ in range(_MAX_LOCATES_A_TURN):
-            if not self._loads or self._num_reading >= self._max_reading:
-                break
-            self._start_read(self._loads.popleft())
+            if self._can_read:
+                self._start_read(self._loads.popleft())
 
     def _start_read(self, page: LentPage) -> None:
         wanted = page.record
@@ -282,15 +277,14 @@ class StoreService:
     # --- index thread --------------------------------------------------------------------------
 
     def _run_changes(self) -> None:
-        while not self._has_all or self._has_writes:
-            self._turn()
-        self._server.close()
+        try:
+            while not self._has_all.is_set() or self._has_writes:
+                self._turn()
+        finally:
+            self._server.close()
         self._writers.shutdown()
         while self._touches:
             self._flush_touches()
-
-    def _end_changes(self) -> None:
-        self._has_all = True
 
     def _turn(self) -> None:
         self._changes.wait(self._idle_s())

@@ -11,7 +11,7 @@ Called by the engine's thread only.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -140,14 +140,12 @@ class Promoter:
             return False
         return True
 
-    def prefetch(
-        self, records: Iterable[tuple[BlockHash, bytes]], *, max_pages: int
-    ) -> list[Block]:
+    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> list[Block]:
         """Start reading blocks that a queued request wants; return the pages now held for it."""
         tiers = self._tiers
         held: list[Block] = []
         items: list[LentPage] = []
-        for block_hash, record in records:
+        for block_hash, record in records.items():
             if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
             if len(held) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:

@@ -422,7 +422,7 @@ class TieredCache:
         prefix.records |= found
         if found and not prefix.is_admitted:
             room = self.tiers.host.num_blocks // 4 - self._num_held_pages
-            wanted = ((each, found[each]) for each in prefix.hashes if each in found)
+            wanted = {each: found[each] for each in prefix.hashes if each in found}
             pages = self.promoter.prefetch(wanted, max_pages=room)
             prefix.held_pages.extend(pages)
             self._num_held_pages += len(pages)
