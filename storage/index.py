@@ -1,7 +1,8 @@
 """The LMDB index: what is stored where, by whom, until when, and how much of it.
 
 Every change to a block changes its secondary keys and the counters in the same transaction. It
-knows keys and values (docs/format.md), not files: slots are numbers here. One thread only.
+knows keys and values (docs/format.md), not files: slots are numbers here. One thread makes all
+changes; any thread may read, and neither waits for the other.
 """
 
 import errno

@@ -15,17 +15,9 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import recovery
+from tieredkv.storage import codec, recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
-from tieredkv.storage.codec import (
-    Extent,
-    Located,
-    check_record,
-    corrupt,
-    decode_record,
-    expiry_key,
-    slot_bytes_for,
-)
+from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
@@ -152,12 +144,12 @@ class BlockStore:
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
         """Answer as `find` does, decoded and in the order asked."""
         found = self.find(hashes)
-        return [decode_record(h, found[h]).record if h in found else None for h in hashes]
+        return [codec.decode_record(h, found[h]).record if h in found else None for h in hashes]
 
     def locate(self, block_hash: bytes) -> Located | None:
         """Answer where a block lies, for `read_payload`; None is a miss. Any thread may call it."""
         sealed = self.find([block_hash]).get(block_hash)
-        return None if sealed is None else decode_record(block_hash, sealed)
+        return None if sealed is None else codec.decode_record(block_hash, sealed)
 
     def read_payload(self, located: Located, into: memoryview) -> None:
         """Read a block's payload into `into` and check the bytes there; any thread may call this.
@@ -311,7 +303,6 @@ class BlockStore:
         Costs in proportion to what expires; after a damaged record was met, the index's secondary
         keys are made again once.
         """
-        self._drop_damaged(list(self._damaged))
         now = self._clock.now()
         is_more = True
         while is_more:
@@ -320,6 +311,8 @@ class BlockStore:
             self._num_expired += self._drop(due, now)
             is_more = len(due) == TXN_BLOCKS
             yield
+        with suppress(StoreFullError):  # erasing makes room
+            self._drop_damaged(list(self._damaged))
         with self._index.reading() as txn:
             needs_rebuild = txn.meta("needs_rebuild") is not None
         if needs_rebuild:
@@ -450,7 +443,7 @@ class BlockStore:
         """Count a damaged record, once until it is dropped; any thread may have met it."""
         if block_hash not in self._damaged:
             self._damaged.add(block_hash)
-            self._count_fault("record", str(corrupt(block_hash, "record", "its record is damaged")))
+            self._count_fault("record", f"block {block_hash.hex()[:12]}: its record is damaged")
 
     def _drop_damaged(self, hashes: Sequence[bytes]) -> None:
         for batch in batches(hashes):
