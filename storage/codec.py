@@ -26,8 +26,7 @@ CHECKSUM_BYTES = 16
 _RECORD = struct.Struct("<6B2x6I4d16s32s32s32s32s")
 RECORD_BYTES = _RECORD.size + 8
 _SEAL_BYTES = 8
-_TIME = struct.Struct("<d")
-_EXPIRES_AT = 40  # where that time stands in a record
+_SEALED = struct.Struct("<B39xd160x8s")  # version, expires_at and seal of a record
 
 # magic, version; lengths of hash, parent, root, namespace, retention, codec; position, size,
 # payload, segment, slot; four times; payload checksum; the five strings.
@@ -115,16 +114,16 @@ def encode_record(located: Located) -> bytes:
     return body + xxh3_64_digest(block.block_hash + body)
 
 
-def is_sound(block_hash: bytes, data: bytes) -> bool:
-    """Answer whether a sealed record is of our version and fits its seal and its key."""
-    seal = xxh3_64_digest(block_hash + data[:-_SEAL_BYTES])
-    return data[-_SEAL_BYTES:] == seal and len(data) == RECORD_BYTES and data[0] == FORMAT_VERSION
+def expiry_of(block_hash: bytes, data: bytes) -> float | None:
+    """Read only the deadline of a sealed record, all that a lookup needs of it.
 
-
-def expiry_of(data: bytes) -> float:
-    """Read only the deadline of a sound record; a lookup needs no more of it."""
-    expires_at: float = _TIME.unpack_from(data, _EXPIRES_AT)[0]
-    return expires_at
+    None for a record of another version, or one that does not fit its seal or its key.
+    """
+    if len(data) != RECORD_BYTES:
+        return None
+    version, expires_at, seal = _SEALED.unpack(data)
+    is_sound = xxh3_64_digest(block_hash + data[:-_SEAL_BYTES]) == seal
+    return expires_at if is_sound and version == FORMAT_VERSION else None
 
 
 def decode_record(block_hash: bytes, data: bytes) -> Located:
@@ -133,7 +132,7 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     Raises:
         CorruptBlockError: reason `record`: its version, seal or key is not what it must be.
     """
-    if not is_sound(block_hash, data):
+    if expiry_of(block_hash, data) is None:
         raise corrupt(block_hash, "record", "the index record fails its checksum")
     _, codec, *fields = _RECORD.unpack_from(data)
     lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]

@@ -19,7 +19,14 @@ import lmdb
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
-from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, split_extent_key
+from tieredkv.storage.codec import (
+    Extent,
+    Located,
+    expiry_key,
+    expiry_of,
+    extent_key,
+    split_extent_key,
+)
 
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
@@ -182,9 +189,9 @@ class IndexTxn:
             for block_hash in sorted(hashes):
                 if (data := cursor.get(block_hash)) is None:
                     continue
-                if not codec.is_sound(block_hash, data):
+                if (expires_at := expiry_of(block_hash, data)) is None:
                     damaged.append(block_hash)
-                elif now < codec.expiry_of(data):
+                elif now < expires_at:
                     found[block_hash] = data
         return found, damaged
 

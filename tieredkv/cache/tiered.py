@@ -458,7 +458,7 @@ class TieredCache:
                 tiers.device.insert(block, block_hash)
                 if page is not None and page.is_ready:
                     copies.append((page, block))
-                elif page is None and (record is None or expiry_of(record) <= now):
+                elif page is None and (not record or (expiry_of(block_hash, record) or 0) <= now):
                     source = None
                 elif self._can_load:
                     self.promoter.start(block, block_hash, record)
