@@ -257,19 +257,16 @@ class StoreService:
             task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
             self._end_read(task)
 
-    def _end_read(self, task: ReadTask) -> None:
-        if (error := task.error) is not None:
+    def _end_read(self, task: ReadTask, reason: str = "") -> None:
+        """Answer a load, at once or, if it failed, when the index thread has said why."""
+        if (error := task.error) is not None and not reason:
             self._changes.hand(lambda: self._judge(task, error))
             return
         self._num_reading -= 1
-        self._end_load(task.page, "", task.located.record)
-
-    def _end_failed(self, page: LentPage, reason: str) -> None:
-        self._num_reading -= 1
         if reason == "evicted":  # or stored anew elsewhere since it was located: look again
-            self._loads.append(page)
+            self._loads.append(task.page)
         else:
-            self._end_load(page, reason)
+            self._end_load(task.page, reason, None if reason else task.located.record)
 
     def _end_load(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
         self._loaded.append(PageLoaded(page.record.block_hash, page.page_id, reason, record))
@@ -337,7 +334,7 @@ class StoreService:
         """Count a load that failed and drop the block if that is its fault."""
         reason = self._attempt("load", lambda: self._store.read_failed(task.located, error))
         self._refresh_stats()
-        self._front.hand(lambda: self._end_failed(task.page, reason or "io_error"))
+        self._front.hand(lambda: self._end_read(task, reason or "io_error"))
 
     def _abandon_writes(self) -> None:
         self._writes.clear()
