@@ -76,7 +76,7 @@ class StoreClient:
         self._lock = threading.Lock()
         self._jobs = itertools.count(1)
         self._events: deque[Event] = deque()
-        self._lookups: dict[int, int] = {}  # job -> number of hashes
+        self._lookups: set[int] = set()  # jobs not answered yet
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._serves_since: float | None = None  # while the worker serves
@@ -104,10 +104,10 @@ class StoreClient:
         with self._lock:
             job = next(self._jobs)
             if self._accepts:
-                self._lookups[job] = len(hashes)
+                self._lookups.add(job)
                 self._send(messages.LookupCall(job, list(hashes)))
                 return job
-            self._events.append(LookupDone(job, [None] * len(hashes)))
+            self._events.append(LookupDone(job, {}))
         self._wake()
         return job
 
@@ -332,7 +332,8 @@ class StoreClient:
                 self._events += [done for done in pages if self._return_page(done)]
                 self._stats = stats
             case messages.LookupDone(job):
-                if self._lookups.pop(job, None) is not None:
+                if job in self._lookups:
+                    self._lookups.remove(job)
                     self._events.append(message)
             case messages.ControlRequest():
                 self._events.append(message)
@@ -364,7 +365,7 @@ class StoreClient:
         with self._lock:
             self._worker = None
             self._events += self._loans.values()
-            self._events += [LookupDone(job, [None] * num) for job, num in self._lookups.items()]
+            self._events += [LookupDone(job, {}) for job in sorted(self._lookups)]
             self._loans.clear()
             self._lookups.clear()
         self._wake()

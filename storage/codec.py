@@ -26,6 +26,7 @@ CHECKSUM_BYTES = 16
 _RECORD = struct.Struct("<6B2x6I4d16s32s32s32s32s")
 RECORD_BYTES = _RECORD.size + 8
 _SEAL_BYTES = 8
+_SEALED = struct.Struct("<B39xd160x8s")  # version, expires_at and seal of a record
 
 # magic, version; lengths of hash, parent, root, namespace, retention, codec; position, size,
 # payload, segment, slot; four times; payload checksum; the five strings.
@@ -113,18 +114,27 @@ def encode_record(located: Located) -> bytes:
     return body + xxh3_64_digest(block.block_hash + body)
 
 
+def expiry_of(block_hash: bytes, data: bytes) -> float | None:
+    """Read only the deadline of a sealed record, all that a lookup needs of it.
+
+    None for a record of another version, or one that does not fit its seal or its key.
+    """
+    if len(data) != RECORD_BYTES:
+        return None
+    version, expires_at, seal = _SEALED.unpack(data)
+    is_sound = xxh3_64_digest(block_hash + data[:-_SEAL_BYTES]) == seal
+    return expires_at if is_sound and version == FORMAT_VERSION else None
+
+
 def decode_record(block_hash: bytes, data: bytes) -> Located:
     """Unpack an index record.
 
     Raises:
-        CorruptBlockError: reason `record`: its seal does not fit its bytes or its key.
+        CorruptBlockError: reason `record`: its version, seal or key is not what it must be.
     """
-    body = data[:-_SEAL_BYTES]
-    if len(data) != RECORD_BYTES or xxh3_64_digest(block_hash + body) != data[-_SEAL_BYTES:]:
+    if expiry_of(block_hash, data) is None:
         raise corrupt(block_hash, "record", "the index record fails its checksum")
-    version, codec, *fields = _RECORD.unpack(body)
-    if version != FORMAT_VERSION:
-        raise corrupt(block_hash, "record", f"the index record has version {version}")
+    _, codec, *fields = _RECORD.unpack_from(data)
     lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]
     names = [name[:length] for name, length in zip(fields[15:], lengths, strict=True)]
     return _located([block_hash, *names], numbers, times, fields[14], codec, hits)
@@ -197,7 +207,7 @@ def _located(
         namespace=namespace,
         position=position,
         size_bytes=size_bytes,
-        retention=retention.decode(),
+        retention=retention.decode(errors="replace"),
         computed_at=computed_at,
         expires_at=expires_at,
         last_used=last_used,

@@ -1,15 +1,16 @@
 """The LMDB index: what is stored where, by whom, until when, and how much of it.
 
 Every change to a block changes its secondary keys and the counters in the same transaction. It
-knows keys and values (docs/format.md), not files: slots are numbers here. One thread only.
+knows keys and values (docs/format.md), not files: slots are numbers here. One thread makes all
+changes; any thread may read, and neither waits for the other.
 """
 
 import errno
 import json
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from heapq import merge
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -18,7 +19,14 @@ import lmdb
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
-from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, split_extent_key
+from tieredkv.storage.codec import (
+    Extent,
+    Located,
+    expiry_key,
+    expiry_of,
+    extent_key,
+    split_extent_key,
+)
 
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
@@ -26,6 +34,8 @@ _TOTALS = struct.Struct("<QQ")
 _SEGMENT = struct.Struct("<4I")
 _FREE_CLASS = struct.Struct(">I")
 _TIME = struct.Struct("<d")
+_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
+_READ_AHEAD_BYTES = 1 << 20
 
 
 class Totals(NamedTuple):
@@ -75,6 +85,11 @@ def storage_errors(path: str) -> Iterator[None]:
         raise kind(error.errno or errno.EIO, what) from error
 
 
+def is_damage(error: BaseException) -> bool:
+    """Whether an error comes from an index that contradicts itself."""
+    return isinstance(error.__cause__, _DAMAGE)
+
+
 class Index:
     """The LMDB environment of a store."""
 
@@ -108,6 +123,13 @@ class Index:
         """Change the index; all of it or, if anything raises, nothing."""
         with storage_errors(self.path), self._env.begin(write=True) as txn:
             yield IndexTxn(txn, self._dbs)
+
+    def read_ahead(self) -> None:
+        """Bring the file into the page cache, or each of the first lookups waits for the disk."""
+        path = os.path.join(self.path, "data.mdb")
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            while file.read(_READ_AHEAD_BYTES):
+                pass
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
@@ -154,6 +176,24 @@ class IndexTxn:
         """
         data = self._txn.get(block_hash, db=self._blocks)
         return None if data is None else codec.decode_record(block_hash, data)
+
+    def find(self, hashes: Sequence[bytes], now: float) -> tuple[dict[bytes, bytes], list[bytes]]:
+        """The sealed records that have not expired, and the hashes of damaged ones.
+
+        Nothing is decoded, and neighbours are looked up one after the other: this is what a lookup
+        of thousands of blocks costs.
+        """
+        found: dict[bytes, bytes] = {}
+        damaged: list[bytes] = []
+        with self._txn.cursor(db=self._blocks) as cursor:
+            for block_hash in sorted(hashes):
+                if (data := cursor.get(block_hash)) is None:
+                    continue
+                if (expires_at := expiry_of(block_hash, data)) is None:
+                    damaged.append(block_hash)
+                elif now < expires_at:
+                    found[block_hash] = data
+        return found, damaged
 
     def insert(self, located: Located) -> None:
         """Add a block that has no entry."""

@@ -15,7 +15,7 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import recovery
+from tieredkv.storage import codec, recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
@@ -47,7 +47,8 @@ def minimum_budget_bytes(block_bytes: int) -> int:
 class BlockStore:
     """Blocks at rest: payloads in segment files, every decision in one LMDB index.
 
-    One process, one thread; only `read_payload` and `write_payload` may be called from any thread.
+    One process. One thread makes every change; `find`, `lookup`, `locate`, `read_payload` and
+    `write_payload` may be called from any thread.
 
     Invariants, as `check()` verifies them:
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
@@ -69,6 +70,7 @@ class BlockStore:
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
+        self._damaged: set[bytes] = set()  # keys of records that are to be dropped
         self._num_stored, self._num_expired = 0, num_expired
         self._bytes_noted = 0  # of `bytes_written`, in the index
 
@@ -130,13 +132,27 @@ class BlockStore:
 
     # --- finding and reading ------------------------------------------------------------------
 
+    def find(self, hashes: Sequence[bytes]) -> dict[bytes, bytes]:
+        """Answer what is stored and not expired: sealed records, for `decode_record`; any thread.
+
+        It waits for no change under way and makes none: what is damaged is a miss, and the next
+        sweep drops it.
+        """
+        with self._index.reading() as txn:
+            found, damaged = txn.find(hashes, self._clock.now())
+        for block_hash in damaged:
+            self._note_damaged(block_hash)
+        return found
+
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
-        """Answer what is stored and not expired, in the order asked; touches no payload."""
-        return [located and located.record for located in self._find(hashes, self._clock.now())]
+        """Answer as `find` does, decoded and in the order asked."""
+        found = self.find(hashes)
+        return [codec.decode_record(h, found[h]).record if h in found else None for h in hashes]
 
     def locate(self, block_hash: bytes) -> Located | None:
-        """Answer where a block lies, for `read_payload`; None is a miss."""
-        return self._find([block_hash], self._clock.now())[0]
+        """Answer where a block lies, for `read_payload`; None is a miss. Any thread may call it."""
+        sealed = self.find([block_hash]).get(block_hash)
+        return None if sealed is None else codec.decode_record(block_hash, sealed)
 
     def read_payload(self, located: Located, into: memoryview) -> None:
         """Read a block's payload into `into` and check the bytes there; any thread may call this.
@@ -158,8 +174,9 @@ class BlockStore:
 
         A block that was evicted or replaced since `locate` is `evicted`, and no fault.
         """
-        block_hash = located.record.block_hash
-        (current,) = self._find([block_hash], located.record.computed_at)
+        block_hash, current = located.record.block_hash, None
+        with self._index.reading() as txn, suppress(CorruptBlockError):
+            current = txn.get(block_hash)
         if current is None or current[1:] != located[1:]:
             return "evicted"
         if isinstance(error, CorruptBlockError):
@@ -172,8 +189,7 @@ class BlockStore:
 
     def holds(self, records: Sequence[BlockRecord]) -> list[bool]:
         """Answer for each block whether it is stored as well as it could be written now."""
-        found = self._find([record.block_hash for record in records], self._clock.now())
-        pairs = zip(found, records, strict=True)
+        pairs = ((self.locate(record.block_hash), record) for record in records)
         return [old is not None and self._is_as_good(old, record) for old, record in pairs]
 
     def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
@@ -316,6 +332,8 @@ class BlockStore:
             self._num_expired += self._drop(due, now)
             is_more = len(due) == TXN_BLOCKS
             yield
+        with suppress(StoreFullError):  # erasing makes room
+            self._drop_damaged(list(self._damaged))
         with self._index.reading() as txn:
             needs_rebuild = txn.meta("needs_rebuild") is not None
         if needs_rebuild:
@@ -411,6 +429,15 @@ class BlockStore:
             punch_hole=self._files.punch_hole,
         )
 
+    @property
+    def bytes_read(self) -> int:
+        """The figure of that name in `stats`, as of now; any thread may ask."""
+        return self._files.bytes_read
+
+    def read_ahead(self) -> None:
+        """Bring the index into memory; for a thread of its own, whatever happens to the store."""
+        self._index.read_ahead()
+
     def check(self) -> None:
         """Verify every invariant of the class.
 
@@ -428,31 +455,23 @@ class BlockStore:
         """One entry; a damaged one is dropped and counted."""
         try:
             return txn.get(block_hash)
-        except CorruptBlockError as error:
-            self._count_fault(error)
+        except CorruptBlockError:
+            self._note_damaged(block_hash)
             txn.remove_damaged(block_hash)
             return None
 
-    def _find(self, hashes: Sequence[bytes], now: float) -> list[Located | None]:
-        """Entries that have not expired, in the order asked; damaged ones are dropped."""
-        damaged: list[bytes] = []
-        found: list[Located | None] = []
-        with self._index.reading() as txn:
-            for block_hash in hashes:
-                located = None
-                try:
-                    located = txn.get(block_hash)
-                except CorruptBlockError:
-                    damaged.append(block_hash)
-                found.append(located if located and now < located.record.expires_at else None)
-        self._drop_damaged(damaged)
-        return found
+    def _note_damaged(self, block_hash: bytes) -> None:
+        """Count a damaged record, once until it is dropped; any thread may have met it."""
+        if block_hash not in self._damaged:
+            self._damaged.add(block_hash)
+            self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
 
     def _drop_damaged(self, hashes: Sequence[bytes]) -> None:
-        if hashes:
+        for batch in batches(hashes):
             with self._slots.changing() as txn:
-                for block_hash in hashes:
+                for block_hash in batch:
                     self._get(txn, block_hash)
+        self._damaged.difference_update(hashes)
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
         """Drop a batch; on a disk too full to note it, the bytes go first, which makes room.

@@ -168,10 +168,13 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
-    """The records of a lookup, None for a miss, in the order of its hashes."""
+    """What a lookup found: sealed records by block hash, for `codec.decode_record`.
+
+    They are checked, and decoded only where they are used: few of them are, at a time.
+    """
 
     job: int
-    records: list[BlockRecord | None]
+    found: dict[bytes, bytes]
 
 
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):

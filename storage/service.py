@@ -1,30 +1,41 @@
-"""The index thread: turns jobs into reads, writes and transactions, and answers them.
+"""The worker at work: turns jobs into reads, writes and transactions, and answers them.
 
-It knows the order of things: reads before writes, bytes before index, index before the answer. It
-knows no engine but as the other end of a channel, and neither models nor what a payload means.
+Two threads share it, so that nothing that only looks ever waits for something that changes:
+
+    front thread    hears the engine, looks blocks up, has them read, answers
+    index thread    makes every change: stores, touches, deletions, sweeps; and hears the command
+                    line, whose verbs change things or take long
+
+Each has a `Loop`, and hands the other calls through it. Reader and writer threads only move
+payloads. LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep
+that takes ten seconds holds up no lookup, no load and no answer.
+
+It knows the order of things: bytes before index, index before the answer. It knows no engine but as
+the other end of a channel, and neither models nor what a payload means.
 """
 
 import logging
 import os
 import selectors
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Event, Thread
 from typing import TypeVar
 
-import lmdb
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Extent, Located, slot_bytes_for
+from tieredkv.storage.codec import Extent, Located, corrupt, slot_bytes_for
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LentPage, PageLoaded, PageStored
 from tieredkv.storage.results import TouchItem
@@ -37,7 +48,6 @@ _MAX_LOCATES_A_TURN = 64
 _MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
-_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
 Answer = TypeVar("Answer")
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 _OVER = object()
@@ -62,15 +72,37 @@ class WriteTask:
     error: StorageError | None = None
 
 
-class StoreService:
-    """One store being served.
+class Loop:
+    """What one thread waits for: descriptors, and calls that other threads hand to it."""
 
-    Every method but `_move` runs on the index thread. Work in hand moves through queues: a load
-    waits in `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a
-    slot, is written by a thread, waits in `_written` for its group's transaction and is answered
-    after it.
-    Nothing but `ls` takes longer than one transaction at a time, so that a lookup never waits for a
-    long load, store, sweep, eviction or verify.
+    def __init__(self) -> None:
+        self.selector = selectors.DefaultSelector()
+        self._calls: deque[Callable[[], object]] = deque()
+        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        heed_poke = partial(os.eventfd_read, self._poke_fd)
+        self.selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
+
+    def hand(self, call: Callable[[], object]) -> None:
+        """Have something called by this loop's thread, in the order handed; from any thread."""
+        self._calls.append(call)
+        os.eventfd_write(self._poke_fd, 1)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for something to do, and do it."""
+        for key, _ in self.selector.select(timeout_s):
+            key.data()
+        for _ in range(len(self._calls)):
+            self._calls.popleft()()
+
+
+class StoreService:
+    """One store being served; the sections below say which thread runs what, and has what.
+
+    A load waits in `_loads`, is located, read by a thread and answered; one that fails is judged by
+    the index thread first. What the engine deletes is a miss at once (`_doomed`), whenever the
+    index thread comes to it.
+    A store waits in `_writes`, gets a slot, is written by a thread, waits in `_written` for its
+    group's transaction and is answered after it.
     """
 
     def __init__(
@@ -87,11 +119,20 @@ class StoreService:
         self._channel = channel
         self._arena = arena
         self._notes = notes
+        # Of the front thread.
+        self._front = Loop()
+        self._front.selector.register(channel, selectors.EVENT_READ, self._hear_engine)
+        self._readers = ThreadPoolExecutor(self._options.num_readers)
+        self._loads: deque[LentPage] = deque()
+        self._num_reading = 0
+        self._loaded: list[PageLoaded] = []
+        self._doomed: Counter[bytes] = Counter()
         self._is_closing = False  # no new work; what is written gets finished
         self._is_orphan = False  # nobody is left to answer to
 
-        self._loads: deque[LentPage] = deque()
-        self._num_reading = 0
+        # Of the index thread.
+        self._changes = Loop()
+        self._writers = ThreadPoolExecutor(self._options.num_writers)
         self._writes: deque[LentPage | Callable[[], None]] = deque()
         self._reserved: deque[WriteTask] = deque()
         self._num_writing = 0
@@ -101,88 +142,45 @@ class StoreService:
         self._touched_since = 0.0
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
-        self._done: list[PageLoaded | PageStored] = []
+        self._stored: list[PageStored] = []
+        self._has_all = Event()  # the front thread hands over nothing more
+        self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
-
-        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._selector = selectors.DefaultSelector()
-        heed_poke = partial(os.eventfd_read, self._poke_fd)
-        self._selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
-        self._selector.register(channel, selectors.EVENT_READ, self._hear_engine)
-        self._readers = ThreadPoolExecutor(self._options.num_readers)
-        self._writers = ThreadPoolExecutor(self._options.num_writers)
-        self._moved: deque[ReadTask | WriteTask] = deque()
-        ask_engine = None if arena is None else self._send
+        ask_engine = None if arena is None else self._send_later
         self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
-        self._server = ControlServer(self._options.path, self._selector, self._verbs.begin)
+        path = self._options.path
+        self._server = ControlServer(path, self._changes.selector, self._verbs.begin)
 
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
-        self._channel.send(messages.WorkerUp(self._store.stats(), self._notes))
-        while not (self._is_closing and self._is_drained()):
-            self._turn()
-        self._server.close()
+        self._channel.send(messages.WorkerUp(self._stats, self._notes))
+        Thread(target=self._store.read_ahead, daemon=True).start()
+        changing = ThreadPoolExecutor(1).submit(self._run_changes)
+        changing.add_done_callback(lambda _: self._front.hand(changing.result))  # or its error
+        try:
+            while not self._is_closing or self._loads or self._num_reading:
+                self._front_turn()
+        finally:
+            self._changes.hand(self._has_all.set)
+        while not changing.done():
+            self._front_turn()
+        self._front_turn()
         self._readers.shutdown()
-        self._writers.shutdown()
-        self._collect()
-        self._commit()
-        while self._touches:
-            self._flush_touches()
-        self._send_done()
         self._store.close()
         while self._channel.push_queued() and not self._is_orphan:
-            self._wait(_TICK_S)
+            self._front.wait(_TICK_S)
 
-    # --- one turn ----------------------------------------------------------------------------
+    # --- front thread: the engine's channel ----------------------------------------------------
 
-    def _turn(self) -> None:
-        self._wait(self._idle_s())
-        self._collect()
+    def _front_turn(self) -> None:
+        self._front.wait(0.0 if self._can_read else _TICK_S)
         self._start_reads()
-        self._start_writes()
-        now = time.monotonic()
-        if self._is_group_due(now):
-            self._commit()
-            self._start_writes()
-        self._send_done()
-        if self._touches_are_due:
-            self._flush_touches()
-        if self._sweep is None and now >= self._next_sweep:
-            self._next_sweep = now + self._options.sweep_interval_s
-            self._sweep = self._store.sweeping()
-        if (sweep := self._sweep) is not None:
-            is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
-            self._sweep = None if is_over else sweep
-        self._verbs.turn()
-        self._server.turn()
+        if self._loaded:
+            stats = replace(self._stats, bytes_read=self._store.bytes_read)
+            self._send(messages.Completions([*self._loaded], stats))
+            self._loaded.clear()
         if os.getppid() != self._argument.parent_pid:
             self._abandon()
-
-    def _wait(self, timeout_s: float) -> None:
-        for key, ready in self._selector.select(timeout_s):
-            if ready & selectors.EVENT_WRITE and not self._channel.push_queued():
-                self._listen(selectors.EVENT_READ)
-            if ready & selectors.EVENT_READ:
-                key.data()
-
-    def _idle_s(self) -> float:
-        has_work = self._verbs.has_work or (self._loads and self._num_reading < self._max_reading)
-        if has_work or self._sweep is not None or self._touches_are_due:
-            return 0.0
-        waits_s = [
-            0.01 if self._server.has_queued else _TICK_S,
-            self._next_sweep - time.monotonic(),
-        ]
-        if self._written:
-            waits_s.append(self._written_since + _MAX_GROUP_AGE_S - time.monotonic())
-        if self._reserved and not self._num_writing:
-            waits_s.append(self._store.write_limit.wait_s())
-        return max(0.0, min(waits_s))
-
-    def _poke(self) -> None:
-        os.eventfd_write(self._poke_fd, 1)
-
-    # --- the engine's channel ----------------------------------------------------------------
 
     def _send(self, message: messages.WorkerMessage) -> None:
         if self._channel.send(message):
@@ -190,9 +188,11 @@ class StoreService:
 
     def _listen(self, mask: int) -> None:
         if not self._is_orphan:
-            self._selector.modify(self._channel, mask, self._hear_engine)
+            self._front.selector.modify(self._channel, mask, self._hear_engine)
 
     def _hear_engine(self) -> None:
+        if not self._channel.push_queued():
+            self._listen(selectors.EVENT_READ)
         try:
             received = self._channel.receive()
         except EOFError:
@@ -204,11 +204,118 @@ class StoreService:
     def _obey(self, message: messages.EngineMessage) -> None:
         match message:
             case messages.LookupCall(job, hashes):
-                found = self._attempt("lookup", lambda: self._store.lookup(hashes))
-                misses: list[BlockRecord | None] = [None] * len(hashes)
-                self._send(messages.LookupDone(job, found or misses))
+                found = self._attempt("lookup", lambda: self._store.find(hashes)) or {}
+                for block_hash in self._doomed.keys() & found.keys():
+                    del found[block_hash]
+                self._send(messages.LookupDone(job, found))
             case messages.LoadCall(pages):
                 self._loads += pages
+            case messages.CloseCall():
+                self._is_closing = True
+                for page in self._loads:
+                    self._end_load(page, "closing")
+                self._loads.clear()
+            case _:
+                if isinstance(message, messages.DeleteCall):
+                    self._doomed.update(message.hashes)
+                self._changes.hand(lambda: self._change(message))
+
+    def _forget_doomed(self, hashes: list[bytes]) -> None:
+        self._doomed -= Counter(hashes)
+
+    def _abandon(self) -> None:
+        """Finish what is in hand for nobody: the engine is gone."""
+        if not self._is_orphan:
+            self._is_orphan = self._is_closing = True
+            self._front.selector.unregister(self._channel)
+            self._loads.clear()
+            self._changes.hand(self._abandon_writes)
+
+    # --- front thread: loads -------------------------------------------------------------------
+
+    @property
+    def _can_read(self) -> bool:
+        """Whether threads want another load: enough to be busy, few enough to stay current."""
+        return bool(self._loads) and self._num_reading < 4 * self._options.num_readers
+
+    def _start_reads(self) -> None:
+        for _ in range(_MAX_LOCATES_A_TURN):
+            if self._can_read:
+                self._start_read(self._loads.popleft())
+
+    def _start_read(self, page: LentPage) -> None:
+        wanted = page.record
+        located = self._attempt("locate", lambda: self._store.locate(wanted.block_hash))
+        if located is None or wanted.block_hash in self._doomed:
+            self._end_load(page, "missing")
+            return
+        self._num_reading += 1
+        task = ReadTask(page, located)
+        if _identity(located.record) == _identity(wanted):
+            self._readers.submit(self._move, task)
+        else:  # to be dropped, or the right block could never take its place
+            task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
+            self._end_read(task)
+
+    def _end_read(self, task: ReadTask, reason: str = "") -> None:
+        """Answer a load, at once or, if it failed, when the index thread has said why."""
+        if (error := task.error) is not None and not reason:
+            self._changes.hand(lambda: self._judge(task, error))
+            return
+        self._num_reading -= 1
+        if reason == "evicted":  # or stored anew elsewhere since it was located: look again
+            self._loads.append(task.page)
+        else:
+            self._end_load(task.page, reason, None if reason else task.located.record)
+
+    def _end_load(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
+        self._loaded.append(PageLoaded(page.record.block_hash, page.page_id, reason, record))
+
+    # --- index thread --------------------------------------------------------------------------
+
+    def _run_changes(self) -> None:
+        try:
+            while not self._has_all.is_set() or self._has_writes:
+                self._turn()
+        finally:
+            self._server.close()
+        self._writers.shutdown()
+        while self._touches:
+            self._flush_touches()
+
+    def _turn(self) -> None:
+        self._changes.wait(self._idle_s())
+        self._start_writes()
+        now = time.monotonic()
+        if self._is_group_due(now):
+            self._commit()
+            self._start_writes()
+        self._send_stored()
+        if self._touches_are_due:
+            self._flush_touches()
+        if self._sweep is None and now >= self._next_sweep:
+            self._next_sweep = now + self._options.sweep_interval_s
+            self._sweep = self._store.sweeping()
+        if (sweep := self._sweep) is not None:
+            is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
+            self._sweep = None if is_over else sweep
+        self._verbs.turn()
+        self._server.turn()
+        self._refresh_stats()
+
+    def _idle_s(self) -> float:
+        if self._verbs.has_work or self._sweep is not None or self._touches_are_due:
+            return 0.0
+        now = time.monotonic()
+        waits_s = [0.01 if self._server.has_queued else _TICK_S, self._next_sweep - now]
+        if self._written:
+            waits_s.append(self._written_since + _MAX_GROUP_AGE_S - now)
+        if self._reserved and not self._num_writing:
+            waits_s.append(self._store.write_limit.wait_s())
+        return max(0.0, min(waits_s))
+
+    def _change(self, message: messages.EngineMessage) -> None:
+        match message:
             case messages.StoreCall(pages):
                 for page in pages:
                     self._accept_store(page)
@@ -218,79 +325,41 @@ class StoreService:
                 self._delete(hashes, reason)
                 if self._has_writes:  # of these blocks, perhaps
                     self._writes.append(lambda: self._delete(hashes, reason))
+                end = partial(self._forget_doomed, hashes)
+                self._writes.append(lambda: self._front.hand(end))
             case messages.DescribeCall(root, description):
                 self._attempt("describe", lambda: self._store.describe_root(root, description))
             case messages.EngineAnswer():
                 self._verbs.hear_engine(message)
-            case messages.CloseCall():
-                self._is_closing = True
-                for page in self._loads:
-                    self._end_load(page, "closing")
-                self._loads.clear()
 
-    def _abandon(self) -> None:
-        """Finish what is in hand for nobody: the engine is gone."""
-        if not self._is_orphan:
-            self._is_orphan = self._is_closing = True
-            self._selector.unregister(self._channel)
-            self._loads.clear()
-            self._writes.clear()
-            while self._reserved:
-                self._store.abandon(self._reserved.popleft().extent)
+    def _judge(self, task: ReadTask, error: StorageError) -> None:
+        """Count a load that failed and drop the block if that is its fault."""
+        reason = self._attempt("load", lambda: self._store.read_failed(task.located, error))
+        self._refresh_stats()
+        self._front.hand(lambda: self._end_read(task, reason or "io_error"))
 
-    def _is_drained(self) -> bool:
-        return not (self._loads or self._num_reading or self._has_writes)
+    def _abandon_writes(self) -> None:
+        self._writes.clear()
+        while self._reserved:
+            self._store.abandon(self._reserved.popleft().extent)
 
     @property
     def _has_writes(self) -> bool:
         return bool(self._writes or self._reserved or self._num_writing or self._written)
 
-    def _send_done(self) -> None:
-        if self._done:
-            self._send(messages.Completions(self._done, self._store.stats()))
-            self._done = []
+    def _send_later(self, message: messages.WorkerMessage) -> None:
+        self._front.hand(lambda: self._send(message))
 
-    # --- loads -------------------------------------------------------------------------------
+    def _send_stored(self) -> None:
+        if self._stored:
+            self._refresh_stats()
+            self._send_later(messages.Completions([*self._stored], self._stats))
+            self._stored.clear()
 
-    @property
-    def _max_reading(self) -> int:
-        """Reads handed to the threads: enough to keep them busy, few enough to stay current."""
-        return 4 * self._options.num_readers
+    def _refresh_stats(self) -> None:
+        self._stats = self._attempt("stats", self._store.stats) or self._stats
 
-    def _start_reads(self) -> None:
-        for _ in range(_MAX_LOCATES_A_TURN):
-            if not self._loads or self._num_reading >= self._max_reading:
-                break
-            self._start_read(self._loads.popleft())
-
-    def _start_read(self, page: LentPage) -> None:
-        wanted = page.record
-        located = self._attempt("locate", lambda: self._store.locate(wanted.block_hash))
-        if located is None:
-            self._end_load(page, "missing")
-        elif _identity(located.record) != _identity(wanted):
-            # Dropped, or the right block could never take its place.
-            self._delete([wanted.block_hash], "identity")
-            self._end_load(page, "identity")
-        else:
-            self._num_reading += 1
-            self._readers.submit(self._move, ReadTask(page, located))
-
-    def _end_read(self, task: ReadTask) -> None:
-        self._num_reading -= 1
-        if (error := task.error) is None:
-            self._end_load(task.page, "", task.located.record)
-            return
-        reason = self._attempt("load", lambda: self._store.read_failed(task.located, error))
-        if reason == "evicted":  # or stored anew elsewhere since it was located: look again
-            self._loads.append(task.page)
-        else:
-            self._end_load(task.page, reason or "io_error")
-
-    def _end_load(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
-        self._done.append(PageLoaded(page.record.block_hash, page.page_id, reason, record))
-
-    # --- stores ------------------------------------------------------------------------------
+    # --- index thread: stores ------------------------------------------------------------------
 
     def _accept_store(self, page: LentPage) -> None:
         if page.record.retention not in self._options.disk_retentions:
@@ -300,8 +369,7 @@ class StoreService:
             self._writes.append(page)
 
     def _add_barrier(self, barrier: Callable[[], None]) -> None:
-        self._writes.append(barrier)
-        self._poke()
+        self._changes.hand(lambda: self._writes.append(barrier))
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
@@ -396,14 +464,9 @@ class StoreService:
             self._end_store(task.page, reason)
 
     def _end_store(self, page: LentPage, reason: str) -> None:
-        self._done.append(PageStored(page.record.block_hash, page.page_id, reason))
+        self._stored.append(PageStored(page.record.block_hash, page.page_id, reason))
 
-    # --- index -------------------------------------------------------------------------------
-
-    def _collect(self) -> None:
-        while self._moved:
-            task = self._moved.popleft()
-            self._end_read(task) if isinstance(task, ReadTask) else self._end_write(task)
+    # --- index thread: the rest ----------------------------------------------------------------
 
     def _gather(self, touches: list[TouchItem]) -> None:
         """Keep touches for later; two uses of a block are the later use, the longer claim."""
@@ -430,6 +493,8 @@ class StoreService:
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
 
+    # --- any thread ----------------------------------------------------------------------------
+
     def _attempt(self, cause: str, action: Callable[[], Answer]) -> Answer | None:
         """Do what may fail without harm; a fault of the disk is logged, and None."""
         try:
@@ -439,7 +504,7 @@ class StoreService:
             return None
 
     def _move(self, task: ReadTask | WriteTask) -> None:
-        """Read or write a payload, on a thread of its own; `_collect` takes what came of it."""
+        """Read or write a payload, on a thread of its own; what came of it goes back."""
         try:
             assert self._arena is not None, "the engine lends no pages without an arena"
             page = self._arena.page(task.page.page_id)
@@ -452,8 +517,10 @@ class StoreService:
         except Exception as error:
             logger.exception("a payload's thread broke")
             task.error = StorageError(f"a payload's thread broke: {error!r}")
-        self._moved.append(task)
-        self._poke()
+        if isinstance(task, ReadTask):
+            self._front.hand(lambda: self._end_read(task))
+        else:
+            self._changes.hand(lambda: self._end_write(task))
 
     def _report(self, cause: str, error: Exception) -> None:
         """Log the first failure of each cause; the counters have the rest.
@@ -470,8 +537,3 @@ class StoreService:
 
 def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
     return record.parent_hash, record.root, record.position, record.size_bytes
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether an error comes from an index that contradicts itself."""
-    return isinstance(error.__cause__, _DAMAGE)

@@ -22,10 +22,11 @@ from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import EngineMessage, LaunchArgument
 from tieredkv.storage.process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
-from tieredkv.storage.service import StoreService, is_damage
+from tieredkv.storage.service import StoreService
 
 logger = logging.getLogger(__name__)
 

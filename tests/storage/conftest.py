@@ -11,6 +11,7 @@ from typing import TypeVar
 import pytest
 
 from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
 from tieredkv.types import BlockRecord
@@ -148,7 +149,11 @@ class Mailbox:
         job = self.client.lookup(hashes)
         (done,) = self.take(LookupDone)
         assert done.job == job
-        return done.records
+        assert done.found.keys() <= set(hashes)
+        return [
+            decode_record(each, done.found[each]).record if each in done.found else None
+            for each in hashes
+        ]
 
     def store(
         self, records: Sequence[BlockRecord], payload: Callable[[bytes], bytes] = payload_of

@@ -91,7 +91,7 @@ def test_a_block_that_contradicts_what_is_wanted_is_a_miss(harness: Harness) -> 
         (done,) = mail.take(PageLoaded)
         assert (done.ok, done.reason) == (False, "identity")
         assert mail.lookup([record.block_hash]) == [None]
-    assert mail.client.stats().deleted == {"identity": 4}
+    assert mail.client.stats().faults == {"identity": 4}
 
 
 def test_a_block_nobody_stored_is_missing(harness: Harness) -> None:
@@ -254,7 +254,7 @@ def test_killing_a_stopped_worker_ends_its_loans_and_a_new_one_serves(
     os.kill(pid, signal.SIGKILL)
     lost = mail.take(PageLoaded, 8)
     assert {(done.ok, done.reason) for done in lost} == {(False, "worker_died")}
-    assert mail.take(LookupDone) == [LookupDone(lookup, [None])]
+    assert mail.take(LookupDone) == [LookupDone(lookup, {})]
     assert not is_alive(pid)
     mail.take(WorkerUp)
     assert "killed by SIGKILL" in caplog.text
@@ -275,7 +275,7 @@ def test_jobs_given_while_no_worker_is_up_are_answered_at_once(harness: Harness)
     assert client.pending_pages == frozenset()
     assert {event.reason for event in mail.take(PageLoaded, 2)} == {"worker_down"}
     assert {event.reason for event in mail.take(PageStored, 2)} == {"worker_down"}
-    assert mail.take(LookupDone)[0].records == [None] * 3
+    assert mail.take(LookupDone)[0].found == {}
 
 
 def test_the_worker_outlives_ctrl_c_and_sigterm(harness: Harness) -> None:
@@ -421,7 +421,7 @@ def test_wake_is_called_for_news(harness: Harness) -> None:
     woken.clear()
     client.lookup([b"x" * 32])
     assert woken.wait(10)
-    assert client.poll() == [LookupDone(1, [None])]
+    assert client.poll() == [LookupDone(1, {})]
     client.close()
 
 

@@ -300,6 +300,22 @@ def test_a_load_finds_it_drops_the_block_and_counts_it(tmp_path: Path, damage: D
         assert store.stats().blocks == len(RECORDS) - sum(v.block_hash in HASHES for v in broken)
 
 
+def test_a_damaged_record_is_a_miss_counted_once_and_gone_with_the_next_sweep(
+    tmp_path: Path,
+) -> None:
+    filled = Filled(tmp_path / "store")
+    a_bit_of_an_index_record(filled)
+    with open_store(filled.path) as store:
+        for _ in range(3):
+            assert store.find(HASHES).keys() == set(HASHES) - {FIRST}
+        assert store.stats().blocks == len(HASHES), "a lookup has changed something"
+        assert store.stats().faults == {"record": 1}
+        sweep(store)
+        assert store.stats().blocks == len(HASHES) - 1
+        assert store.stats().faults == {"record": 1}
+        store.check()
+
+
 @damages
 def test_the_place_is_used_again_and_the_store_stays_sound(tmp_path: Path, damage: Damage) -> None:
     filled = Filled(tmp_path / "store")

@@ -11,7 +11,7 @@ Called by the engine's thread only.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -21,6 +21,7 @@ from tieredkv.block_pool import Block
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
+from tieredkv.storage.codec import decode_record
 from tieredkv.storage.messages import LentPage, PageLoaded
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
@@ -33,7 +34,7 @@ class Promotion:
 
     block: Block
     block_hash: BlockHash
-    record: BlockRecord | None
+    record: bytes | None  # sealed, as the disk has it
     give_up_at: float
     is_settled: bool = False
 
@@ -112,7 +113,7 @@ class Promoter:
         self._copying.update(block_id for _, block_id in ids)
         tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
 
-    def start(self, block: Block, block_hash: BlockHash, record: BlockRecord | None) -> None:
+    def start(self, block: Block, block_hash: BlockHash, record: bytes | None) -> None:
         """Begin to fill a device block from its host page or, with a record, from disk."""
         tiers = self._tiers
         tiers.device.acquire(block)
@@ -139,13 +140,12 @@ class Promoter:
             return False
         return True
 
-    def prefetch(self, records: Iterable[BlockRecord], *, max_pages: int) -> list[Block]:
+    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> list[Block]:
         """Start reading blocks that a queued request wants; return the pages now held for it."""
         tiers = self._tiers
         held: list[Block] = []
         items: list[LentPage] = []
-        for record in records:
-            block_hash = BlockHash(record.block_hash)
+        for block_hash, record in records.items():
             if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
             if len(held) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
@@ -243,13 +243,14 @@ class Promoter:
         return len(self._reads) + len(self._to_copy) + len(self._copying)
 
     def _begin_read(
-        self, block_hash: BlockHash, record: BlockRecord, items: list[LentPage]
+        self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]
     ) -> Block | None:
         pages = self._tiers.host.allocate(1, can_evict=self._is_host_clean)
         if pages is None:
             return None
         (page,) = pages
         self._tiers.host.insert(page, block_hash)
+        record = decode_record(block_hash, sealed).record
         self._reads[block_hash] = _Read(page, record)
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)

@@ -19,6 +19,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import cast
 
 from tieredkv.block_pool import Block
 from tieredkv.cache.demotion import Demoter
@@ -26,9 +27,10 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
+from tieredkv.storage.codec import expiry_of
 from tieredkv.storage.messages import ControlRequest, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import TouchItem
-from tieredkv.types import BlockHash, BlockRecord, Tier
+from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class Prefix:
         blocks: its block table; the first `len(hashes)` are the chain. Empty before `admit`.
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
+        records: what the disk said about blocks, sealed as they are stored.
         refused_at: free and cached blocks when there was no room for it; it is not looked up again
             before they change.
     """
@@ -57,7 +60,7 @@ class Prefix:
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
-    records: dict[BlockHash, BlockRecord] = field(default_factory=dict)
+    records: dict[BlockHash, bytes] = field(default_factory=dict)
     asked: set[BlockHash] = field(default_factory=set)
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0
@@ -415,11 +418,12 @@ class TieredCache:
         if prefix is None:
             return
         prefix.lookup_job = None
-        found = [record for record in event.records if record is not None]
-        prefix.records.update((BlockHash(record.block_hash), record) for record in found)
+        found = cast(dict[BlockHash, bytes], event.found)
+        prefix.records |= found
         if found and not prefix.is_admitted:
             room = self.tiers.host.num_blocks // 4 - self._num_held_pages
-            pages = self.promoter.prefetch(found, max_pages=room)
+            wanted = {each: found[each] for each in prefix.hashes if each in found}
+            pages = self.promoter.prefetch(wanted, max_pages=room)
             prefix.held_pages.extend(pages)
             self._num_held_pages += len(pages)
 
@@ -454,7 +458,7 @@ class TieredCache:
                 tiers.device.insert(block, block_hash)
                 if page is not None and page.is_ready:
                     copies.append((page, block))
-                elif page is None and (record is None or record.expires_at <= now):
+                elif page is None and (not record or (expiry_of(block_hash, record) or 0) <= now):
                     source = None
                 elif self._can_load:
                     self.promoter.start(block, block_hash, record)

@@ -1,0 +1,190 @@
+"""The worker's two threads: while one is in the middle of a change, the other answers."""
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import lmdb
+import msgspec
+import pytest
+
+from tests.storage.blocks import make_record, open_store, payload_of, put
+from tieredkv.clock import Clock
+from tieredkv.errors import StorageError
+from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.codec import decode_record
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.index import is_damage
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.messages import (
+    CloseCall,
+    Completions,
+    DeleteCall,
+    EngineMessage,
+    LaunchArgument,
+    LentPage,
+    LoadCall,
+    LookupCall,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreCall,
+    StoreOptions,
+    WorkerMessage,
+)
+from tieredkv.storage.service import StoreService
+
+PATIENCE_S = 30.0
+NOW = Clock().now()
+OLD, OLDER = (make_record("old", n, now=NOW, size_bytes=4096) for n in (0, 1))
+NEW = make_record("new", 0, now=NOW, size_bytes=4096)
+
+
+class Gate:
+    """A failpoint that holds up whoever comes to one label until it is opened."""
+
+    def __init__(self) -> None:
+        self.label: str | None = None
+        self.error: Exception | None = None
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def __call__(self, label: str) -> None:
+        if label == self.label:
+            self.label = None
+            self.reached.set()
+            assert self.opened.wait(PATIENCE_S), "nobody was answered meanwhile"
+            if self.error is not None:
+                raise self.error
+
+
+class Engine:
+    """The engine's end of the channel."""
+
+    def __init__(self, sock: socket.socket, gate: Gate, served: "Future[None]") -> None:
+        self.gate = gate
+        self.served = served
+        self.channel = FrameChannel(sock, msgspec.msgpack.Decoder(WorkerMessage))
+        self.pages: list[PageLoaded | PageStored] = []
+        self.lookups: list[LookupDone] = []
+
+    def hold_up(self, label: str, message: EngineMessage) -> None:
+        """Send something and wait until the index thread stands at a failpoint."""
+        self.gate.label = label
+        self.channel.send(message)
+        assert self.gate.reached.wait(PATIENCE_S), "the failpoint was never reached"
+
+    def lookup(self, *hashes: bytes) -> dict[bytes, bytes]:
+        self.channel.send(LookupCall(1, list(hashes)))
+        while not self.lookups:
+            self._receive()
+        return self.lookups.pop().found
+
+    def load(self, page: LentPage) -> PageLoaded | PageStored:
+        self.channel.send(LoadCall([page]))
+        return self.next_page()
+
+    def next_page(self) -> PageLoaded | PageStored:
+        while not self.pages:
+            self._receive()
+        return self.pages.pop(0)
+
+    def _receive(self) -> None:
+        assert not self.served.done(), self.served.exception()
+        for message in self.channel.receive():
+            if isinstance(message, LookupDone):
+                self.lookups.append(message)
+            elif isinstance(message, Completions):
+                self.pages += message.pages
+
+
+@pytest.fixture
+def arena() -> Iterator[HostArena]:
+    arena = HostArena(4, 4096)
+    yield arena
+    arena.close()
+
+
+@contextmanager
+def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
+    """A store with two blocks, served in this process, with an engine and a gate."""
+    gate = Gate()
+    clock = Clock()
+    store: BlockStore = open_store(path, clock, failpoint=gate)  # type: ignore[arg-type]
+    put(store, OLD, OLDER)
+    ours, theirs = socket.socketpair()
+    argument = LaunchArgument(
+        options=StoreOptions(path=str(path), num_readers=2, num_writers=2, sweep_interval_s=0.05),
+        channel_fd=-1,
+        arena=None,
+        parent_pid=os.getppid(),
+    )
+    channel = FrameChannel(theirs, msgspec.msgpack.Decoder(EngineMessage))
+    service = StoreService(store, argument, channel, arena, [])
+    with ThreadPoolExecutor(1) as pool:
+        engine = Engine(ours, gate, pool.submit(service.run))
+        try:
+            yield engine
+        finally:
+            gate.opened.set()
+            engine.channel.send(CloseCall())
+            engine.served.exception(PATIENCE_S)
+            engine.channel.close()
+            channel.close()
+    store.close()
+
+
+@pytest.mark.parametrize("label", ["reserve:before", "write:before", "commit:before"])
+def test_lookups_and_loads_are_answered_in_the_middle_of_a_store(
+    tmp_path: Path, arena: HostArena, label: str
+) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        arena.page(1)[:] = payload_of(NEW)
+        engine.hold_up(label, StoreCall([LentPage(NEW, 1)]))
+        found = engine.lookup(OLD.block_hash, NEW.block_hash)
+        assert {key: decode_record(key, each).record for key, each in found.items()} == {
+            OLD.block_hash: OLD
+        }
+        assert engine.load(LentPage(OLD, 0)).ok
+        assert arena.page(0) == payload_of(OLD)
+        engine.gate.opened.set()
+        assert engine.next_page() == PageStored(NEW.block_hash, 1)
+        assert engine.lookup(NEW.block_hash)
+
+
+@pytest.mark.parametrize("label", ["delete:before", "delete:done", "erase:before", "erase:done"])
+def test_what_is_deleted_is_a_miss_at_once_and_the_rest_is_served(
+    tmp_path: Path, arena: HostArena, label: str
+) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        engine.hold_up(label, DeleteCall([OLD.block_hash], "test"))
+        assert engine.lookup(OLD.block_hash, OLDER.block_hash).keys() == {OLDER.block_hash}
+        assert engine.load(LentPage(OLD, 0)).reason == "missing"
+        assert engine.load(LentPage(OLDER, 0)).ok
+        engine.gate.opened.set()
+
+
+def test_a_block_stored_after_its_deletion_is_found_again(tmp_path: Path, arena: HostArena) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        arena.page(1)[:] = payload_of(OLD)
+        engine.hold_up("delete:before", DeleteCall([OLD.block_hash] * 2, "test"))
+        engine.channel.send(StoreCall([LentPage(OLD, 1)]))
+        engine.channel.send(DeleteCall([OLD.block_hash], "test"))
+        engine.channel.send(StoreCall([LentPage(OLD, 1)]))
+        assert engine.lookup(OLD.block_hash) == {}
+        engine.gate.opened.set()
+        assert [engine.next_page().ok, engine.next_page().ok] == [True, True]
+        assert engine.lookup(OLD.block_hash)
+
+
+def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostArena) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        engine.gate.error = StorageError("the index is damaged")
+        engine.gate.error.__cause__ = lmdb.CorruptedError("made up")
+        engine.hold_up("commit:before", StoreCall([LentPage(NEW, 1)]))
+        engine.gate.opened.set()
+        error = engine.served.exception(PATIENCE_S)
+        assert error is not None and is_damage(error)
