@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-import lmdb
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
@@ -25,6 +24,7 @@ from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import Extent, Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import LentPage, PageLoaded, PageStored
 from tieredkv.storage.results import TouchItem
@@ -37,7 +37,6 @@ _MAX_LOCATES_A_TURN = 64
 _MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
-_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
 Answer = TypeVar("Answer")
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 _OVER = object()
@@ -69,7 +68,7 @@ class StoreService:
     waits in `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a
     slot, is written by a thread, waits in `_written` for its group's transaction and is answered
     after it.
-    Nothing but `ls` takes longer than one transaction at a time, so that a lookup never waits for a
+    Nothing takes longer than one transaction at a time, so that a lookup never waits for a
     long load, store, sweep, eviction or verify.
     """
 
@@ -137,6 +136,7 @@ class StoreService:
 
     def _turn(self) -> None:
         self._wait(self._idle_s())
+        self._store.check_place()
         self._collect()
         self._start_reads()
         self._start_writes()
@@ -214,8 +214,6 @@ class StoreService:
                 self._delete(hashes, reason)
                 if self._has_writes:  # of these blocks, perhaps
                     self._writes.append(lambda: self._delete(hashes, reason))
-            case messages.DescribeCall(root, description):
-                self._attempt("describe", lambda: self._store.describe_root(root, description))
             case messages.EngineAnswer():
                 self._verbs.hear_engine(message)
             case messages.CloseCall():
@@ -465,8 +463,3 @@ class StoreService:
 
 def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
     return record.parent_hash, record.root, record.position, record.size_bytes
-
-
-def is_damage(error: BaseException) -> bool:
-    """Whether an error comes from an index that contradicts itself."""
-    return isinstance(error.__cause__, _DAMAGE)
