@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
-MAX_DESCRIBED_ROOTS = 4096
 TOUCH_AGAIN_S = 10.0
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
@@ -90,7 +89,6 @@ class EngineCore:
         self._requests: dict[str, Request] = {}
         self._outputs: list[TokenOutput] = []
         self._launched: _Launched | None = None
-        self._described: set[BlockHash] = set()
         self._seeds = random.Random(settings.seed)
         self._is_closed = False
         self._is_stalled = False
@@ -208,7 +206,6 @@ class EngineCore:
             )
         request.params.check_vocabulary(vocab_size)
         prefix = self._prefix(request, packed)
-        self._describe(prefix)
         token_ids = list(request.prompt_token_ids)
         queued = Request(
             request_id=request.request_id,
@@ -388,25 +385,6 @@ class EngineCore:
         )
         hashes = chain_hashes(root, token_ids, self.kv_spec.block_size, algo=settings.hash_algo)
         return Prefix(root=root, namespace=namespace, hashes=hashes, retention=retention)
-
-    def _describe(self, prefix: Prefix) -> None:
-        """Tell the store once what a root stands for, so that an operator can read its listings."""
-        root = prefix.root
-        if self._store is None or root in self._described:
-            return
-        if len(self._described) >= MAX_DESCRIBED_ROOTS:
-            self._described.clear()
-        self._described.add(root)
-        self._store.describe_root(
-            root,
-            {
-                "model": self.model.name,
-                "kv_dtype": self.kv_spec.dtype,
-                "block_size": str(self.kv_spec.block_size),
-                "layout": LAYOUT,
-                "namespace": prefix.namespace.hex(),
-            },
-        )
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step, and do what does not need its tokens while the device computes it."""

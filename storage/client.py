@@ -4,6 +4,7 @@ It knows the life of the worker process and which pages it may be touching. It d
 is stored, nor where a page's bytes go next.
 """
 
+import contextlib
 import itertools
 import logging
 import os
@@ -16,7 +17,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tieredkv.errors import IntegrityError, StorageError, StoreBusyError, TieredKVError, named
+from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import messages
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import (
@@ -26,12 +27,13 @@ from tieredkv.storage.messages import (
     LookupDone,
     PageLoaded,
     PageStored,
+    SetAside,
     StoreCall,
     StoreOptions,
     WorkerMessage,
     WorkerUp,
 )
-from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
+from tieredkv.storage.process import EXIT_DAMAGED, WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import StoreStats, TouchItem
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ logger = logging.getLogger(__name__)
 _HEALTHY_S = 2.0  # served this long, a worker's next restart does not wait longer than the first
 _CRASH_WINDOW_S = 60.0  # two crashes, the second within this time of its start, condemn the index
 _BUSY_POLL_S = 0.2
-_MAX_FIRST_STARTS = 3  # as it is, once more, and with the index set aside
+_MAX_FIRST_STARTS = 4  # as it is, once more, with the index made again, and empty
 
 
 Ending = PageLoaded | PageStored
@@ -53,7 +55,7 @@ class StoreClient:
     and `close()`. A thread of its own does the talking and the restarting; it calls
     `wake` when there is something to `poll()`.
 
-    Invariants, verified by `check()`:
+    Invariants, verified by the tests' `CheckedClient`:
     - a page is on loan from `load()` or `store()` until its event, for one job at a time;
     - a loan ends by the worker's completion, or after the worker was waited for as a child: never
       by a timeout;
@@ -83,6 +85,7 @@ class StoreClient:
         self._stats: StoreStats | None = None
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
+        self._folder_fd = -1  # of the store that is or was served
         self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started = threading.Event()
         self._stop = threading.Event()
@@ -126,10 +129,6 @@ class StoreClient:
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
         """Make blocks unreachable, those that are being written too."""
         self._tell(messages.DeleteCall(list(hashes), reason))
-
-    def describe_root(self, root: bytes, description: dict[str, str]) -> None:
-        """Keep what `ls` shows about the chains under `root`."""
-        self._tell(messages.DescribeCall(root, description))
 
     def reply_control(self, id: int, body: dict[str, Any]) -> None:
         """Answer a `ControlRequest`; after about five seconds nobody listens any more."""
@@ -181,14 +180,6 @@ class StoreClient:
         if self._thread.is_alive():
             logger.error("the store worker cannot be killed; its pages stay on loan")
 
-    def check(self) -> None:
-        """Verify the invariants in the class docstring."""
-        with self._lock:
-            if any(not 0 <= page < self.arena.num_pages for page in self._loans):
-                raise IntegrityError("a page on loan is not in the arena")
-            if self._worker is None and (self._loans or self._lookups):
-                raise IntegrityError("jobs are open though no worker process exists")
-
     def _lend(
         self, call: LoadCall | StoreCall, ending: type[PageLoaded] | type[PageStored]
     ) -> None:
@@ -196,23 +187,11 @@ class StoreClient:
             fault = "worker_died" if self._accepts else "worker_down"
             ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
             if self._accepts:
-                self._check_lendable(call.pages)
                 self._loans.update((end.page_id, end) for end in ends)
                 self._send(call)
                 return
             self._events += ends
         self._wake()
-
-    def _check_lendable(self, lent: list[LentPage]) -> None:
-        pages = [each.page_id for each in lent]
-        max_size_bytes = max((each.record.size_bytes for each in lent), default=0)
-        if any(not 0 <= page < self.arena.num_pages for page in pages):
-            raise IntegrityError(f"not all of the pages {pages} are in the arena")
-        if max_size_bytes > (page_bytes := self.arena.page_bytes):
-            raise IntegrityError(f"a block of {max_size_bytes} bytes in a page of {page_bytes}")
-        if len(set(pages)) < len(pages) or not self._loans.keys().isdisjoint(pages):
-            twice = {page for page in pages if page in self._loans or pages.count(page) > 1}
-            raise IntegrityError(f"pages {sorted(twice)} are on loan already")
 
     # --- out ---------------------------------------------------------------------------------
 
@@ -247,27 +226,36 @@ class StoreClient:
             with self._lock:
                 os.close(self._poke_fd)
                 self._poke_fd = -1
+                if self._folder_fd >= 0:
+                    os.close(self._folder_fd)
             self._started.set()
 
     def _keep_serving(self) -> None:
         backoff_s = self._options.backoff_s
         num_starts = num_crashes = 0
+        cure: SetAside = ""  # for the next start
+        tried: SetAside = ""  # the last one that has not proved itself yet
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
             num_starts += 1
-            set_aside = num_crashes >= 2
-            if set_aside:
-                num_crashes = 0
-                logger.error("the index of %s killed its worker twice", self._options.path)
+            options = replace(self._options, create=self._options.create and self._may_create())
             try:
-                worker = WorkerProcess(self._options, self.arena, set_aside_index=set_aside)
+                worker = WorkerProcess(options, self.arena, set_aside=cure)
             except OSError as error:  # no process, no descriptor, no memory left
                 served_s, reason = 0.0, f"cannot start: {error}"
             else:
                 served_s = self._serve(worker)
                 returncode = worker.bury()
+                if served_s >= _CRASH_WINDOW_S:
+                    num_crashes, tried = 0, ""
+                if served_s:
+                    cure = ""
                 if is_crash(returncode):
-                    num_crashes = num_crashes + 1 if served_s < _CRASH_WINDOW_S else 1
+                    num_crashes += 1
+                    if tried or num_crashes >= 2 or returncode == EXIT_DAMAGED:
+                        num_crashes, cure = 0, "segments" if tried else "index"
+                        tried = cure
+                        logger.error("the index of %s killed its worker", self._options.path)
                 reason = str(self._refused or describe_exit(returncode))
             self._end_all()
             if self._stop.is_set():
@@ -347,9 +335,25 @@ class StoreClient:
                 for note in notes:
                     logger.warning("%s", note)
                 self._stats = stats
+                self._hold_folder()
                 if self._started.is_set():
                     self._events.append(message)
                 self._started.set()
+
+    def _hold_folder(self) -> None:
+        """Keep a descriptor of the folder that is served, in the place of the last one's."""
+        if self._folder_fd >= 0:
+            os.close(self._folder_fd)
+            self._folder_fd = -1
+        with contextlib.suppress(OSError):
+            self._folder_fd = os.open(self._options.path, os.O_PATH | os.O_CLOEXEC)
+
+    def _may_create(self) -> bool:
+        """Whether a start may make a new store: not where the one of before was moved or unmounted.
+
+        It comes back one day. What was removed does not.
+        """
+        return self._folder_fd < 0 or os.fstat(self._folder_fd).st_nlink == 0
 
     def _return_page(self, done: Ending) -> bool:
         loan = self._loans.get(done.page_id)

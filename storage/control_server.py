@@ -85,6 +85,7 @@ class ControlServer:
             self._remove()
             os.fchmod(self._listener.fileno(), 0o600)
             self._listener.bind(socket_address(self._folder_fd))
+            os.chmod(socket_address(self._folder_fd), 0o600)  # the umask took its part
             self._listener.listen(_MAX_CLIENTS)
             self._listener.setblocking(False)
         except OSError as error:

@@ -3,9 +3,11 @@
 It knows the marker file, permissions and the lock; it opens neither index nor segments.
 """
 
+import errno
 import fcntl
 import json
 import os
+import shutil
 import stat
 import time
 from contextlib import suppress
@@ -20,6 +22,7 @@ LOCK = "lock"
 SOCKET = "sock"
 INDEX = "index"
 SEGMENTS = "segments"
+SET_ASIDE = "index.bad"
 INDEX_FILES = ("data.mdb", "lock.mdb")
 
 
@@ -31,6 +34,7 @@ class StoreDirectory:
         self.index_path = os.path.join(path, INDEX)
         self.segments_path = os.path.join(path, SEGMENTS)
         self._lock_fd = lock_fd
+        self._identity = self._look()
 
     @classmethod
     def claim(cls, path: str, *, create: bool) -> "StoreDirectory":
@@ -57,8 +61,35 @@ class StoreDirectory:
             raise
         return cls(path, lock_fd)
 
+    def check_place(self) -> None:
+        """Refuse to go on with a folder that is not at its path any more.
+
+        Raises:
+            StorageError: it was moved, removed, replaced or unmounted.
+        """
+        if self._look() != self._identity:
+            raise StorageError(errno.ESTALE, f"the store is not at `{self.path}` any more")
+
+    def set_aside(self) -> None:
+        """Rename the index for a later look, in the place of an earlier one."""
+        self.drop_set_aside()
+        os.rename(self.index_path, os.path.join(self.path, SET_ASIDE))
+
+    def drop_set_aside(self) -> None:
+        """Remove the index that was set aside, if there is one."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(os.path.join(self.path, SET_ASIDE))
+
+    def _look(self) -> list[tuple[int, int]]:
+        """Which folders are there; none if one of them is missing."""
+        with suppress(OSError):
+            infos = map(os.stat, (self.path, self.index_path, self.segments_path))
+            return [(info.st_dev, info.st_ino) for info in infos]
+        return []
+
     def occupied_bytes(self) -> int:
         """What everything but the segment files occupies, as `du` counts it."""
+        self.check_place()
         total = os.stat(self.path).st_blocks + os.stat(self.segments_path).st_blocks
         for folder, folders, files in os.walk(self.path):
             folders[:] = [name for name in folders if name != SEGMENTS or folder != self.path]

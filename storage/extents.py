@@ -87,8 +87,11 @@ class SegmentFiles:
         flags |= os.O_DIRECT if self.direct_io else 0
         flags |= os.O_CREAT if create else 0
         fd = os.open(path, flags, 0o600)
+        file = _File(path, fd, slot_bytes)
+        if (owner := os.fstat(fd).st_uid) != os.geteuid():
+            raise StorageError(f"`{path}` belongs to uid {owner}, not to this process; `chown` it")
         os.fchmod(fd, 0o600)
-        self._files[segment] = _File(path, fd, slot_bytes)
+        self._files[segment] = file
         self.refresh(segment)
 
     def size_bytes(self, segment: int) -> int:

@@ -6,7 +6,6 @@ changes; any thread may read, and neither waits for the other.
 """
 
 import errno
-import json
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -34,7 +33,8 @@ _TOTALS = struct.Struct("<QQ")
 _SEGMENT = struct.Struct("<4I")
 _FREE_CLASS = struct.Struct(">I")
 _TIME = struct.Struct("<d")
-_DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.InvalidError, lmdb.PanicError)
+_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM)
+_NUM_META_PAGES = 2
 _READ_AHEAD_BYTES = 1 << 20
 
 
@@ -73,7 +73,7 @@ def storage_errors(path: str) -> Iterator[None]:
         yield
     except lmdb.MapFullError as error:
         raise StoreFullError(f"the index at `{path}` has reached its largest size") from error
-    except lmdb.Error as error:
+    except (lmdb.Error, struct.error) as error:
         if "No space left" in str(error):
             raise StoreFullError(f"no space left for the index at `{path}`") from error
         raise StorageError(f"the index at `{path}` failed: {error}") from error
@@ -86,8 +86,14 @@ def storage_errors(path: str) -> Iterator[None]:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error comes from an index that contradicts itself."""
-    return isinstance(error.__cause__, _DAMAGE)
+    """Whether an error comes from an index that contradicts itself, not from the system below it.
+
+    Entries of an impossible length are damage too.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, lmdb.Error | struct.error) or isinstance(cause, lmdb.MapFullError):
+        return False
+    return not any(os.strerror(code) in str(cause) for code in _SYSTEM_ERRORS)
 
 
 class Index:
@@ -110,6 +116,11 @@ class Index:
                 sync=self._sync,
                 metasync=False,
             )
+            # NOTE: what a short file lacks must read as damage: under the map it would be SIGBUS.
+            # It may lack pages that were never written, so being short is no damage yet.
+            size = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            with open(os.path.join(self.path, "data.mdb"), "r+b") as data:
+                data.truncate(max(size, data.seek(0, os.SEEK_END)))
             self._dbs = {name: self._env.open_db(name.encode()) for name in NAMES}
 
     @contextmanager
@@ -148,6 +159,14 @@ class Index:
             self._env.close()
             os.rename(draft, os.path.join(self.path, "data.mdb"))
         self._open()
+
+    def used_bytes(self) -> int:
+        """What a copy takes: pages in use; it has none of the free pages' own tree."""
+        with self.reading() as txn:
+            stats = [self._env.stat(), *map(txn.stat, NAMES)]
+        pages = ("branch_pages", "leaf_pages", "overflow_pages")
+        num_pages = sum(stat[name] for stat in stats for name in pages)
+        return int(stats[0]["psize"]) * (_NUM_META_PAGES + int(num_pages))
 
     def close(self) -> None:
         """Close the environment."""
@@ -217,14 +236,17 @@ class IndexTxn:
         self._txn.delete(block_hash, db=self._blocks)
         self.set_meta("needs_rebuild", b"1")
 
-    def blocks(self, after: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:
-        """Walk over all entries in key order; None for a damaged one."""
-        for key, data in self._walk("blocks", after):
-            if key != after:
-                try:
-                    yield key, codec.decode_record(key, data)
-                except CorruptBlockError:
-                    yield key, None
+    def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:
+        """Walk over all entries from a key on; None for a damaged one.
+
+        NOTE: where a page is damaged, keys may go back: whoever starts again behind the last one
+        may go in circles.
+        """
+        for key, data in self._walk("blocks", start):
+            try:
+                yield key, codec.decode_record(key, data)
+            except CorruptBlockError:
+                yield key, None
 
     def _put_keys(self, located: Located) -> None:
         record = located.record
@@ -308,7 +330,7 @@ class IndexTxn:
             self._txn.delete(key, db=self._dbs["free"])
         self._txn.delete(segment.to_bytes(4, "big"), db=self._dbs["segments"])
 
-    # --- counters, roots, meta --------------------------------------------------------------
+    # --- counters, meta -----------------------------------------------------------------
 
     def totals(self) -> Totals:
         """Blocks and payload bytes in all."""
@@ -344,12 +366,6 @@ class IndexTxn:
         if is_empty or now > (self.clock_mark() or 0.0):
             self.set_meta("clock", _TIME.pack(now))
 
-    def put_root(self, root: bytes, description: dict[str, str]) -> None:
-        """Describe a root; the same description again writes nothing."""
-        data = json.dumps(description, sort_keys=True).encode()
-        if self._txn.get(root, db=self._dbs["roots"]) != data:
-            self._txn.put(root, data, db=self._dbs["roots"])
-
     def _count(self, located: Located, sign: int) -> None:
         """Add a block to its namespace, its segment and the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
@@ -366,9 +382,36 @@ class IndexTxn:
 
     # --- whole databases --------------------------------------------------------------------
 
-    def keys(self, name: str) -> set[bytes]:
-        """All keys of one database, for `check()`."""
-        return {key for key, _ in self._walk(name)}
+    def stat(self, name: str) -> dict[str, int]:
+        """What LMDB counts of one database: `entries` and its pages."""
+        return dict(self._txn.stat(self._dbs[name]))
+
+    def is_whole(self, located: Located) -> bool:
+        """Whether a record has its keys, and a slot in use that is on no other list."""
+        record, extent = located.record, extent_key(located.extent)
+        state = self.get_segment(located.extent.segment) or SegmentState(0, 0, 0, 0)
+        free_key = _FREE_CLASS.pack(state.slot_bytes) + extent
+        keys = (expiry_key(record), codec.lru_key(record), extent, free_key)
+        names = ("expiry", "lru", "pending", "free")
+        found = [
+            self._txn.get(key, db=self._dbs[name]) for key, name in zip(keys, names, strict=True)
+        ]
+        return located.extent.slot < state.num_used and found == [b"", b"", None, None]
+
+    def contradictions(self) -> list[str]:
+        """Compare all counters; with `is_whole` of every record none goes unseen."""
+        num = {name: self.stat(name)["entries"] for name in NAMES}
+        num_blocks, segments = num["blocks"], self.segments().values()
+        sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
+        num_slots = num_blocks + num["free"] + num["pending"]
+        wrong = {
+            "keys": num_blocks != num["expiry"] or num_blocks != num["lru"],
+            "sums": sums != list(self.totals()) or sums[0] != num_blocks,
+            "segments": sum(each.num_live for each in segments) != num_blocks,
+            "slots": sum(each.num_used for each in segments) != num_slots,
+            "damaged entries": self.meta("needs_rebuild") is not None,
+        }
+        return [name for name, is_wrong in wrong.items() if is_wrong]
 
     def clear(self, *names: str) -> None:
         """Empty these databases."""
@@ -381,7 +424,7 @@ class IndexTxn:
         Slots that were handed out once and are neither a block's nor lent become pending.
         """
         segments = self.segments()
-        self.clear("expiry", "lru", "namespaces", "free", "pending")
+        self.clear("blocks", "expiry", "lru", "namespaces", "free", "pending")
         self.set_meta("totals", None)
         self.set_meta("needs_rebuild", None)
         for segment, state in segments.items():

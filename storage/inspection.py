@@ -3,68 +3,94 @@
 It reads the index and payloads; what it finds bad is dropped by who called it.
 """
 
-from collections import Counter
+import math
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+import numpy as np
 
 from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.allocator import SlotAllocator
-from tieredkv.storage.codec import Extent, Located, expiry_key, extent_key, lru_key, padded_bytes
+from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
-from tieredkv.storage.index import IndexTxn, Totals
-from tieredkv.storage.results import ChainInfo, EvictFilter
+from tieredkv.storage.index import IndexTxn
+from tieredkv.storage.results import ChainInfo
 from tieredkv.types import BlockRecord
+
+_KEY_BYTES = 8
 
 # --- chains -----------------------------------------------------------------------------------
 
 
-def list_chains(txn: IndexTxn, now: float) -> list[ChainInfo]:
-    """List every chain of blocks that have not expired, the last used first."""
-    sound = (located.record for _, located in txn.blocks() if located is not None)
-    stored = [record for record in sound if now < record.expires_at]
-    parents = {record.parent_hash for record in stored}
-    chains: dict[bytes, ChainInfo] = {}
-    for record in sorted(stored, key=lambda record: record.position):
-        chains[record.block_hash] = _extend(chains.get(record.parent_hash), record)
-    leaves = [chain for block_hash, chain in chains.items() if block_hash not in parents]
-    return sorted(leaves, key=lambda chain: (-chain.last_used_max, chain.id))
+class Chains:
+    """Who follows whom among the stored blocks, gathered in one walk, at sixteen bytes a block.
+
+    Blocks may come and go meanwhile; it is as right as any list is a moment later. It knows a block
+    by the first bytes of its hash, so one in 10^13 may be taken for another's parent.
+    """
+
+    def __init__(self) -> None:
+        self._blocks = array("Q")
+        self._parents = array("Q")
+        self.leaves: list[bytes] = []
+
+    def add(self, records: Iterable[BlockRecord]) -> None:
+        """Take blocks into account."""
+        for record in records:
+            self._blocks.append(_key(record.block_hash))
+            self._parents.append(_key(record.parent_hash))
+
+    def starts_of_leaves(self) -> list[bytes]:
+        """First bytes of each block that none follows; nothing is added after this."""
+        blocks, parents = (np.array(keys, np.uint64) for keys in (self._blocks, self._parents))
+        parents.sort()
+        self._parents = array("Q", parents.tobytes())
+        behind = np.searchsorted(parents, blocks, "right")
+        leaves = blocks[behind == np.searchsorted(parents, blocks)].tolist()
+        return [key.to_bytes(_KEY_BYTES, "big") for key in leaves]
+
+    def named(self, chain_id: str) -> list[bytes]:
+        """The leaves whose hash starts with these hex digits, if there are any digits."""
+        wanted = chain_id.lower()
+        return [leaf for leaf in self.leaves if wanted and leaf.hex().startswith(wanted)]
+
+    def num_children(self, block_hash: bytes) -> int:
+        """How many stored blocks follow this one."""
+        key = _key(block_hash)
+        return bisect_right(self._parents, key) - bisect_left(self._parents, key)
 
 
-def select_blocks(
-    txn: IndexTxn, which: EvictFilter, now: float
-) -> tuple[list[Located], tuple[str, ...]]:
-    """The blocks that a filter means, tails of chains first, and the ids that match nothing."""
-    stored = {key: located for key, located in txn.blocks() if located is not None}
-    unknown: tuple[str, ...] = ()
-    chosen = set(stored)
-    if which.ids:
-        chosen, unknown = _only_in_chains(stored, which.ids)
-    elif not (which.all or which.older_than_s is not None or which.namespace_prefix):
-        return [], ()
-    selected = [
-        located
-        for located in (stored[block_hash] for block_hash in chosen)
-        if which.matches(located.record.namespace, located.record.last_used, now)
-    ]
-    return sorted(selected, key=lambda each: -each.record.position), unknown
+def climb(txn: IndexTxn, leaf: bytes, now: float) -> Iterator[Located]:
+    """The stored blocks of a chain, from its leaf on; it ends at a hole."""
+    block_hash, below = leaf, math.inf
+    with suppress(CorruptBlockError):
+        while (located := txn.get(block_hash)) and located.record.position < below:
+            if now >= located.record.expires_at:
+                break
+            yield located
+            block_hash, below = located.record.parent_hash, located.record.position
 
 
-def _only_in_chains(
-    stored: dict[bytes, Located], ids: tuple[str, ...]
-) -> tuple[set[bytes], tuple[str, ...]]:
-    """Blocks that no chain but the named ones uses: walk up until another chain joins."""
-    num_children = Counter(located.record.parent_hash for located in stored.values())
-    leaves = [block_hash for block_hash in stored if block_hash not in num_children]
-    chosen: set[bytes] = set()
-    unknown = []
-    for chain_id in ids:
-        named = [leaf for leaf in leaves if chain_id and leaf.hex().startswith(chain_id.lower())]
-        if not named:
-            unknown.append(chain_id)
-        for block_hash in set(named) - chosen:
-            while block_hash in stored and not num_children[block_hash]:
-                chosen.add(block_hash)
-                block_hash = stored[block_hash].record.parent_hash
-                num_children[block_hash] -= 1
-    return chosen, tuple(unknown)
+def sum_up(
+    txn: IndexTxn, chains: Chains, leaf: bytes, shared: dict[bytes, ChainInfo], now: float
+) -> list[ChainInfo]:
+    """Describe a chain, if it is there; where chains part, what they share is summed up once."""
+    path: list[BlockRecord] = []
+    info = None
+    for located in climb(txn, leaf, now):
+        if (info := shared.get(located.record.block_hash)) is not None:
+            break
+        path.append(located.record)
+    for record in reversed(path):
+        info = _extend(info, record)
+        if chains.num_children(record.block_hash) > 1:
+            shared[record.block_hash] = info
+    return [info] if info else []
+
+
+def _key(block_hash: bytes) -> int:
+    return int.from_bytes(block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0"), "big")
 
 
 def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
@@ -96,58 +122,3 @@ def fault_of(files: SegmentFiles, located: Located) -> str | None:
     except StorageError:
         return "io_error"
     return None
-
-
-def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
-    """Compare records, secondary keys, counters and slots; one sentence for each disagreement."""
-    problems = []
-    expiry, lru = set(), set()
-    owners: Counter[Extent] = Counter()
-    namespaces: dict[bytes, Totals] = {}
-    for block_hash, located in txn.blocks():
-        if located is None:
-            problems.append(f"record {block_hash.hex()[:12]} fails its checksum")
-            continue
-        record = located.record
-        expiry.add(expiry_key(record))
-        lru.add(lru_key(record))
-        owners[located.extent] += 1
-        counted = namespaces.get(record.namespace, Totals(0, 0))
-        namespaces[record.namespace] = counted.plus(1, located.payload_bytes)
-    for name, keys in (("expiry", expiry), ("lru", lru)):
-        if different := txn.keys(name) ^ keys:
-            problems.append(f"{len(different)} keys of `{name}` do not match the records")
-    if txn.namespaces() != namespaces:
-        problems.append("the counters of the namespaces are not their sums")
-    sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
-    if list(txn.totals()) != sums:
-        problems.append(f"the counters say {txn.totals()}, the records {sums}")
-    return problems + _slot_problems(txn, slots, owners)
-
-
-def _slot_problems(txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent]) -> list[str]:
-    problems = []
-    if shared := [extent for extent, count in owners.items() if count > 1]:
-        problems.append(f"records share the slots {shared[:3]}")
-    pending = set(txn.pending())
-    dirty = slots.dirty.keys()
-    if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
-        problems.append("pending slots are not those lent and those to be erased")
-    free_keys = txn.keys("free")
-    segments = txn.segments()
-    live = Counter(extent.segment for extent in owners.elements())
-    for segment, state in segments.items():
-        if state.num_live != live[segment]:
-            problems.append(f"segment {segment} counts {state.num_live} blocks of {live[segment]}")
-        for slot in range(state.num_used):
-            extent = Extent(segment, slot)
-            key = state.slot_bytes.to_bytes(4, "big") + extent_key(extent)
-            roles = (extent in owners) + (extent in pending) + (key in free_keys)
-            free_keys.discard(key)
-            if roles != 1:
-                problems.append(f"slot {extent} has {roles} roles")
-    if free_keys:
-        problems.append(f"{len(free_keys)} free slots lie in no segment")
-    if slots.occupied_bytes > slots.budget_bytes:
-        problems.append(f"files occupy {slots.occupied_bytes} of {slots.budget_bytes} bytes")
-    return problems

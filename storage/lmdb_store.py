@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from itertools import islice, pairwise
 from typing import Literal, Self
 
 import msgspec
@@ -21,7 +22,7 @@ from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, sl
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.inspection import fault_of, find_problems, list_chains, select_blocks
+from tieredkv.storage.inspection import Chains, climb, fault_of, sum_up
 from tieredkv.storage.results import (
     ChainInfo,
     EvictFilter,
@@ -50,7 +51,7 @@ class BlockStore:
     One process. One thread makes every change; `find`, `lookup`, `locate`, `read_payload` and
     `write_payload` may be called from any thread.
 
-    Invariants, as `check()` verifies them:
+    Invariants, as the tests verify them (`CheckedStore`), and `verify` but for the bytes of files:
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
       - no two records share a slot; each slot ever handed out is a block's, free or pending;
       - pending slots are those lent to puts and those waiting to be erased;
@@ -109,12 +110,17 @@ class BlockStore:
                 files = SegmentFiles(directory.segments_path)
                 undo.callback(files.close)
                 num_expired = recovery.settle_clock(index, clock)
-                budget = recovery.settle_budget(index, budget_bytes)
-                slots = SlotAllocator(directory, files, index, budget, clock, failpoint)
-                recovery.recover(slots, clock.now())
-            slots.reach_budget()
+                earlier, budget = recovery.settle_budget(index, budget_bytes)
+                slots = SlotAllocator(directory, files, index, earlier, clock, failpoint)
+                num_expired += recovery.recover(slots)
+            slots.reach_budget(budget)
+            recovery.remember_budget(index, budget)
             undo.pop_all()
         return cls(slots, sync=sync == "commit", num_expired=num_expired)
+
+    def check_place(self) -> None:
+        """Raise StorageError once the folder is not at its path any more."""
+        self._directory.check_place()
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
@@ -303,11 +309,6 @@ class BlockStore:
                 txn.set_clock_mark(now)
         self._slots.enforce_budget()
 
-    def describe_root(self, root: bytes, description: dict[str, str]) -> None:
-        """Remember what a root stands for, for whoever lists the store."""
-        with self._slots.changing() as txn:
-            txn.put_root(root, description)
-
     # --- dropping -----------------------------------------------------------------------------
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
@@ -325,12 +326,14 @@ class BlockStore:
         keys are made again once.
         """
         now = self._clock.now()
-        is_more = True
-        while is_more:
+        before, due = [], [(b"", b"")] * TXN_BLOCKS
+        while len(due) == TXN_BLOCKS:
             with self._index.reading() as txn:
-                due = txn.expired(now, TXN_BLOCKS)
+                before, due = due, txn.expired(now, TXN_BLOCKS)
+            if due == before:  # a damaged page: what the walk finds cannot be deleted
+                self._ask_for_rebuild()
+                break
             self._num_expired += self._drop(due, now)
-            is_more = len(due) == TXN_BLOCKS
             yield
         with suppress(StoreFullError):  # erasing makes room
             self._drop_damaged(list(self._damaged))
@@ -341,54 +344,87 @@ class BlockStore:
         yield from self._slots.erasing()
         self._slots.remove_empty_segments()
 
-    def select(self, which: EvictFilter) -> list[bytes]:
-        """Name the blocks that `evicting` would drop."""
-        with self._index.reading() as txn:
-            located, _ = select_blocks(txn, which, self._clock.now())
-        return [each.record.block_hash for each in located]
+    def choosing(
+        self, ids: Sequence[str]
+    ) -> Generator[None, None, tuple[list[bytes], tuple[str, ...]]]:
+        """Name the blocks that no chain but these uses, tails first; and the ids of none."""
+        now = self._clock.now()
+        chains = yield from self._gathering(now)
+        named = {id_: chains.named(id_) for id_ in ids}
+        chosen: list[bytes] = []
+        taken: Counter[bytes] = Counter()
+        for leaf in dict.fromkeys(leaf for leaves in named.values() for leaf in leaves):
+            with self._index.reading() as txn:
+                for located in climb(txn, leaf, now):
+                    block_hash = located.record.block_hash
+                    if chains.num_children(block_hash) > taken[block_hash]:
+                        break  # another chain joins
+                    chosen.append(block_hash)
+                    taken[located.record.parent_hash] += 1
+            yield
+        return chosen, tuple(id_ for id_, leaves in named.items() if not leaves)
 
     def evicting(self, which: EvictFilter) -> Generator[None, None, EvictResult]:
-        """Drop and erase what an operator chose, tails of chains first, in steps."""
-        with self._index.reading() as txn:
-            located, unknown_ids = select_blocks(txn, which, self._clock.now())
-        hashes = [each.record.block_hash for each in located]
-        freed_bytes = sum(each.slot_bytes for each in located)
-        if which.dry_run:
-            return EvictResult(len(hashes), freed_bytes, unknown_ids)
-        num_evicted = 0
-        for batch in batches(hashes):
-            num_evicted += self.delete(batch, "operator")
+        """Drop and erase what an operator chose, in steps; chains that are named, tails first."""
+        now = self._clock.now()
+        unknown_ids: tuple[str, ...] = ()
+        source: Iterator[Sequence[Located | None]] = iter(())
+
+        def is_meant(record: BlockRecord) -> bool:
+            return which.matches(record.namespace, record.last_used, now)
+
+        if which.ids:
+            hashes, unknown_ids = yield from self.choosing(which.ids)
+            source = (list(map(self.locate, batch)) for batch in batches(hashes))
+        elif which.all or which.older_than_s is not None or which.namespace_prefix:
+            source = ([each for _, each in entries] for entries in self._walking())
+        num_evicted = freed_bytes = 0
+        for some in source:
+            doomed = [each for each in some if each and is_meant(each.record)]
+            freed_bytes += sum(located.slot_bytes for located in doomed)
+            num_evicted += len(doomed)
+            if not which.dry_run:
+                self.delete([located.record.block_hash for located in doomed], "operator")
             yield
-        yield from self._slots.erasing()
-        self._slots.remove_empty_segments()
+        if not which.dry_run:
+            yield from self._slots.erasing()
+            self._slots.remove_empty_segments()
         return EvictResult(num_evicted, freed_bytes, unknown_ids)
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def chains(self) -> list[ChainInfo]:
-        """List every chain, the last used first."""
-        with self._index.reading() as txn:
-            return list_chains(txn, self._clock.now())
+    def listing(self) -> Generator[None, None, list[ChainInfo]]:
+        """List every chain of blocks that have not expired, the last used first, in steps."""
+        now = self._clock.now()
+        chains = yield from self._gathering(now)
+        found: list[ChainInfo] = []
+        shared: dict[bytes, ChainInfo] = {}
+        for leaf in chains.leaves:
+            with self._index.reading() as txn:
+                found += sum_up(txn, chains, leaf, shared, now)
+            yield
+        return sorted(found, key=lambda chain: (-chain.last_used_max, chain.id))
 
     def verifying(self, *, repair: bool) -> Iterator[VerifyResult]:
-        """Read every payload again and check it, then the index against itself, in steps.
+        """Read every payload again and check it, and the index against itself, in steps.
 
         Answers what was found so far; what is bad is dropped if it is to be repaired.
         """
-        result, after = VerifyResult(), b""
-        while True:
-            with self._index.reading() as txn:
-                entry = next(txn.blocks(after), None)
-            if entry is None:
-                break
-            after, located = entry
+        result, is_whole = VerifyResult(), True
+        for block_hash in (key for entries in self._walking() for key, _ in entries):
+            entry = dict(self._entries(block_hash, 1))
+            if block_hash not in entry:  # gone since the walk came by
+                continue
+            located = entry[block_hash]
             if located is None:
                 result.checked += 1
                 result.add("record", is_repaired=repair)
                 if repair:
-                    self._drop_damaged([after])
+                    self._drop_damaged([block_hash])
             elif self._clock.now() < located.record.expires_at:
                 result.checked += 1
+                with self._index.reading() as txn:
+                    is_whole = txn.is_whole(located) and is_whole
                 if (reason := fault_of(self._files, located)) is not None:
                     can_repair = repair and reason != "io_error"
                     result.add(reason, is_repaired=can_repair)
@@ -396,8 +432,8 @@ class BlockStore:
                         self._drop_bad(located)
             yield result
         with self._index.reading() as txn:
-            problems = find_problems(txn, self._slots)
-        if problems:
+            is_whole = is_whole and not txn.contradictions()
+        if not is_whole:
             result.add("index", is_repaired=repair)
             if repair:
                 self._rebuild()
@@ -438,18 +474,42 @@ class BlockStore:
         """Bring the index into memory; for a thread of its own, whatever happens to the store."""
         self._index.read_ahead()
 
-    def check(self) -> None:
-        """Verify every invariant of the class.
-
-        Raises:
-            IntegrityError: naming each one that is broken.
-        """
-        with self._index.reading() as txn:
-            problems = find_problems(txn, self._slots)
-        if problems:
-            raise IntegrityError("; ".join(problems))
-
     # --- parts ----------------------------------------------------------------------------------
+
+    def _entries(self, start: bytes, limit: int) -> list[tuple[bytes, Located | None]]:
+        """Some entries from a key on; none where keys go back, or a walk might never end."""
+        with self._index.reading() as txn:
+            entries = list(islice(txn.blocks(start), limit))
+        keys = [start, *(key for key, _ in entries)]
+        if any(key < before for before, key in pairwise(keys)):
+            self._ask_for_rebuild()
+            return []
+        return entries
+
+    def _walking(self) -> Iterator[list[tuple[bytes, Located | None]]]:
+        """Walk over all entries, a slice a step; blocks may come and go between two steps."""
+        start = b""
+        while entries := self._entries(start, TXN_BLOCKS):
+            start = entries[-1][0] + b"\0"
+            yield entries
+
+    def _gathering(self, now: float) -> Generator[None, None, Chains]:
+        """See which chains there are, in steps."""
+        chains = Chains()
+        for entries in self._walking():
+            stored = (located.record for _, located in entries if located)
+            chains.add(record for record in stored if now < record.expires_at)
+            yield
+        for start in chains.starts_of_leaves():
+            with self._index.reading() as txn:
+                chains.leaves += [key for key, _ in islice(txn.blocks(start), 1)]
+            yield
+        return chains
+
+    def _ask_for_rebuild(self) -> None:
+        """Have the next sweep make the index's databases again."""
+        with self._slots.changing() as txn:
+            txn.set_meta("needs_rebuild", b"1")
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
         """One entry; a damaged one is dropped and counted."""
@@ -534,11 +594,12 @@ class BlockStore:
         txn.replace(old, old._replace(record=new))
 
     def _rebuild(self) -> None:
-        """Make secondary keys, counters and slot lists again from the sound records."""
+        """Make all databases of the index again from the sound records."""
         with self._slots.changing() as txn:
-            recovery.rebuild_keys(txn, lent=set(self._slots.lent))
+            found = (located for _, located in txn.blocks() if located is not None)
+            recovery.make_again(txn, self._slots, found)
         self._slots.reload()
-        logger.warning("index of `%s`: secondary keys were made again", self.path)
+        logger.warning("index of `%s`: its databases were made again", self.path)
 
     def _drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""

@@ -49,6 +49,9 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     busy_patience_s: float = 5.0
 
 
+SetAside = Literal["", "index", "segments"]
+
+
 class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
     """The worker's only command-line argument, as JSON.
 
@@ -57,14 +60,15 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
         arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
             line started on a stopped store: there is no engine to ask or to lend pages.
         parent_pid: ends the worker when it is no longer its parent.
-        set_aside_index: the index killed the worker before: rename it and start empty.
+        set_aside: `index` after it killed a worker: rename it and make it again from the slots;
+            `segments` after that one did so too: erase them as well.
     """
 
     options: StoreOptions
     channel_fd: int
     arena: tuple[int, int, int] | None
     parent_pid: int
-    set_aside_index: bool = False
+    set_aside: SetAside = ""
 
 
 class LentPage(msgspec.Struct, frozen=True, array_like=True):
@@ -133,11 +137,6 @@ class DeleteCall(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
     reason: str
 
 
-class DescribeCall(msgspec.Struct, frozen=True, array_like=True, tag="describe"):
-    root: bytes
-    description: dict[str, str]
-
-
 class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     """What the engine says to a `ControlRequest`."""
 
@@ -149,7 +148,7 @@ class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
     """Finish the writes in hand, close the store and exit."""
 
 
-_StoreCalls = LookupCall | LoadCall | StoreCall | TouchCall | DeleteCall | DescribeCall
+_StoreCalls = LookupCall | LoadCall | StoreCall | TouchCall | DeleteCall
 EngineMessage = _StoreCalls | EngineAnswer | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import msgspec
 
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LaunchArgument, StoreOptions, WorkerMessage
+from tieredkv.storage.messages import LaunchArgument, SetAside, StoreOptions, WorkerMessage
 
 EXIT_FAILED = 1
 """The worker cannot go on, for a reason that says nothing about the index."""
@@ -24,7 +24,7 @@ EXIT_REFUSED = 3
 """The worker told its channel why it will not serve this store."""
 
 EXIT_DAMAGED = 4
-"""The index contradicts itself; it counts like a crash."""
+"""The index contradicts itself, or something broke that nobody foresaw; like two crashes."""
 
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
@@ -64,11 +64,11 @@ class WorkerProcess:
 
     Args:
         arena: the engine's; None for the command line, which has no tiers to be asked about.
-        set_aside_index: the index killed the worker before.
+        set_aside: what killed the worker before; see `LaunchArgument`.
     """
 
     def __init__(
-        self, options: StoreOptions, arena: HostArena | None, *, set_aside_index: bool = False
+        self, options: StoreOptions, arena: HostArena | None, *, set_aside: SetAside = ""
     ) -> None:
         fds = () if arena is None else (arena.fd,)
 
@@ -78,7 +78,7 @@ class WorkerProcess:
                 channel_fd=channel_fd,
                 arena=None if arena is None else (arena.fd, arena.num_pages, arena.page_bytes),
                 parent_pid=os.getpid(),
-                set_aside_index=set_aside_index,
+                set_aside=set_aside,
             )
             return msgspec.json.encode(launch).decode()
 

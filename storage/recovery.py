@@ -4,8 +4,10 @@ All but the rebuilding of a lost index costs in proportion to what was under way
 """
 
 import logging
+from collections.abc import Iterable
 
 from tieredkv.clock import Clock
+from tieredkv.errors import StorageError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
@@ -15,6 +17,7 @@ logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S = 60.0
 _BLOCK_DBS = ("blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
+_INDEX_BYTES_A_BLOCK = 700  # with its keys, after random inserts
 _FORMAT = FORMAT_VERSION.to_bytes(4, "big")
 
 
@@ -41,26 +44,41 @@ def settle_clock(index: Index, clock: Clock) -> int:
     return num_blocks
 
 
-def settle_budget(index: Index, budget_bytes: int | None) -> int:
-    """Remember a budget, or answer the one remembered."""
+def settle_budget(index: Index, budget_bytes: int | None) -> tuple[int, int]:
+    """The budget that the files may fill until they are within it, and the one to reach.
+
+    Raises:
+        StorageError: none is given and none is remembered.
+    """
     with index.reading() as txn:
-        stored = txn.meta("budget")
-    if budget_bytes is None:
-        return int.from_bytes(stored, "big") if stored else 0
+        stored = int.from_bytes(txn.meta("budget") or b"", "big")
+    if budget_bytes is None and not stored:
+        what = f"the index at `{index.path}` is lost, and the budget with it"
+        raise StorageError(f"{what}; a server that starts on this store makes it again")
+    wanted = stored if budget_bytes is None else budget_bytes
+    return max(stored, wanted), wanted
+
+
+def remember_budget(index: Index, budget_bytes: int) -> None:
+    """Keep a budget that is reached, for whoever opens the store without one."""
     encoded = budget_bytes.to_bytes(8, "big")
-    if encoded != stored:
-        with index.writing() as txn:
+    with index.writing() as txn:
+        if txn.meta("budget") != encoded:
             txn.set_meta("budget", encoded)
-    return budget_bytes
 
 
-def recover(slots: SlotAllocator, now: float) -> None:
-    """Open the segments and erase what a crash left pending; make a lost index again."""
+def recover(slots: SlotAllocator) -> int:
+    """Open the segments and erase what a crash left pending; make a lost index again.
+
+    Answers how many blocks of a lost index expired because of a clock that is behind them.
+    """
     index, files = slots.index, slots.files
     with index.reading() as txn:
         is_new = txn.meta("format") is None
+    num_expired = 0
     if is_new:
-        _adopt_slots(index, files, now)
+        _adopt_slots(slots)
+        num_expired = settle_clock(index, slots.clock)
     with index.reading() as txn:
         known = txn.segments()
     for segment, state in known.items():
@@ -69,28 +87,40 @@ def recover(slots: SlotAllocator, now: float) -> None:
     for _ in slots.erasing():
         pass
     slots.remove_empty_segments()
+    return num_expired
 
 
-def rebuild_keys(txn: IndexTxn, lent: set[Extent]) -> None:
-    """Make all but `blocks`, `roots` and `meta` again from the sound records; drop the others.
+def make_again(txn: IndexTxn, slots: SlotAllocator, found: Iterable[Located]) -> None:
+    """Make all databases but `meta` and `segments` again from what was found to be stored.
 
-    Of records that claim one slot none is kept: at most one of them is right.
+    Of blocks that claim one slot none is kept: at most one of them is right. Of two copies of a
+    block the newer one is. Where the budget has no room for the new pages beside the old ones, the
+    longest unused blocks give way: their bytes at once, their slots as pending ones.
     """
-    owners: dict[Extent, Located] = {}
-    bad: list[bytes] = []
+    owners: dict[Extent, Located | None] = dict.fromkeys(slots.lent)
+    newest: dict[bytes, Located] = {}
+    for located in found:
+        block_hash = located.record.block_hash
+        other = owners.setdefault(located.extent, located)
+        if other is None or other.record.block_hash != block_hash:
+            owners[located.extent] = None
+        elif (
+            located.record.computed_at >= newest.setdefault(block_hash, located).record.computed_at
+        ):
+            newest[block_hash] = located
     segments = txn.segments()
-    for block_hash, located in txn.blocks():
-        if located is None or located.extent in lent or located.extent.segment not in segments:
-            bad.append(block_hash)
-        elif (other := owners.get(located.extent)) is not None:
-            bad += [block_hash, other.record.block_hash]
-        else:
-            owners[located.extent] = located
-    for block_hash in bad:
-        txn.remove_damaged(block_hash)
-    dropped = set(bad)
-    sound = [each for each in owners.values() if each.record.block_hash not in dropped]
-    txn.rebuild(sound, lent)
+    sound = [
+        each
+        for each in newest.values()
+        if each.extent.segment in segments and owners[each.extent] is not None
+    ]
+    sound.sort(key=lambda each: -each.record.last_used)
+    short_bytes = len(sound) * _INDEX_BYTES_A_BLOCK - slots.room_bytes
+    while sound and short_bytes > 0:
+        victim = sound.pop()
+        slots.erase(victim.extent)
+        short_bytes -= victim.slot_bytes
+    txn.rebuild(sound, set(slots.lent))
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
@@ -108,32 +138,33 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
         txn.put_segment(segment, state._replace(num_slots=max(num_slots, state.num_used)))
 
 
-def _adopt_slots(index: Index, files: SegmentFiles, now: float) -> None:
+def _adopt_slots(slots: SlotAllocator) -> None:
     """Fill a new index from the headers of the slots that are there, if any."""
-    found: dict[bytes, Located] = {}
+    files, now, latest = slots.files, slots.clock.now(), 0.0
+    found: list[Located] = []
     segments: dict[int, SegmentState] = {}
-    latest = 0.0
-    for segment, (_, slot_bytes) in files.names().items():
+    for segment, (name, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
+        logger.warning("the index is made again: reading %d slots of `%s`", num_slots, name)
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
         for slot in range(num_slots):
             located = files.header_at(Extent(segment, slot))
-            if located is None or located.slot_bytes != slot_bytes:
-                continue
-            record = located.record
-            latest = max(latest, record.computed_at, record.last_used)
-            other = found.get(record.block_hash)
-            if other is None or other.record.computed_at < record.computed_at:
-                found[record.block_hash] = located
-    is_clock_sound = now >= latest - CLOCK_TOLERANCE_S
-    sound = [each for each in found.values() if is_clock_sound and now < each.record.expires_at]
-    with index.writing() as txn:
+            if located is not None and located.slot_bytes == slot_bytes:
+                latest = max(latest, located.record.computed_at, located.record.last_used)
+                if now < located.record.expires_at:
+                    found.append(located)
+    slots.measure()
+    if slots.room_bytes < len(found) * _INDEX_BYTES_A_BLOCK:
+        slots.directory.drop_set_aside()
+        slots.measure()
+    with slots.index.writing() as txn:
         for segment, state in segments.items():
             txn.put_segment(segment, state)
         txn.set_meta("next_segment", (max(segments, default=0) + 1).to_bytes(4, "big"))
-        txn.rebuild(sound, set())
-        txn.set_clock_mark(max(now, latest) if is_clock_sound else now)
+        make_again(txn, slots, found)
+        txn.set_clock_mark(max(now, latest))
         txn.set_meta("format", _FORMAT)
+        slots.failpoint("adopt:before")
     if segments:
-        logger.warning("the index was made again from slot headers: %d blocks", len(sound))
+        logger.warning("the index was made again from slot headers: %d blocks", len(found))

@@ -285,6 +285,7 @@ class StoreService:
 
     def _turn(self) -> None:
         self._changes.wait(self._idle_s())
+        self._store.check_place()
         self._start_writes()
         now = time.monotonic()
         if self._is_group_due(now):
@@ -327,8 +328,6 @@ class StoreService:
                     self._writes.append(lambda: self._delete(hashes, reason))
                 end = partial(self._forget_doomed, hashes)
                 self._writes.append(lambda: self._front.hand(end))
-            case messages.DescribeCall(root, description):
-                self._attempt("describe", lambda: self._store.describe_root(root, description))
             case messages.EngineAnswer():
                 self._verbs.hear_engine(message)
 

@@ -14,6 +14,7 @@ import msgspec
 
 from tieredkv.errors import ConfigError
 from tieredkv.storage.control_server import ControlClient
+from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.messages import ControlCall, ControlRequest, EngineAnswer
 from tieredkv.storage.results import EvictFilter, VerifyResult
@@ -76,6 +77,8 @@ class Verbs:
             except Exception as error:
                 self._running.remove(running)
                 client.fail(error)
+                if is_damage(error):
+                    raise
 
     def _carry_out(self, client: ControlClient, call: ControlCall) -> Steps:
         match call.verb:
@@ -86,7 +89,7 @@ class Verbs:
                 disk = msgspec.to_builtins(self._store.stats())
                 return {**tiers, "disk": disk, "writer_pid": writer_pid}
             case "ls":
-                return {"chains": msgspec.to_builtins(self._store.chains())}
+                return {"chains": msgspec.to_builtins((yield from self._store.listing()))}
             case "evict":
                 return (yield from self._evicting(call))
             case "verify":
@@ -98,7 +101,7 @@ class Verbs:
             raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
             # RAM may have a chain's head without the tail that its id names.
-            blocks = self._store.select(wanted) if wanted.ids else []
+            blocks, _ = yield from self._store.choosing(wanted.ids)
             engine = yield from self._asking(call, blocks)
         yield from self._settling_writes()
         result = yield from self._store.evicting(wanted)

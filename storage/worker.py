@@ -7,12 +7,12 @@ do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 
 import contextlib
 import logging
-import os
 import shutil
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -20,7 +20,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
+from tieredkv.storage.directory import SET_ASIDE, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
@@ -56,9 +56,12 @@ def main(arguments: list[str]) -> int:
         return EXIT_DAMAGED
     try:
         service.run()
-    except OSError as error:  # the folder went away, or its disk: the next start tries again
-        logger.error("the store of `%s` failed: %s", argument.options.path, error)
+    except (OSError, MemoryError) as error:  # the folder went away, its disk: try again
+        logger.error("the store of `%s` failed: %r", argument.options.path, error)
         return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
+    except Exception:
+        logger.exception("serving `%s` broke", argument.options.path)
+        return EXIT_DAMAGED
     finally:
         channel.close()  # or a thread that its disk holds up would keep the engine waiting too
     return 0
@@ -68,7 +71,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
     options = argument.options
     arena = HostArena.attach(*argument.arena) if argument.arena is not None else None
     clock = Clock(options.clock_offset_file)
-    notes = [set_aside_index(options.path)] if argument.set_aside_index else []
+    notes = [set_aside(options.path, argument.set_aside)] if argument.set_aside else []
     store = BlockStore.open(
         options.path,
         budget_bytes=options.budget_bytes,
@@ -84,31 +87,22 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         raise
 
 
-def set_aside_index(path: str) -> str:
-    """Rename the index for a later look and erase the payloads, which nothing would ever expire.
+def set_aside(path: str, what: Literal["index", "segments"]) -> str:
+    """Rename the index for a later look, so that it is made again; erase the segments if need be.
 
-    Of several indexes set aside the last one stays. Returns what happened, for the operator.
+    Returns what happened, for the operator.
     """
     directory = StoreDirectory.claim(path, create=False)
     try:
-        earlier = sorted(Path(path).glob(f"{INDEX}.bad-*"), key=_number_of)
-        target = Path(path) / f"{INDEX}.bad-{_number_of(earlier[-1]) + 1 if earlier else 1}"
-        os.rename(Path(path) / INDEX, target)
-        for old in earlier:
-            shutil.rmtree(old)
-        shutil.rmtree(Path(path) / SEGMENTS)
+        directory.set_aside()
+        if what == "segments":
+            shutil.rmtree(directory.segments_path)
     except OSError as error:
         raise StorageError(f"the damaged index of `{path}` cannot be set aside: {error}") from error
     finally:
         directory.release()
-    return (
-        f"the index of `{path}` killed its worker twice; it is now `{target}`, the store is empty"
-    )
-
-
-def _number_of(path: Path) -> int:
-    number = path.name.rpartition("-")[2]
-    return int(number) if number.isdecimal() else 0
+    left = "is made again from the slots" if what == "index" else "failed again: the store is empty"
+    return f"the index of `{path}` was damaged and is set aside as `{SET_ASIDE}`; it {left}"
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def noise_behind_the_meta_pages(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("damage", [garbage, half, noise_behind_the_meta_pages])
-def test_a_damaged_index_costs_its_blocks_and_no_request(
+def test_a_damaged_index_is_made_again_by_the_next_server_and_costs_no_request(
     damage: Callable[[bytes], bytes], store: Path, generate: Run, run: Run
 ) -> None:
     index = store / "index" / "data.mdb"
@@ -286,6 +286,8 @@ def test_a_damaged_index_costs_its_blocks_and_no_request(
     assert f"error: the worker of `{store}` died" in stderr
     assert "hint: the next start of a server sets a damaged index aside" in stderr
     scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
+    if damage is half:
+        scratch.add("index/data.mdb")  # as long again as its header says
     assert [e for e in contents(store) if e[0] not in scratch] == [
         e for e in before if e[0] not in scratch
     ]
@@ -295,10 +297,9 @@ def test_a_damaged_index_costs_its_blocks_and_no_request(
         exit_code, stdout, _ = generate("--default-retention", "24h", "--json")
         assert exit_code == 0
         outputs += json.loads(stdout.splitlines()[-1])["outputs"]
-    assert outputs[0]["usage"]["cached_tokens"] == 0
-    assert outputs[1]["usage"]["cached_tokens_by_tier"]["disk"] == 192
+        assert outputs[-1]["usage"]["cached_tokens_by_tier"]["disk"] == 192
     assert outputs[0]["token_ids"] == outputs[1]["token_ids"]
-    assert (store / "index.bad-1" / "data.mdb").exists()
+    assert (store / "index.bad" / "data.mdb").exists()
 
 
 def test_a_lost_index_is_made_again_from_the_slots(store: Path, generate: Run) -> None:

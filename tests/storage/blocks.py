@@ -3,17 +3,20 @@
 import hashlib
 import mmap
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from tests.fakes import FakeClock
-from tieredkv.errors import StorageError
-from tieredkv.storage.codec import Extent
+from tieredkv.errors import IntegrityError, StorageError
+from tieredkv.storage.allocator import SlotAllocator
+from tieredkv.storage.codec import Extent, expiry_key, extent_key, lru_key
+from tieredkv.storage.index import IndexTxn, Totals
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import EvictFilter, EvictResult, VerifyResult
+from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 8192
@@ -58,10 +61,81 @@ def page_with(data: bytes, page_bytes: int | None = None) -> memoryview:
     return page
 
 
-def open_store(path: Path, clock: FakeClock | None = None, **options: Any) -> BlockStore:
+class CheckedStore(BlockStore):
+    """A store whose `check()` compares everything with everything, at the price of all entries."""
+
+    def check(self) -> None:
+        """Verify every invariant of the class."""
+        with self._index.reading() as txn:
+            problems = find_problems(txn, self._slots) + txn.contradictions()
+        if problems:
+            raise IntegrityError("; ".join(problems))
+
+
+def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
+    """Compare records, secondary keys, counters and slots; one sentence for each disagreement."""
+    problems = []
+
+    def keys(name: str) -> set[bytes]:
+        return {key for key, _ in txn._walk(name)}
+
+    expiry, lru = set(), set()
+    owners: Counter[Extent] = Counter()
+    namespaces: dict[bytes, Totals] = {}
+    for block_hash, located in txn.blocks():
+        if located is None:
+            problems.append(f"record {block_hash.hex()[:12]} fails its checksum")
+            continue
+        record = located.record
+        expiry.add(expiry_key(record))
+        lru.add(lru_key(record))
+        owners[located.extent] += 1
+        counted = namespaces.get(record.namespace, Totals(0, 0))
+        namespaces[record.namespace] = counted.plus(1, located.payload_bytes)
+    for name, wanted in (("expiry", expiry), ("lru", lru)):
+        if different := keys(name) ^ wanted:
+            problems.append(f"{len(different)} keys of `{name}` do not match the records")
+    if txn.namespaces() != namespaces:
+        problems.append("the counters of the namespaces are not their sums")
+    sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
+    if list(txn.totals()) != sums:
+        problems.append(f"the counters say {txn.totals()}, the records {sums}")
+    return problems + _slot_problems(txn, slots, owners, keys("free"))
+
+
+def _slot_problems(
+    txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent], free_keys: set[bytes]
+) -> list[str]:
+    problems = []
+    if shared := [extent for extent, count in owners.items() if count > 1]:
+        problems.append(f"records share the slots {shared[:3]}")
+    pending = set(txn.pending())
+    dirty = slots.dirty.keys()
+    if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
+        problems.append("pending slots are not those lent and those to be erased")
+    segments = txn.segments()
+    live = Counter(extent.segment for extent in owners.elements())
+    for segment, state in segments.items():
+        if state.num_live != live[segment]:
+            problems.append(f"segment {segment} counts {state.num_live} blocks of {live[segment]}")
+        for slot in range(state.num_used):
+            extent = Extent(segment, slot)
+            key = state.slot_bytes.to_bytes(4, "big") + extent_key(extent)
+            roles = (extent in owners) + (extent in pending) + (key in free_keys)
+            free_keys.discard(key)
+            if roles != 1:
+                problems.append(f"slot {extent} has {roles} roles")
+    if free_keys:
+        problems.append(f"{len(free_keys)} free slots lie in no segment")
+    if slots.occupied_bytes > slots.budget_bytes:
+        problems.append(f"files occupy {slots.occupied_bytes} of {slots.budget_bytes} bytes")
+    return problems
+
+
+def open_store(path: Path, clock: FakeClock | None = None, **options: Any) -> CheckedStore:
     options.setdefault("budget_bytes", BUDGET_BYTES)
     options.setdefault("sync", "none")
-    return BlockStore.open(str(path), clock=clock or FakeClock(), **options)
+    return CheckedStore.open(str(path), clock=clock or FakeClock(), **options)
 
 
 def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
@@ -99,15 +173,27 @@ def sweep(store: BlockStore) -> SweepResult:
     return SweepResult(expired_blocks, after.bytes_erased - before.bytes_erased)
 
 
-def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
-    """All steps of an eviction."""
-    steps = store.evicting(which)
+Answer = TypeVar("Answer")
+
+
+def end_of(steps: Generator[object, None, Answer]) -> Answer:
+    """Take all steps of something; what they led to."""
     while True:
         try:
             next(steps)
         except StopIteration as end:
-            result: EvictResult = end.value
-            return result
+            answer: Answer = end.value
+            return answer
+
+
+def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
+    """All steps of an eviction."""
+    return end_of(store.evicting(which))
+
+
+def chains(store: BlockStore) -> list[ChainInfo]:
+    """All steps of a listing."""
+    return end_of(store.listing())
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 import pytest
 
+from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
@@ -75,6 +76,35 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+class CheckedClient(StoreClient):
+    """A client that looks at its invariants, and at each page before it is lent."""
+
+    def check(self) -> None:
+        """Verify the invariants in the class docstring."""
+        with self._lock:
+            if any(not 0 <= page < self.arena.num_pages for page in self._loans):
+                raise IntegrityError("a page on loan is not in the arena")
+            if self._worker is None and (self._loans or self._lookups):
+                raise IntegrityError("jobs are open though no worker process exists")
+
+    def load(self, pages: Sequence[LentPage]) -> None:
+        self._check_lendable(pages)
+        super().load(pages)
+
+    def store(self, pages: Sequence[LentPage]) -> None:
+        self._check_lendable(pages)
+        super().store(pages)
+
+    def _check_lendable(self, lent: Sequence[LentPage]) -> None:
+        pages = [each.page_id for each in lent]
+        if any(not 0 <= page < self.arena.num_pages for page in pages):
+            raise IntegrityError(f"not all of the pages {pages} are in the arena")
+        if any(each.record.size_bytes > self.arena.page_bytes for each in lent):
+            raise IntegrityError("a block is larger than its page")
+        if len(set(pages)) < len(pages) or not self.pending_pages.isdisjoint(pages):
+            raise IntegrityError(f"of pages {pages} some are on loan already")
+
+
 class Harness:
     """One folder, one arena, and the clients that a test opens on them."""
 
@@ -82,7 +112,7 @@ class Harness:
         self.folder = folder
         self.offset_file = folder.parent / "clock-offset"
         self.arena = HostArena(NUM_PAGES, PAGE_BYTES)
-        self._clients: list[StoreClient] = []
+        self._clients: list[CheckedClient] = []
 
     def options(self, **changes: object) -> StoreOptions:
         """Small and quick ones."""
@@ -98,9 +128,9 @@ class Harness:
         }
         return StoreOptions(**(defaults | changes))  # type: ignore[arg-type]
 
-    def open(self, **changes: object) -> StoreClient:
+    def open(self, **changes: object) -> CheckedClient:
         """Start a worker; whatever a test leaves open is closed after it."""
-        client = StoreClient(self.options(**changes), self.arena)
+        client = CheckedClient(self.options(**changes), self.arena)
         self._clients.append(client)
         return client
 

@@ -27,6 +27,7 @@ from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
 LABELS = [
+    "adopt:before",
     "reserve:before",
     "reserve:done",
     "segment:opened",
@@ -224,7 +225,7 @@ def test_a_process_that_dies_there_loses_nothing_and_leaves_nothing(
     tmp_path: Path, num_reached: Counter[str], label: str, when: str
 ) -> None:
     path, last = tmp_path / "store", num_reached[label]
-    nth = {"first": 1, "second": 2, "in the middle": last // 2, "last but one": last - 1}
+    nth = {"first": 1, "second": min(2, last), "in the middle": last // 2, "last but one": last - 1}
     died = run_until(path, label, max(nth.get(when, last), 1))
     assert died.exit_code == DIED
     assert died.is_committed or label != "commit:done"
@@ -248,17 +249,33 @@ def test_a_process_that_dies_while_it_recovers_does_no_more_harm(
     assert_whole(path, died)
 
 
-@pytest.mark.parametrize("nth", [1, 2])
+@pytest.mark.parametrize("label", ["adopt:before", "erase:before", "erase:committed"])
+def test_a_process_that_dies_while_it_makes_a_lost_index_again_makes_it_the_next_time(
+    tmp_path: Path, label: str
+) -> None:
+    path = tmp_path / "store"
+    finished = run_until(path, "never", 1)
+    assert finished.exit_code == FINISHED
+    os.truncate(path / "index" / "data.mdb", 0)
+
+    def reopen(tell: Callable[[str], None]) -> None:
+        failpoint = dying_at(label, 1, tell)
+        open_store(path, FakeClock(finished.now), budget_bytes=BUDGET_BYTES, failpoint=failpoint)
+
+    assert in_child(reopen) == (DIED, [])
+    assert_whole(path, finished)
+
+
 @pytest.mark.parametrize("label", ["erase:before", "erase:done", "erase:committed"])
 def test_a_process_that_dies_while_it_shrinks_a_store_shrinks_it_the_next_time(
-    tmp_path: Path, label: str, nth: int
+    tmp_path: Path, label: str
 ) -> None:
     path, smaller = tmp_path / "store", BUDGET_BYTES * 3 // 4
     finished = run_until(path, "never", 1)
     assert finished.exit_code == FINISHED
 
     def shrink(tell: Callable[[str], None]) -> None:
-        failpoint = dying_at(label, nth, tell)
+        failpoint = dying_at(label, 1, tell)
         open_store(path, FakeClock(finished.now), budget_bytes=smaller, failpoint=failpoint)
 
     assert in_child(shrink) == (DIED, [])

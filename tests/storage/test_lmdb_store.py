@@ -3,13 +3,13 @@ import resource
 from pathlib import Path
 from typing import Any
 
-import lmdb
 import pytest
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
     BLOCK_BYTES,
     BUDGET_BYTES,
+    chains,
     digest,
     evict,
     load,
@@ -26,7 +26,7 @@ from tests.storage.blocks import (
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import HEADER_BYTES, Extent
-from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
+from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
@@ -428,7 +428,7 @@ def test_chains_are_listed_by_their_leaf_and_evicted_without_what_they_share(
     right = make_record("right", 3, parent_hash=trunk[-1].block_hash, namespace=digest("other"))
     with open_store(tmp_path / "s", clock) as store:
         put(store, *trunk, left, right)
-        first, second = store.chains()
+        first, second = chains(store)
         assert (first.id, second.id) == (left.block_hash.hex(), right.block_hash.hex())
         assert (first.blocks, first.last_position, first.bytes) == (4, 3, 4 * BLOCK_BYTES)
         assert first.last_used_max == clock.now() + 2
@@ -436,7 +436,7 @@ def test_chains_are_listed_by_their_leaf_and_evicted_without_what_they_share(
         assert (result.evicted_blocks, result.unknown_ids) == (1, ("beef",))
         assert result.freed_bytes == BLOCK_BYTES + 4096
         assert evict(store, EvictFilter(ids=(second.id,))).evicted_blocks == 4
-        assert store.chains() == []
+        assert chains(store) == []
         store.check()
 
 
@@ -455,16 +455,6 @@ def test_filters_must_all_apply_and_an_empty_one_means_nothing(tmp_path: Path) -
         store.check()
 
 
-def test_roots_are_described_for_whoever_lists_the_store(tmp_path: Path) -> None:
-    with open_store(tmp_path / "s") as store:
-        store.describe_root(digest("root"), {"model": "tiny"})
-    with (
-        lmdb.open(str(tmp_path / "s" / "index"), max_dbs=9, map_size=64 << 30) as env,
-        env.begin(db=env.open_db(b"roots", create=False)) as txn,
-    ):
-        assert txn.get(digest("root")) == b'{"model": "tiny"}'
-
-
 def test_closing_twice_is_fine_and_frees_the_lock(tmp_path: Path) -> None:
     store = open_store(tmp_path / "s")
     store.close()
@@ -476,6 +466,6 @@ def test_closing_twice_is_fine_and_frees_the_lock(tmp_path: Path) -> None:
 def test_opening_does_not_read_the_entries(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=64 << 20) as store:
         put(store, *(make_record(f"{i}", size_bytes=1) for i in range(500)))
-    store = BlockStore.open(str(tmp_path / "s"), budget_bytes=None, clock=FakeClock())
+    store = open_store(tmp_path / "s", budget_bytes=None)
     assert store.stats().bytes_read == 0
     store.close()

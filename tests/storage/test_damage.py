@@ -1,0 +1,422 @@
+"""A damaged, lost or replaced index costs blocks at most; a folder that goes away costs misses."""
+
+import itertools
+import os
+import random
+import shutil
+import signal
+import stat
+import struct
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import (
+    chains,
+    digest,
+    end_of,
+    evict,
+    load,
+    make_record,
+    occupied_bytes,
+    open_store,
+    payload_of,
+    put,
+    segment_files,
+    stored_hashes,
+    sweep,
+    verify,
+)
+from tests.storage.conftest import NAMESPACE, Harness, Mailbox, make_chain, wait_until
+from tests.storage.test_faults import plain_index
+from tieredkv.errors import StorageError
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.index import is_damage, storage_errors
+from tieredkv.storage.results import EvictFilter, VerifyResult
+from tieredkv.storage.worker import set_aside
+from tieredkv.types import BlockRecord
+
+BUDGET_BYTES = 32 << 20
+DAMAGED = 4
+NOW = 1_800_000_000.0
+CHURNED = [
+    make_record(
+        f"c{chain}",
+        position,
+        size_bytes=8192 - chain % 3 * 100,
+        namespace=digest(f"t{chain % 4}"),
+        last_used=NOW + chain,
+    )
+    for chain in range(20)
+    for position in range(20)
+]
+
+
+@pytest.fixture(scope="module")
+def churned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A closed store with free and pending slots, the same to the byte in every run."""
+    path = tmp_path_factory.mktemp("churned") / "store"
+    with open_store(path, budget_bytes=BUDGET_BYTES) as store:
+        for start in range(0, len(CHURNED), 64):
+            put(store, *CHURNED[start : start + 64])
+        store.delete([record.block_hash for record in CHURNED[::7]], "test")
+        sweep(store)
+        store.delete([record.block_hash for record in CHURNED[1::7]], "test")
+    return path
+
+
+def flip_bits(file: Path, seed: int, count: int) -> None:
+    rnd, data = random.Random(seed), bytearray(file.read_bytes())
+    for _ in range(count):
+        rnd.choice([file])
+        data[rnd.randrange(min(len(data), 4 << 20))] ^= 1 << rnd.randrange(8)
+    file.write_bytes(data)
+
+
+def use_and_repair(path: Path) -> None:
+    """What a store can still do, it does right; once verify has repaired it, all is well."""
+    with open_store(path, budget_bytes=BUDGET_BYTES) as store:
+        for record in CHURNED:
+            assert load(store, record) in (payload_of(record), None, "checksum", "missing_segment")
+        steps = list(itertools.islice(store.verifying(repair=True), 2000))
+        assert len(steps) < 2000, "it goes in circles"
+        assert verify(store).bad == 0
+        store.check()
+        fresh = [make_record("fresh", position) for position in range(20)]
+        assert all(put(store, *fresh))
+        sweep(store)
+        store.check()
+        assert occupied_bytes(path) <= BUDGET_BYTES
+
+
+def outcome_in_child(path: Path) -> int:
+    """The exit code of a process that uses the store: damage and deadly signals are its right."""
+    if (pid := os.fork()) == 0:
+        code = 1
+        try:
+            use_and_repair(path)
+            code = 0
+        except StorageError as error:
+            code = DAMAGED if is_damage(error) else 1
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize("seed", [2003, 2007, 2016, 2018, 2022, 2041, 2043, 2051])
+def test_flipped_bits_of_an_index_are_repaired_or_the_index_is_made_again(
+    tmp_path: Path, churned: Path, seed: int
+) -> None:
+    path = tmp_path / "store"
+    shutil.copytree(churned, path)
+    flip_bits(path / "index" / "data.mdb", seed, 30)
+    outcome = outcome_in_child(path)
+    assert outcome in (0, DAMAGED, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
+    if outcome:
+        set_aside(str(path), "index")
+        assert outcome_in_child(path) == 0
+
+
+def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    records = [make_record("a", position) for position in range(60)]
+    with open_store(path) as store:
+        put(store, *records)
+    victim = sorted(record.block_hash for record in records)[30]
+    index = path / "index" / "data.mdb"
+    index.write_bytes(
+        index.read_bytes().replace(
+            victim + b"\1\0\x20\x20\x20\3", bytes(32) + b"\1\0\x20\x20\x20\3"
+        )
+    )
+    with open_store(path) as store:
+        steps = list(itertools.islice(store.verifying(repair=True), 200))
+        assert len(steps) < 200, "it goes in circles"
+        assert steps[-1].by_reason["index"] == 1
+        assert verify(store) == VerifyResult(checked=59)
+        store.check()
+        for record in records:
+            wanted = None if record.block_hash == victim else payload_of(record)
+            assert load(store, record) == wanted
+
+
+def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> None:
+    path, clock = tmp_path / "store", FakeClock()
+    records = [make_record("a", position, expires_at=NOW + 10 + position) for position in range(90)]
+    with open_store(path, clock) as store:
+        put(store, *records)
+    index = path / "index" / "data.mdb"
+    data = index.read_bytes()
+    for record in records:  # the keys now sort behind their neighbours' by what comes first
+        key = struct.pack(">Q", int(record.expires_at * 1e6)) + record.block_hash
+        data = data.replace(key, struct.pack(">Q", 90 - record.position) + record.block_hash)
+    index.write_bytes(data)
+    clock.advance(1000)
+    with open_store(path, clock) as store:
+        assert sum(1 for _ in itertools.islice(store.sweeping(), 1000)) < 1000
+        sweep(store)
+        store.check()
+        assert store.stats().blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted"),
+    [
+        (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN: Transaction must abort"), True),
+        (lmdb.CorruptedError("mdb_get: MDB_CORRUPTED: Located page was wrong type"), True),
+        (lmdb.Error("mdb_cursor_get: Invalid argument"), True),
+        (struct.error("unpack requires a buffer of 16 bytes"), True),
+        (lmdb.MapFullError("mdb_put: MDB_MAP_FULL"), False),
+        (lmdb.Error("mdb_txn_commit: No space left on device"), False),
+        (lmdb.Error("mdb_txn_commit: Input/output error"), False),
+        (lmdb.ReadonlyError("mdb_env_open: Permission denied"), False),
+        (OSError(5, "Input/output error"), False),
+    ],
+)
+def test_every_error_of_the_index_but_the_systems_is_damage(error: Exception, wanted: bool) -> None:
+    with pytest.raises(StorageError) as caught, storage_errors("index"):
+        raise error
+    assert is_damage(caught.value) is wanted
+
+
+def assert_back(mail: Mailbox, records: list[BlockRecord]) -> None:
+    """The tier serves again, with all of these blocks."""
+    wait_until(lambda: all(mail.lookup([record.block_hash for record in records])))
+    for done in mail.load(records):
+        assert done.ok, done.reason
+        mail.assert_right(done)
+    assert all(done.ok for done in mail.store(make_chain("after", 8)))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("meta", b"totals"), ("namespaces", NAMESPACE), ("expiry", b"\0\0\0")]
+)
+def test_an_entry_of_a_wrong_length_costs_no_block(harness: Harness, name: str, key: bytes) -> None:
+    client, records = harness.open(), make_chain("a", 20)
+    Mailbox(client).store(records)
+    client.close()
+    with plain_index(harness.folder, name) as (txn, database):
+        txn.put(key, b"x", db=database)
+    mail = Mailbox(harness.open())
+    mail.store(make_chain("counted", 1))
+    wait_until((harness.folder / "index.bad").exists)
+    assert_back(mail, records)
+
+
+@pytest.mark.parametrize("size", [0, 4096, 8192, 16384])
+@pytest.mark.parametrize("is_live", [True, False], ids=["live", "stopped"])
+def test_a_truncated_index_costs_no_block(harness: Harness, size: int, is_live: bool) -> None:
+    client, records = harness.open(), make_chain("a", 40)
+    Mailbox(client).store(records)
+    if not is_live:
+        client.close()
+    os.truncate(harness.folder / "index" / "data.mdb", size)
+    mail = Mailbox(client if is_live else harness.open())
+    mail.lookup([records[0].block_hash])
+    assert_back(mail, records)
+    assert StoreControl(harness.folder).verify()["bad"] == 0
+
+
+def test_everything_is_erased_only_after_the_new_index_died_as_well(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    records = [make_record("a", position) for position in range(8)]
+    with open_store(path) as store:
+        put(store, *records)
+    assert "made again" in set_aside(str(path), "index")
+    with open_store(path) as store:
+        assert stored_hashes(store, records) == {record.block_hash for record in records}
+    assert "empty" in set_aside(str(path), "segments")
+    with open_store(path) as store:
+        assert store.stats().blocks == 0
+        assert (segment_files(path), (path / "index.bad").is_dir()) == ([], True)
+
+
+def test_a_lost_index_is_made_again_within_a_budget_that_is_full(tmp_path: Path) -> None:
+    path, budget = tmp_path / "store", 4 << 20
+    records = [make_record(f"{i}", last_used=NOW + i) for i in range(400)]
+    with open_store(path, budget_bytes=budget) as store:
+        for start in range(0, len(records), 50):
+            put(store, *records[start : start + 50])
+        before = stored_hashes(store, records)
+    set_aside(str(path), "index")
+    peaks: list[int] = []
+    clock = FakeClock(NOW + 1000)
+    with open_store(
+        path, clock, budget_bytes=budget, failpoint=lambda _: peaks.append(occupied_bytes(path))
+    ) as store:
+        kept = stored_hashes(store, records)
+        assert max(peaks) <= budget
+        assert len(kept) > 0.8 * len(before)
+        assert kept == {record.block_hash for record in records[-len(kept) :]}, "not the last used"
+        assert verify(store).bad == 0
+        store.check()
+
+
+def test_whoever_only_looks_does_not_empty_a_store_whose_index_is_lost(tmp_path: Path) -> None:
+    path, record = tmp_path / "store", make_record()
+    with open_store(path) as store:
+        put(store, record)
+    os.truncate(path / "index" / "data.mdb", 0)
+    with pytest.raises(StorageError, match="is lost, and the budget with it"):
+        open_store(path, budget_bytes=None, create=False)
+    with open_store(path) as store:
+        assert load(store, record) == payload_of(record)
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mount(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a tmpfs of its own."""
+    folder = tmp_path / "mnt"
+    folder.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(folder)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip("mounting is not allowed here")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], capture_output=True)
+
+
+def test_an_unmounted_store_is_not_made_anew_below_and_serves_again_when_it_is_back(
+    tmp_path: Path, mount: Path
+) -> None:
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    subprocess.run(["mount", "--bind", str(mount), str(other)], check=True)
+    harness = Harness(mount / "store")
+    harness.offset_file = tmp_path / "offset"
+    try:
+        client, records = harness.open(), make_chain("a", 8)
+        mail = Mailbox(client)
+        assert all(done.ok for done in mail.store(records))
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+        wait_until(lambda: client.pid is None)
+        assert {done.reason for done in mail.store(make_chain("lost", 4))} == {"worker_down"}
+        assert list(mount.iterdir()) == []
+        subprocess.run(["mount", "--bind", str(other), str(mount)], check=True)
+        assert_back(mail, records)
+    finally:
+        harness.close()
+        subprocess.run(["umount", "-l", str(other)], capture_output=True)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+def test_a_store_that_was_moved_away_is_not_made_anew_and_serves_again_when_it_is_back(
+    harness: Harness, is_replaced: bool
+) -> None:
+    client, records = harness.open(), make_chain("a", 8)
+    mail = Mailbox(client)
+    mail.store(records)
+    away = harness.folder.with_name("away")
+    harness.folder.rename(away)
+    if is_replaced:
+        harness.folder.mkdir()
+    assert not any(done.ok for done in mail.store(make_chain("lost", 4))), (
+        "into a folder moved away"
+    )
+    wait_until(lambda: client.pid is None)
+    if is_replaced:
+        harness.folder.rmdir()
+    assert not harness.folder.exists()
+    away.rename(harness.folder)
+    assert_back(mail, records)
+
+
+def test_the_socket_is_the_owners_whatever_the_umask(harness: Harness) -> None:
+    umask = os.umask(0o777)
+    try:
+        harness.open()
+    finally:
+        os.umask(umask)
+    assert stat.S_IMODE((harness.folder / "sock").stat().st_mode) == 0o600
+    assert StoreControl(harness.folder).df()["disk"]["blocks"] == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_a_segment_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    with open_store(tmp_path / "store") as store:
+        put(store, make_record())
+    [file] = segment_files(tmp_path / "store")
+    os.chown(file, 12345, -1)
+    with pytest.raises(StorageError, match="belongs to uid 12345"):
+        open_store(tmp_path / "store")
+
+
+# --- the budget, and long listings --------------------------------------------------------------
+
+
+def test_a_store_that_shrinks_is_never_above_the_larger_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, larger, smaller = tmp_path / "store", 12 << 20, 5 << 20
+    records = [make_record(f"{i}", size_bytes=1, last_used=NOW + i) for i in range(2000)]
+    with open_store(path, budget_bytes=larger) as store:
+        for start in range(0, len(records), 50):
+            put(store, *records[start : start + 50])
+    peaks = [0]
+    rename = os.rename
+
+    def renaming(source: str, target: str) -> None:
+        peaks.append(occupied_bytes(path))  # the copy lies beside the index
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", renaming)
+    with open_store(
+        path, budget_bytes=smaller, failpoint=lambda _: peaks.append(occupied_bytes(path))
+    ) as store:
+        assert max(peaks) <= larger
+        assert occupied_bytes(path) <= smaller
+        kept = stored_hashes(store, records)
+        assert kept == {record.block_hash for record in records[-len(kept) :]}
+        store.check()
+    monkeypatch.undo()
+    with open_store(path, budget_bytes=None) as store:
+        assert store.stats().bytes_budget == smaller
+
+
+def test_chains_are_listed_and_evicted_in_steps_as_a_plain_look_at_all_of_them_says(
+    tmp_path: Path,
+) -> None:
+    rnd = random.Random(3)
+    records: list[BlockRecord] = []
+    for i in range(400):
+        parent = rnd.choice(records) if records and rnd.random() < 0.8 else None
+        position = parent.position + 1 if parent else 0
+        parent_hash = parent.block_hash if parent else digest("root")
+        records.append(make_record(f"{i}", position, size_bytes=100, parent_hash=parent_hash))
+    by_hash = {record.block_hash: record for record in records}
+    parents = {record.parent_hash for record in records}
+
+    def chain_of(leaf: BlockRecord) -> list[BlockRecord]:
+        above = by_hash.get(leaf.parent_hash)
+        return [leaf, *(chain_of(above) if above else [])]
+
+    expected = {r.block_hash.hex(): chain_of(r) for r in records if r.block_hash not in parents}
+    with open_store(tmp_path / "store", budget_bytes=16 << 20) as store:
+        put(store, *records)
+        found = chains(store)
+        assert {chain.id: (chain.blocks, chain.bytes) for chain in found} == {
+            id_: (len(chain), 100 * len(chain)) for id_, chain in expected.items()
+        }
+        assert sum(1 for _ in store.listing()) > 400 // 64 + len(expected)
+        named = rnd.sample(sorted(expected), 20)
+        kept = {r.block_hash for id_, chain in expected.items() if id_ not in named for r in chain}
+        which = EvictFilter(ids=tuple(id_[:20] for id_ in named))
+        foreseen, _ = end_of(store.choosing(which.ids))
+        assert set(foreseen) == by_hash.keys() - kept
+        positions = {block_hash: at for at, block_hash in enumerate(foreseen)}
+        for block_hash in foreseen:
+            parent_at = positions.get(by_hash[block_hash].parent_hash)
+            assert parent_at is None or parent_at > positions[block_hash], "a head before its tail"
+        assert evict(store, which).evicted_blocks == len(foreseen)
+        assert stored_hashes(store, records) == kept
+        assert evict(store, EvictFilter(all=True)).evicted_blocks == len(kept)
+        assert chains(store) == []
+        store.check()
