@@ -1,0 +1,106 @@
+"""After a power loss the store opens; blocks may be missing, never wrong."""
+
+import random
+import shutil
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.storage.blocks import occupied_bytes
+from tests.storage.conftest import Harness, Mailbox, make_chain, make_record, wait_until
+from tests.storage.power_loss import BUDGETS_BYTES, Block, Recording
+from tieredkv.storage.control import StoreControl
+
+SOURCE = Path(__file__).with_name("power_loss.c")
+
+
+@pytest.fixture(scope="module")
+def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile what logs the writes."""
+    if (compiler := shutil.which("cc")) is None:
+        pytest.skip("there is no C compiler `cc` to build the write log with")
+    target = tmp_path_factory.mktemp("shim") / "power_loss.so"
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(target), str(SOURCE), "-ldl"]
+    subprocess.run(command, check=True)
+    return target
+
+
+def lose_power(tmp_path: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> Counter[str]:
+    """Record one store's life and open what a loss at each of some moments leaves of it."""
+    recording = Recording(tmp_path, shim, sync=sync, seed=seed)
+    random_ = random.Random(seed)
+    outcome: Counter[str] = Counter()
+    for _ in range(num_cuts):
+        cut = random_.randint(1, len(recording.operations))
+        folder = tmp_path / "after"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(mode=0o700)
+        recording.replay(cut, random_, folder)
+        certain = recording.certain(cut) if sync == "commit" else set()
+        outcome += open_after(folder, recording.tried(cut), certain, sync=sync)
+    return outcome
+
+
+def open_after(
+    folder: Path, tried: set[Block], certain: set[tuple[str, int, int]], *, sync: str
+) -> Counter[str]:
+    """Serve the store by a worker and check every block; with `commit` nothing may be lost."""
+    outcome: Counter[str] = Counter(opened=1)
+    harness = Harness(folder)
+    try:
+        client = harness.open(budget_bytes=BUDGETS_BYTES[0])
+        mail, pid = Mailbox(client), client.pid
+        blocks = sorted(tried)
+        for start in range(0, len(blocks), 64):
+            batch = blocks[start : start + 64]
+            records = [make_record(*block[:2], size_bytes=block[2]) for block in batch]
+            for done in mail.load(records):
+                block = batch[done.page_id]
+                if done.ok:
+                    mail.assert_right(done, block[2])
+                    outcome["right"] += 1
+                elif done.reason != "missing":
+                    outcome[f"a load says {done.reason}"] += 1
+                if sync == "commit" and not done.ok:
+                    assert block not in certain, f"synced, acknowledged and {done.reason}"
+        outcome["certain"] += len(certain)
+        late = make_chain("late", 8)
+        wait_until(lambda: all(done.ok for done in mail.store(late)))
+        for done in mail.load(late):
+            assert done.ok, done.reason
+            mail.assert_right(done)
+        if sync == "commit":
+            assert client.pid == pid, "the worker had to be started again"
+            assert not list(folder.glob("index.bad*")), "the index was set aside"
+            StoreControl(folder).verify()
+            assert StoreControl(folder).verify()["bad"] == 0
+        assert occupied_bytes(folder) <= BUDGETS_BYTES[0]
+    finally:
+        harness.close()
+    return outcome
+
+
+@pytest.mark.parametrize("sync", ["commit", "none"])
+def test_a_power_loss_costs_blocks_at_most(tmp_path: Path, shim: Path, sync: str) -> None:
+    outcome = lose_power(tmp_path, shim, sync, seed=1, num_cuts=10)
+    assert outcome["opened"] == 10
+    assert outcome["right"] > 100, outcome
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("sync", ["commit", "none"])
+def test_many_power_losses_cost_blocks_at_most(
+    tmp_path: Path, shim: Path, sync: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome: Counter[str] = Counter()
+    for seed in range(25):
+        base = tmp_path / str(seed)
+        base.mkdir()
+        outcome += lose_power(base, shim, sync, seed, num_cuts=20)
+        shutil.rmtree(base)
+        with capsys.disabled():
+            print(f"sync {sync}: {dict(outcome)}")  # noqa: T201
+    assert outcome["opened"] == 500
