@@ -3,6 +3,7 @@
 import random
 import shutil
 import subprocess
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -27,25 +28,24 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def lose_power(tmp_path: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> Counter[str]:
+def lose_power(where: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> Counter[str]:
     """Record one store's life and open what a loss at each of some moments leaves of it."""
-    recording = Recording(tmp_path, shim, sync=sync, seed=seed)
     random_ = random.Random(seed)
     outcome: Counter[str] = Counter()
-    for _ in range(num_cuts):
-        cut = random_.randint(1, len(recording.operations))
-        folder = tmp_path / "after"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(mode=0o700)
-        recording.replay(cut, random_, folder)
-        certain = recording.certain(cut) if sync == "commit" else set()
-        outcome += open_after(folder, recording.tried(cut), certain, sync=sync)
+    with tempfile.TemporaryDirectory(dir=where) as base:
+        recording = Recording(Path(base), shim, sync=sync, seed=seed)
+        for number in range(num_cuts):
+            cut = random_.randint(1, len(recording.operations))
+            folder = Path(base) / str(number)
+            folder.mkdir(mode=0o700)
+            recording.replay(cut, random_, folder)
+            certain = recording.certain(cut) if sync == "commit" else set()
+            outcome += open_after(folder, recording.tried(cut), certain, sync=sync)
+            shutil.rmtree(folder)
     return outcome
 
 
-def open_after(
-    folder: Path, tried: set[Block], certain: set[tuple[str, int, int]], *, sync: str
-) -> Counter[str]:
+def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: str) -> Counter[str]:
     """Serve the store by a worker and check every block; with `commit` nothing may be lost."""
     outcome: Counter[str] = Counter(opened=1)
     harness = Harness(folder)
@@ -98,8 +98,8 @@ UNSYNCED = pytest.param(
 
 
 @pytest.mark.parametrize("sync", ["commit", UNSYNCED])
-def test_a_power_loss_costs_blocks_at_most(tmp_path: Path, shim: Path, sync: str) -> None:
-    outcome = lose_power(tmp_path, shim, sync, seed=1, num_cuts=10)
+def test_a_power_loss_costs_blocks_at_most(ram_path: Path, shim: Path, sync: str) -> None:
+    outcome = lose_power(ram_path, shim, sync, seed=1, num_cuts=10)
     assert outcome["opened"] == 10
     assert outcome["right"] > 100, outcome
 
@@ -108,14 +108,11 @@ def test_a_power_loss_costs_blocks_at_most(tmp_path: Path, shim: Path, sync: str
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sync", ["commit", UNSYNCED])
 def test_many_power_losses_cost_blocks_at_most(
-    tmp_path: Path, shim: Path, sync: str, capsys: pytest.CaptureFixture[str]
+    ram_path: Path, shim: Path, sync: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcome: Counter[str] = Counter()
     for seed in range(25):
-        base = tmp_path / str(seed)
-        base.mkdir()
-        outcome += lose_power(base, shim, sync, seed, num_cuts=20)
-        shutil.rmtree(base)
+        outcome += lose_power(ram_path, shim, sync, seed, num_cuts=20)
         with capsys.disabled():
             print(f"sync {sync}: {dict(outcome)}")  # noqa: T201
     assert outcome["opened"] == 500
