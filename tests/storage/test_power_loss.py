@@ -4,17 +4,24 @@ import random
 import shutil
 import subprocess
 import tempfile
+import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.storage.blocks import occupied_bytes
-from tests.storage.conftest import Harness, Mailbox, make_chain, make_record, wait_until
+from tests.storage.conftest import Harness, Mailbox, make_chain, make_record
 from tests.storage.power_loss import BUDGETS_BYTES, Block, Recording
+from tieredkv.errors import StorageError
 from tieredkv.storage.control import StoreControl
 
+PATIENCE_S = 15.0  # an index that contradicts itself may end the worker a few times
 SOURCE = Path(__file__).with_name("power_loss.c")
+
+
+class NeverServesError(Exception):
+    """The worker does not come back to stay."""
 
 
 @pytest.fixture(scope="module")
@@ -68,45 +75,49 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
         outcome["certain"] += len(certain)
         late = make_chain("late", 8)
 
-        def serves() -> bool:  # an index that contradicts itself may end the worker a few times
-            if not all(done.ok for done in mail.store(late)):
-                return False
-            loaded = mail.load(late)
+        deadline = time.monotonic() + PATIENCE_S
+        is_served = False
+        while not is_served:
+            if time.monotonic() > deadline:
+                raise NeverServesError
+            time.sleep(0.01)
+            stored, loaded = mail.store(late), mail.load(late)
             for done in loaded:
                 if done.ok:
                     mail.assert_right(done)
-            return all(done.ok for done in loaded)
-
-        wait_until(serves)
+            is_served = all(done.ok for done in [*stored, *loaded])
         if sync == "commit":
             assert client.pid == pid, "the worker had to be started again"
             assert not list(folder.glob("index.bad*")), "the index was set aside"
             StoreControl(folder).verify()
             assert StoreControl(folder).verify()["bad"] == 0
         assert occupied_bytes(folder) <= BUDGETS_BYTES[0]
+    except (StorageError, NeverServesError):
+        if sync == "commit":
+            raise
+        outcome["unusable"] += 1
     finally:
         harness.close()
     return outcome
 
 
-UNSYNCED = pytest.param(
-    "none",
-    marks=pytest.mark.xfail(
-        strict=False, reason="keys and values of a wrong length end every start of the worker"
-    ),
-)
+def expect_all_usable(outcome: Counter[str]) -> None:
+    """Say what is known to be wrong; wrong bytes have failed the test before."""
+    if num := outcome["unusable"]:
+        pytest.xfail(f"{num} of {outcome['opened']} stores serve no more, until the index goes")
 
 
-@pytest.mark.parametrize("sync", ["commit", UNSYNCED])
+@pytest.mark.parametrize("sync", ["commit", "none"])
 def test_a_power_loss_costs_blocks_at_most(ram_path: Path, shim: Path, sync: str) -> None:
     outcome = lose_power(ram_path, shim, sync, seed=1, num_cuts=10)
     assert outcome["opened"] == 10
     assert outcome["right"] > 100, outcome
+    expect_all_usable(outcome)
 
 
 @pytest.mark.stress
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sync", ["commit", UNSYNCED])
+@pytest.mark.parametrize("sync", ["commit", "none"])
 def test_many_power_losses_cost_blocks_at_most(
     ram_path: Path, shim: Path, sync: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -116,3 +127,4 @@ def test_many_power_losses_cost_blocks_at_most(
         with capsys.disabled():
             print(f"sync {sync}: {dict(outcome)}")  # noqa: T201
     assert outcome["opened"] == 500
+    expect_all_usable(outcome)
