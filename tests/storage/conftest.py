@@ -3,6 +3,7 @@
 import hashlib
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -230,3 +231,11 @@ def harness(tmp_path: Path) -> Iterator[Harness]:
     harness = Harness(tmp_path / "store")
     yield harness
     harness.close()
+
+
+@pytest.fixture(scope="module")
+def ram_path() -> Iterator[Path]:
+    """A folder in memory where there is one, for tests that write far more than they ask."""
+    where = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="tieredkv-test-", dir=where) as folder:
+        yield Path(folder)

@@ -21,7 +21,6 @@ from tieredkv.errors import StoreFullError
 from tieredkv.storage.results import EvictFilter
 from tieredkv.types import BlockRecord
 
-pytestmark = pytest.mark.slow
 SMALL_BYTES = 3 << 20
 
 

@@ -1,0 +1,212 @@
+"""A power loss, simulated: what a store wrote is logged, and replayed up to some moment.
+
+Run as a script it is the store that loses its power: it writes, deletes, sweeps, evicts and shrinks
+under `power_loss.c`, and notes after each round what is stored.
+"""
+
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import open_store, page_with, sweep
+from tests.storage.conftest import make_record, payload_of
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.types import BlockRecord
+
+BUDGETS_BYTES = (4 << 20, 2 << 20)  # of two lives: the second begins with a smaller index
+SIZES_BYTES = (4096, 8100, 8192, 20_480)
+_ROUNDS = 20
+_PAGE_BYTES = 4096
+_OPERATION = struct.Struct("<5Q")
+_REPOSITORY = Path(__file__).parents[2]
+
+
+Block = tuple[str, int, int]  # chain, position, bytes
+
+
+class Operation(NamedTuple):
+    """One line of the log; `start` is where it stands there."""
+
+    start: int
+    what: str
+    path: str
+    other: str
+    offset: int
+    length: int
+    data: bytes
+
+
+class Round(NamedTuple):
+    """What was stored once the log was so long."""
+
+    log_bytes: int
+    stored: set[Block]
+
+
+class Recording:
+    """The log of one store's life and its notes."""
+
+    def __init__(self, base: Path, shim: Path, *, sync: str, seed: int) -> None:
+        self.folder, log, notes = base / "store", base / "log", base / "notes"
+        variables = {"LD_PRELOAD": str(shim), "POWER_LOG": str(log)}
+        command = [sys.executable, "-m", "tests.storage.power_loss"]
+        subprocess.run(
+            [*command, str(self.folder), str(log), str(notes), sync, str(seed)],
+            env=os.environ | variables | {"POWER_ROOT": str(self.folder)},
+            cwd=_REPOSITORY,
+            check=True,
+        )
+        self.operations = _read_log(log.read_bytes())
+        lines = map(json.loads, notes.read_text().splitlines())
+        self.rounds = [Round(size, {(*block,) for block in stored}) for size, stored in lines]
+
+    def certain(self, cut: int) -> set[Block]:
+        """Blocks acknowledged before the index's last sync, and not dropped until the cut."""
+        syncs = [each for each in self.operations[:cut] if each.what == "s"]
+        last = max((each.start for each in syncs if each.path.endswith("data.mdb")), default=0)
+        begun = self.operations[cut - 1].start
+        num_synced = sum(round_.log_bytes <= last for round_ in self.rounds)
+        num_begun = 1 + sum(round_.log_bytes <= begun for round_ in self.rounds)
+        if not num_synced:
+            return set()
+        return set.intersection(*(each.stored for each in self.rounds[num_synced - 1 : num_begun]))
+
+    def tried(self, cut: int) -> set[Block]:
+        """Every block that may be there at the cut."""
+        num_begun = 1 + sum(r.log_bytes <= self.operations[cut - 1].start for r in self.rounds)
+        return set().union(*(each.stored for each in self.rounds[:num_begun]))
+
+    def replay(self, cut: int, random_: random.Random, target: Path) -> None:
+        """Write the files as a power loss after `cut` operations may leave them.
+
+        Of each file, any 4 KiB written since its last sync may be lost, whatever was written
+        later; the same for lengths, allocations and holes. Names are kept by a journal: those made,
+        changed and removed since the last sync of any file are lost from some moment on.
+        """
+        operations = self.operations[:cut]
+        last_sync = max((i for i, each in enumerate(operations) if each.what == "s"), default=0)
+        names_end = random_.randint(last_sync, cut)
+        loss = random_.choice((0.0, 0.2, 0.5, 0.9, 1.0))
+
+        owners: list[int] = []  # of each operation: the first one on the same file
+        numbers: dict[str, int] = {}
+        synced: dict[int, int] = {}
+        names: dict[str, int] = {}  # as they are on the disk
+        for i, each in enumerate(operations):
+            owner = numbers.setdefault(each.path, i)
+            owners.append(owner)
+            if each.what == "s":
+                synced[owner] = i
+            elif each.what in "ru":
+                del numbers[each.path]
+                if each.what == "r":
+                    numbers[each.other] = owner
+            if i >= names_end:
+                continue
+            if each.what in "ru":
+                names.pop(each.path, None)
+            else:
+                names.setdefault(each.path, owner)
+            if each.what == "r":
+                names[each.other] = owner
+
+        files: dict[int, bytearray] = {}
+        for i, (each, owner) in enumerate(zip(operations, owners, strict=True)):
+            is_safe = i < synced.get(owner, -1)
+            file = files.setdefault(owner, bytearray())
+            if each.what == "w":
+                for at in range(0, len(each.data), _PAGE_BYTES):
+                    if is_safe or random_.random() >= loss:
+                        _put(file, each.offset + at, each.data[at : at + _PAGE_BYTES])
+            elif is_safe or random_.random() >= loss:
+                _change_length(file, each)
+
+        for name, owner in names.items():
+            path = target / Path(name).relative_to(self.folder)
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            path.write_bytes(files[owner])
+            path.chmod(0o600)
+
+
+def _put(file: bytearray, offset: int, data: bytes) -> None:
+    if len(file) < offset + len(data):
+        file.extend(bytes(offset + len(data) - len(file)))
+    file[offset : offset + len(data)] = data
+
+
+def _change_length(file: bytearray, each: Operation) -> None:
+    end = each.offset + each.length
+    if each.what == "t":
+        del file[each.offset :]
+        file.extend(bytes(each.offset - len(file)))
+    elif each.what == "a":
+        file.extend(bytes(max(0, end - len(file))))
+    elif each.what == "p":
+        hole = slice(each.offset, min(end, len(file)))
+        file[hole] = bytes(len(file[hole]))
+
+
+def _read_log(log: bytes) -> list[Operation]:
+    operations, at = [], 0
+    while at < len(log):
+        start = at
+        what, offset, length, *sizes = _OPERATION.unpack_from(log, at)
+        at += _OPERATION.size
+        parts = []
+        for size in (*sizes, length if chr(what) == "w" else 0):
+            parts.append(log[at : at + size])
+            at += size
+        path, other, data = os.fsdecode(parts[0]), os.fsdecode(parts[1]), parts[2]
+        if not path.endswith(" (deleted)"):  # a probe's unnamed file
+            operations.append(Operation(start, chr(what), path, other, offset, length, data))
+    return operations
+
+
+# --- the store that loses its power -----------------------------------------------------------
+
+
+def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
+    """Write, delete, sweep, evict, and shrink once; note what is stored after each round."""
+    random_, clock = random.Random(seed), FakeClock(time.time())
+    known: dict[bytes, Block] = {}
+    with notes.open("w") as lines:
+        for life, budget_bytes in enumerate(BUDGETS_BYTES):
+            with open_store(folder, clock, budget_bytes=budget_bytes, sync=sync) as store:
+                for round_ in range(_ROUNDS):
+                    chain = f"{life}.{round_}"
+                    blocks = [
+                        make_record(chain, position, size_bytes=random_.choice(SIZES_BYTES))
+                        for position in range(random_.randrange(1, 20))
+                    ]
+                    for each in blocks:
+                        known[each.block_hash] = (chain, each.position, each.size_bytes)
+                    _put_blocks(store, blocks)
+                    if round_ % 3 == 2:
+                        store.delete([each.block_hash for each in blocks[:3]], "request")
+                    if round_ % 5 == 4:
+                        sweep(store)
+                    found = store.lookup(list(known))
+                    stored = [known[each.block_hash] for each in found if each is not None]
+                    lines.write(json.dumps([log.stat().st_size, stored]) + "\n")
+
+
+def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord]) -> None:
+    writes = []
+    for slot, record in zip(store.reserve_many(blocks), blocks, strict=True):
+        if slot is not None:
+            page = page_with(payload_of(record.block_hash, record.size_bytes))
+            writes.append((slot, record, store.write_payload(slot, record, page)))
+    store.commit(writes)
+
+
+if __name__ == "__main__":
+    paths, (sync, seed) = map(Path, sys.argv[1:4]), sys.argv[4:]
+    live(*paths, sync=sync, seed=int(seed))

@@ -1,0 +1,343 @@
+"""The running worker on a disk that really fails: errors, stalls and no room, lifted again.
+
+The disks are a FUSE filesystem of ours and a small tmpfs; both take the right to mount.
+"""
+
+import errno
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import occupied_bytes, open_store, verify
+from tests.storage.conftest import (
+    DAY_S,
+    PAGE_BYTES,
+    Harness,
+    Mailbox,
+    lent_pages,
+    make_chain,
+    make_record,
+    payload_of,
+    wait_until,
+)
+from tests.storage.fuse import FaultyDisk
+from tieredkv.storage.messages import LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.types import BlockRecord
+
+LENGTH = 8
+BUDGET_BYTES = 16 << 20
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
+    try:
+        disk = FaultyDisk(tmp_path)
+    except PermissionError as error:
+        pytest.skip(f"a filesystem of ours cannot be mounted here ({error})")
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+@contextmanager
+def harness_on(folder: Path, tmp_path: Path) -> Iterator[Harness]:
+    harness = Harness(folder)
+    harness.offset_file = tmp_path / "clock-offset"
+    try:
+        yield harness
+    finally:
+        harness.close()
+
+
+@pytest.fixture
+def harness(disk: FaultyDisk, tmp_path: Path) -> Iterator[Harness]:
+    with harness_on(disk.folder / "store", tmp_path) as harness:
+        yield harness
+        disk.set_faults()  # or a worker that is held could not be ended
+
+
+def assert_sound(folder: Path, stored: list[BlockRecord], budget_bytes: int = 64 << 20) -> None:
+    """A stopped store has these blocks, nothing wrong in it and nothing above its budget."""
+    with open_store(folder, FakeClock(time.time()), budget_bytes=budget_bytes) as store:
+        for record in stored:
+            located = store.locate(record.block_hash)
+            assert located is not None, "an acknowledged block is gone"
+            page = memoryview(bytearray(PAGE_BYTES))
+            store.read_payload(located, page)
+            assert page == payload_of(record.block_hash), "a wrong block was stored"
+        assert verify(store, repair=False).bad == 0
+        store.check()
+    assert occupied_bytes(folder) <= budget_bytes
+
+
+def assert_all_right(mail: Mailbox, records: list[BlockRecord]) -> None:
+    for done in mail.load(records):
+        assert done.ok, done.reason
+        mail.assert_right(done)
+
+
+def reasons(done: list[PageLoaded] | list[PageStored]) -> set[str]:
+    return {each.reason for each in done}
+
+
+# --- errors -----------------------------------------------------------------------------------
+
+
+def test_a_disk_that_cannot_be_read_costs_misses_and_no_block(
+    disk: FaultyDisk, harness: Harness
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain, other = make_chain("a", LENGTH), make_chain("b", LENGTH)
+    assert reasons(mail.store(chain)) == {""}
+    pid = client.pid
+    disk.set_faults(only=".seg", fail_reads=errno.EIO)
+    assert reasons(mail.load(chain)) == {"io_error"}
+    assert None not in mail.lookup([record.block_hash for record in chain])
+    assert reasons(mail.store(other)) == {""}
+    assert client.stats().faults["io_error"] == LENGTH
+    assert disk.set_faults() >= LENGTH
+    assert_all_right(mail, chain + other)
+    assert client.pid == pid
+    client.close()
+    assert_sound(harness.folder, chain + other)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC], ids=errno.errorcode.get)
+@pytest.mark.parametrize("only", [".seg", "data.mdb", ""], ids=["segments", "index", "everything"])
+def test_a_disk_that_cannot_be_written_acknowledges_nothing_and_comes_back(
+    disk: FaultyDisk, harness: Harness, only: str, code: int
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain, refused, late = (make_chain(name, LENGTH) for name in "abc")
+    assert reasons(mail.store(chain)) == {""}
+    disk.set_faults(only=only, fail_writes=code)
+    assert reasons(mail.store(refused)) <= {"io_error", "full", "worker_died", "worker_down"}
+    if client.pid is not None:
+        assert_all_right(mail, chain)
+        assert mail.lookup([record.block_hash for record in refused]) == [None] * LENGTH
+    assert disk.set_faults() > 0
+    wait_until(lambda: reasons(mail.store(refused)) == {""})
+    assert reasons(mail.store(late)) == {""}
+    assert_all_right(mail, chain + refused + late)
+    client.close()
+    assert_sound(harness.folder, chain + refused + late)
+
+
+@pytest.mark.parametrize("room_bytes", [4096, 50_000, 130_000, 1 << 20, (2 << 20) + 8192])
+def test_wherever_the_room_ends_what_was_acknowledged_is_there(
+    disk: FaultyDisk, harness: Harness, room_bytes: int
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    disk.set_faults(room_bytes=room_bytes)
+    stored: list[BlockRecord] = []
+    for number in range(20):
+        chain = make_chain(f"{number}", LENGTH)
+        done = mail.store(chain)
+        ok = {each.block_hash for each in done if each.ok}
+        stored += [record for record in chain if record.block_hash in ok]
+        if len(ok) < LENGTH:
+            break
+    else:
+        pytest.fail("the room did not end")
+    if stored:
+        assert_all_right(mail, stored[-2 * LENGTH :])
+    assert disk.set_faults() > 0
+    wait_until(lambda: reasons(mail.store(chain)) == {""})
+    assert_all_right(mail, chain)
+    client.close()
+    assert_sound(harness.folder, stored + chain)
+
+
+def test_an_index_that_cannot_be_read_at_a_restart_comes_back_by_itself(
+    disk: FaultyDisk, harness: Harness
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", LENGTH)
+    assert reasons(mail.store(chain)) == {""}
+    disk.set_faults(only="data.mdb", fail_reads=errno.EIO)
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGKILL)
+    wait_until(lambda: disk.num_hits() >= 5)
+    assert mail.lookup([record.block_hash for record in chain]) == [None] * LENGTH
+    disk.set_faults()
+    wait_until(lambda: client.pid is not None)
+    assert_all_right(mail, chain)
+    client.close()
+    assert_sound(harness.folder, chain)
+
+
+UNREADABLE: dict[str, Any] = {"only": "data.mdb", "fail_reads": errno.EIO, "fail_from": 2 * 4096}
+"""Of the index only the two meta pages can be read: a page fault on any other one is a SIGBUS."""
+
+
+def test_a_page_fault_that_fails_once_costs_a_restart_and_no_block(
+    disk: FaultyDisk, harness: Harness
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 64)
+    assert reasons(mail.store(chain)) == {""}
+    assert client.pid is not None
+    disk.set_faults(**UNREADABLE)
+    os.kill(client.pid, signal.SIGKILL)
+    wait_until(lambda: disk.num_hits() > 0)
+    disk.set_faults()
+    mail.take(WorkerUp)
+    assert_all_right(mail, chain)
+
+
+@pytest.mark.xfail(strict=True, reason="the second SIGBUS erases the payloads with the index")
+def test_page_faults_that_fail_for_a_while_cost_no_block(
+    disk: FaultyDisk, harness: Harness
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain, late = make_chain("a", 32), make_chain("late", LENGTH)
+    assert reasons(mail.store(chain)) == {""}
+    assert client.pid is not None
+    disk.set_faults(**UNREADABLE)
+    os.kill(client.pid, signal.SIGKILL)
+    mail.take(WorkerUp)
+    disk.set_faults()
+    wait_until(lambda: reasons(mail.store(late)) == {""})
+    assert_all_right(mail, late)
+    assert_all_right(mail, chain)
+
+
+# --- stalls -----------------------------------------------------------------------------------
+
+
+def test_a_read_that_hangs_holds_up_nobody_else(disk: FaultyDisk, harness: Harness) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain, later = make_chain("a", LENGTH), make_chain("b", LENGTH)
+    assert reasons(mail.store(chain)) == {""}
+    disk.set_faults(only=".seg", hold_reads=1)
+    client.load(lent_pages(chain[:1], first_page=32))
+    wait_until(lambda: disk.num_hits() > 0)
+    assert client.pending_pages == {32}
+    assert None not in mail.lookup([record.block_hash for record in chain])
+    assert_all_right(mail, chain[1:])
+    assert reasons(mail.store(later)) == {""}
+    assert_all_right(mail, later)
+    assert client.pending_pages == {32}, "the read was not held"
+    disk.set_faults()
+    (done,) = mail.take(PageLoaded)
+    assert done.ok
+    mail.assert_right(done)
+
+
+@pytest.mark.xfail(strict=True, reason="commits and lookups share a thread")
+@pytest.mark.parametrize("only", [".seg", "data.mdb"], ids=["segments", "index"])
+def test_a_sync_that_hangs_holds_up_no_lookup_and_no_load(
+    disk: FaultyDisk, harness: Harness, only: str
+) -> None:
+    client = harness.open(sync="commit")
+    mail = Mailbox(client)
+    chain, later = make_chain("a", LENGTH), make_chain("b", LENGTH)
+    assert reasons(mail.store(chain)) == {""}
+    mail.fill(later)
+    disk.set_faults(only=only, hold_syncs=True)
+    client.store(lent_pages(later))
+    wait_until(lambda: disk.num_hits() > 0)
+    client.lookup([record.block_hash for record in chain])
+    (found,) = mail.take(LookupDone, timeout_s=5)
+    assert None not in found.records
+    client.load(lent_pages(chain, first_page=32))
+    for done in mail.take(PageLoaded, LENGTH, timeout_s=5):
+        assert done.ok
+        mail.assert_right(done)
+    assert len(client.pending_pages) == LENGTH, "acknowledged before it was synced"
+    disk.set_faults()
+    assert reasons(mail.take(PageStored, LENGTH)) == {""}
+
+
+def test_a_sync_that_hung_is_answered_once_it_returns(disk: FaultyDisk, harness: Harness) -> None:
+    client = harness.open(sync="commit")
+    mail = Mailbox(client)
+    chain = make_chain("a", LENGTH)
+    mail.fill(chain)
+    disk.set_faults(only=".seg", hold_syncs=True)
+    client.store(lent_pages(chain))
+    wait_until(lambda: disk.num_hits() > 0)
+    assert len(client.pending_pages) == LENGTH, "acknowledged before it was synced"
+    disk.set_faults()
+    assert reasons(mail.take(PageStored, LENGTH)) == {""}
+    assert_all_right(mail, chain)
+
+
+# --- a small disk -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MiB, half of the store's budget."""
+    mount_point = tmp_path / "small"
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", str(mount_point)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("a tmpfs cannot be mounted here")
+    try:
+        yield mount_point
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount_point)], check=True)
+
+
+def test_a_full_filesystem_refuses_expires_and_serves_again(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    with harness_on(small_disk / "store", tmp_path) as harness:
+        client = harness.open(budget_bytes=BUDGET_BYTES)
+        mail = Mailbox(client)
+        pid = client.pid
+        stored: list[BlockRecord] = []
+        for number in range(20):
+            chain = make_chain(f"{number}", 32)
+            ok = {each.block_hash for each in mail.store(chain) if each.ok}
+            stored += [record for record in chain if record.block_hash in ok]
+            if not ok:
+                break
+        assert 4 << 20 < len(stored) * PAGE_BYTES < 8 << 20
+        filler = small_disk / "somebody else's"
+        with filler.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+            while True:
+                file.write(bytes(4096))
+        assert reasons(mail.store(make_chain("full", LENGTH))) <= {"full", "io_error"}
+        for start in range(0, len(stored), 32):
+            assert_all_right(mail, stored[start : start + 32])
+        secret = payload_of(stored[0].block_hash)[:64]
+        harness.set_clock(DAY_S + 60)
+        mail.lookup([stored[0].block_hash])
+        wait_until(lambda: not any((harness.folder / "segments").iterdir()))
+        held = b"".join(path.read_bytes() for path in small_disk.rglob("*") if path.is_file())
+        assert secret not in held, "expired bytes are still on the disk"
+        filler.unlink()
+        late = [aged(make_record("late", position)) for position in range(32)]
+        assert reasons(mail.store(late)) == {""}
+        assert_all_right(mail, late)
+        assert client.pid == pid
+
+
+def aged(record: BlockRecord) -> BlockRecord:
+    """The same block, computed after the clock was turned by a day and a minute."""
+    shift = DAY_S + 60
+    return replace(
+        record,
+        computed_at=record.computed_at + shift,
+        expires_at=record.expires_at + shift,
+        last_used=record.last_used + shift,
+    )
