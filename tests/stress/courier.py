@@ -114,6 +114,11 @@ class Courier:
         self.arena.close()
 
     @property
+    def is_open(self) -> bool:
+        """Whether there is a client, with a worker or without."""
+        return self._client is not None
+
+    @property
     def pid(self) -> int | None:
         """The worker's, while one serves."""
         return self._client.pid if self._client is not None else None

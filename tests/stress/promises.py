@@ -205,13 +205,14 @@ class Promises:
 
     # --- what is sent, and what came of it ---------------------------------------------------
 
-    def sending(self, block: Block) -> BlockRecord:
-        """Answer the record of a block that is computed now and stored next."""
+    def sending(self, blocks: Sequence[Block]) -> list[BlockRecord]:
+        """Answer the records of blocks that are computed now, by one request, and stored next."""
         now = time.time()
         with self._lock:
-            block.last_use = max(block.last_use, now)
-            block.deadline = max(block.deadline, now + block.ttl_s)
-        return _at(block, now)
+            for block in blocks:
+                block.last_use = max(block.last_use, now)
+                block.deadline = max(block.deadline, now + block.ttl_s)
+        return [_at(block, now) for block in blocks]
 
     def stored(self, block: Block, record: BlockRecord, reason: str) -> None:
         """Take the answer to a store; `reason` is why it failed."""
@@ -306,7 +307,9 @@ class Promises:
                     self.counts["lost_by_faults"] += 1
                 elif promise.is_certain and spared.has_older_than(promise):
                     lost.append(block)
-                    self._blame("acknowledged_lost", f"block {_name(block)}: {promise}")
+                    age_s, left_s = now - promise.sent_at, promise.expires_at - now
+                    what = f"sent {age_s:.3f} s ago, to expire in {left_s:.3f} s"
+                    self._blame("acknowledged_lost", f"block {_name(block)}, {what}")
                 else:
                     evicted += 1
                 block.promise = None
