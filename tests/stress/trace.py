@@ -54,10 +54,17 @@ class Sampler(threading.Thread):
             with self._looking:
                 if self._is_paused:
                     continue
-                size = self._occupied()
+                sizes = self._look()
+                size = sum(sizes.values())
                 self._trace.sizes.append((self._trace.now, size))
                 if size > self._budget_bytes:
+                    beside = {
+                        path[len(str(self._folder)) + 1 :]: held
+                        for path, held in sizes.items()
+                        if not path.endswith(".seg")
+                    }
                     what = f"{size} of {self._budget_bytes} bytes at {self._trace.now:.2f} s"
+                    what = f"{what}; beside the segments {beside}"
                     self._promises.blame("samples_above_budget", what)
 
     def end(self) -> None:
@@ -74,22 +81,21 @@ class Sampler(threading.Thread):
         finally:
             self._is_paused = False
 
-    def _occupied(self) -> int:
-        """Bytes of all files. One look takes a while, so a sum above the budget is looked at again.
+    def _look(self) -> dict[str, int]:
+        """What each file occupies. One look takes a while, so a sum above the budget is no proof.
 
         Space that moves from a file seen to one not seen yet counts twice; it is believed when two
-        looks in a row agree on every file, else the least sum is.
+        looks in a row agree on every file, else the look with the least sum is.
         """
-        sizes = file_sizes(self._folder)
-        least = sum(sizes.values())
+        sizes = least = file_sizes(self._folder)
         for _ in range(10):
-            if least <= self._budget_bytes:
+            if sum(least.values()) <= self._budget_bytes:
                 break
             again = file_sizes(self._folder)
             if again == sizes:
-                return sum(sizes.values())
+                return again
             sizes = again
-            least = min(least, sum(sizes.values()))
+            least = min(least, sizes, key=lambda look: sum(look.values()))
         return least
 
 
