@@ -359,7 +359,6 @@ class Soak:
             kill(pid)
         time.sleep(self._random.random() * self.settings.after_fault_s)
         self._repair(is_index=kind in INDEX_KINDS)
-        self.promises.is_damaged = False
 
     def _inject(self, kind: str) -> None:
         if amount := self._faults.inject(kind):
@@ -373,8 +372,15 @@ class Soak:
         A damaged index may hide its damage from a verify in pages that nobody reads yet, so after
         one the index is made again from the slots.
         """
-        if not self._is_back():
-            return
+        if self._is_back():
+            self._verify_until_clean(is_index)
+        if self._is_back():
+            self._audit()
+        time.sleep(0.2)  # the last start is known to everybody
+        self._asked_starts = self.courier.num_starts  # whatever died of the damage
+        self.promises.is_damaged = False
+
+    def _verify_until_clean(self, is_index: bool) -> None:
         findings = [self._verify()]
         while findings[-1] != 0 and len(findings) < 4:
             findings.append(self._verify())
@@ -388,10 +394,6 @@ class Soak:
                 self._note("indexes_made_again")
                 self._open()
             self.promises.index_was_made_again()
-        if self._is_back():
-            self._audit()
-        time.sleep(0.2)  # the last start is known to everybody
-        self._asked_starts = self.courier.num_starts
 
     def _verify(self) -> int | None:
         """Verify with repair; answers how much was bad, None if there is no answer."""
@@ -483,7 +485,6 @@ class Soak:
             self._open()
         if self.promises.is_damaged:
             self._repair(is_index=True)
-            self.promises.is_damaged = False
         if self._is_back():
             self._audit()
         self._is_over.set()
