@@ -1,0 +1,203 @@
+"""Between the threads of the soak and the store's public client: who waits for which page.
+
+It knows pages, jobs and the life of the worker; it does not know what is right or wrong.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from tieredkv.storage.client import StoreClient
+from tieredkv.storage.host import HostArena
+from tieredkv.storage.messages import (
+    ControlRequest,
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreOptions,
+    WorkerUp,
+)
+
+_POLL_S = 0.02
+_PATIENCE_S = 60.0
+_COUNTERS = ("num_stored", "num_expired", "num_evicted", "bytes_written", "bytes_read")
+
+
+class Gate:
+    """Threads pass while it is open; who shuts it waits until none is inside."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._num_inside = 0
+        self._num_shut = 0
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Be inside for a moment."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_shut == 0)
+            self._num_inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_inside -= 1
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def shut(self) -> Iterator[None]:
+        """Keep everybody out for a moment; it may be shut several times over."""
+        with self._changed:
+            self._num_shut += 1
+            self._changed.wait_for(lambda: self._num_inside == 0)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_shut -= 1
+                self._changed.notify_all()
+
+
+class Courier:
+    """One client, opened again after each stop, and a thread that hands its events around.
+
+    `tally` and `faults` are sums over the lives of all workers, as far as the last figures that
+    each sent.
+    """
+
+    def __init__(self, options: StoreOptions, pages_each: int, num_users: int, page_bytes: int):
+        self.options = options
+        self.arena = HostArena(pages_each * num_users, page_bytes)
+        self.tally: Counter[str] = Counter()
+        self.faults: Counter[str] = Counter()
+        self.num_starts = 0  # of workers that served
+        self._pages_each = pages_each
+        self._inboxes: list[queue.SimpleQueue[PageLoaded | PageStored]] = [
+            queue.SimpleQueue() for _ in range(num_users)
+        ]
+        self._answers: dict[int, LookupDone] = {}
+        self._answered = threading.Condition()
+        self._seen: dict[str, int] = {}
+        self._wake = threading.Event()
+        self._taking = threading.Lock()
+        self._is_over = False
+        self._client: StoreClient | None = None
+        self._thread = threading.Thread(target=self._run, name="soak-courier", daemon=True)
+        self._thread.start()
+
+    def open(self) -> None:
+        """Start a worker.
+
+        Raises:
+            StorageError: what it refused with.
+        """
+        self._client = StoreClient(self.options, self.arena, wake=self._wake.set)
+        self.num_starts += 1
+
+    def close(self) -> None:
+        """Stop the worker; everybody must be outside."""
+        if self._client is not None:
+            self._client.close()
+            self._take_events(self._client)
+            self._client = None
+
+    def end(self) -> None:
+        """Stop for good."""
+        self.close()
+        self._is_over = True
+        self._wake.set()
+        self._thread.join()
+        self.arena.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a client, with a worker or without."""
+        return self._client is not None
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's, while one serves."""
+        return self._client.pid if self._client is not None else None
+
+    @property
+    def client(self) -> StoreClient:
+        """The one that is open; use it inside the gate, or with the gate shut."""
+        assert self._client is not None, "no client is open"
+        return self._client
+
+    def pages_of(self, user: int) -> range:
+        """The pages that one thread may lend."""
+        return range(user * self._pages_each, (user + 1) * self._pages_each)
+
+    def store(self, user: int, pages: Sequence[LentPage]) -> list[PageStored]:
+        """Store, and wait for every page."""
+        self.client.store(pages)
+        return [done for done in self._wait(user, len(pages)) if isinstance(done, PageStored)]
+
+    def load(self, user: int, pages: Sequence[LentPage]) -> list[PageLoaded]:
+        """Load, and wait for every page."""
+        self.client.load(pages)
+        return [done for done in self._wait(user, len(pages)) if isinstance(done, PageLoaded)]
+
+    def lookup(self, hashes: Sequence[bytes]) -> list[bool] | None:
+        """Ask which blocks are there; None if the worker died meanwhile or none is up."""
+        pid = self.pid
+        job = self.client.lookup(hashes)
+        with self._answered:
+            if not self._answered.wait_for(lambda: job in self._answers, _PATIENCE_S):
+                raise TimeoutError(f"no answer to a lookup for {_PATIENCE_S:g} s")
+            done = self._answers.pop(job)
+        is_same = pid is not None and pid == self.pid
+        return [record is not None for record in done.records] if is_same else None
+
+    def _wait(self, user: int, count: int) -> list[PageLoaded | PageStored]:
+        try:
+            return [self._inboxes[user].get(timeout=_PATIENCE_S) for _ in range(count)]
+        except queue.Empty:
+            raise TimeoutError(f"a page did not come back for {_PATIENCE_S:g} s") from None
+
+    # --- the thread --------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_over:
+            self._wake.wait(_POLL_S)
+            self._wake.clear()
+            if (client := self._client) is not None:
+                self._take_events(client)
+
+    def _take_events(self, client: StoreClient) -> None:
+        with self._taking:
+            self._hand_around(client)
+
+    def _hand_around(self, client: StoreClient) -> None:
+        for event in client.poll():
+            match event:
+                case PageLoaded() | PageStored():
+                    self._inboxes[event.page_id // self._pages_each].put(event)
+                case LookupDone():
+                    with self._answered:
+                        self._answers[event.job] = event
+                        self._answered.notify_all()
+                case WorkerUp():
+                    self.num_starts += 1
+                case ControlRequest():
+                    client.reply_control(event.id, {})
+        stats = client.stats()
+        self._add(self.tally, {name: getattr(stats, name) for name in _COUNTERS})
+        self._add(self.faults, stats.faults)
+
+    def _add(self, sums: Counter[str], now: dict[str, int]) -> None:
+        for name, count in now.items():
+            before = self._seen.get(name, 0)
+            sums[name] += count - before if count >= before else count  # less: another worker's
+            self._seen[name] = count
+
+
+def kill(pid: int) -> None:
+    """End a worker as a power cut of its process would."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 9)
