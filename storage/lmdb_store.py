@@ -245,12 +245,11 @@ class BlockStore:
         self._failpoint("write:done")
         return checksum
 
-    def write_failed(self, slot: Extent, error: StorageError) -> str:
-        """Count a failed write and take its slot back; answer the reason."""
-        if (reason := self._count_fault(error)) == "io_error":
+    def write_failed(self, slot: Extent, error: StorageError) -> None:
+        """Count a failed write and take its slot back."""
+        if self._count_fault(error) == "io_error":
             self._slots.faulty.add(slot)
         self.abandon(slot)
-        return reason
 
     def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.

@@ -409,9 +409,8 @@ class StoreService:
             extents = self._store.reserve_many([page.record for page in batch])
         except StorageError as error:
             self._report("store", error)
-            reason = "full" if isinstance(error, StoreFullError) else "io_error"
             for page in batch:
-                self._end_store(page, reason)
+                self._end_store(page, _refusal(error))
             return True
         waiting = []
         for page, extent in zip(batch, extents, strict=True):
@@ -441,7 +440,8 @@ class StoreService:
                 self._written_since = time.monotonic()
             self._written.append(task)
         else:
-            self._end_store(task.page, self._store.write_failed(task.extent, task.error))
+            self._store.write_failed(task.extent, task.error)
+            self._end_store(task.page, _refusal(task.error))
             self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
@@ -536,3 +536,7 @@ class StoreService:
 
 def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
     return record.parent_hash, record.root, record.position, record.size_bytes
+
+
+def _refusal(error: StorageError) -> str:
+    return "full" if isinstance(error, StoreFullError) else "io_error"

@@ -486,7 +486,7 @@ def test_a_failed_write_is_counted_by_its_reason(tmp_path: Path, cause: str, rea
         assert slot is not None
         with failing_files(path, cause), pytest.raises(StorageError) as error:
             store.write_payload(slot._replace(slot=0), new, page_with(payload_of(new)))
-        assert store.write_failed(slot, error.value) == reason
+        store.write_failed(slot, error.value)
         assert store.stats().faults == {reason: 1}
         assert store.lookup([new.block_hash]) == [None]
         store.check()

@@ -152,7 +152,7 @@ class Courier:
                 raise TimeoutError(f"no answer to a lookup for {_PATIENCE_S:g} s")
             done = self._answers.pop(job)
         is_same = pid is not None and pid == self.pid
-        return [record is not None for record in done.records] if is_same else None
+        return [block_hash in done.found for block_hash in hashes] if is_same else None
 
     def _wait(self, user: int, count: int) -> list[PageLoaded | PageStored]:
         try:
