@@ -17,7 +17,15 @@ import numpy as np
 
 from tieredkv.errors import StorageError
 from tieredkv.storage import codec
-from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
+from tieredkv.storage.codec import (
+    HEADER_BYTES,
+    PACKED_HEADER_BYTES,
+    Extent,
+    Located,
+    corrupt,
+    padded_bytes,
+)
+from tieredkv.storage.compression import WIDTHS, Packed, unpack
 from tieredkv.storage.index import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -174,37 +182,56 @@ class SegmentFiles:
 
     # --- bytes, from any thread -------------------------------------------------------------
 
-    def write_block(self, extent: Extent, record: BlockRecord, payload: memoryview) -> bytes:
-        """Write header and payload into a slot and answer the payload's checksum.
+    def write_block(
+        self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+    ) -> Located:
+        """Write header and payload into a slot and answer what the index has to know.
 
-        An aligned page is written in place; what it holds beyond the block becomes zeroes.
+        An aligned page is written in place; what it holds beyond the block becomes zeroes. What is
+        packed is written in place of it, with zeroes to the end of its slot: older bytes lie there.
         """
-        size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-        checksum = codec.payload_checksum(payload[:size])
-        header = aligned_buffer(HEADER_BYTES)
-        codec.encode_header_into(header, Located(record, extent, size, checksum))
-        body = self._direct_view(payload, padded)
-        if body is None:
-            body = aligned_buffer(padded)
-            body[:size] = payload[:size]
-        body[size:] = bytes(padded - size)
+        if packed is None:
+            size, padded = record.size_bytes, padded_bytes(record.size_bytes)
+            written = Located(record, extent, size, codec.payload_checksum(payload[:size]))
+            header = aligned_buffer(HEADER_BYTES)
+            body = self._direct_view(payload, padded)
+            if body is None:
+                body = aligned_buffer(padded)
+                body[:size] = payload[:size]
+            body[size:] = bytes(padded - size)
+            buffers = [header, body]
+        else:
+            checksum = codec.payload_checksum(packed.payload)
+            written = Located(record, extent, packed.payload_bytes, checksum, packed.codec)
+            buffers = [packed.slot]
+        codec.encode_header_into(buffers[0], written)
         with storage_errors(self.directory):
             file = self._file(extent.segment)
-            _pwrite_all(file.fd, [header, body], extent.slot * file.slot_bytes)
+            _pwrite_all(file.fd, buffers, extent.slot * file.slot_bytes)
         with self._lock:
-            self.bytes_written += HEADER_BYTES + padded
-        return checksum
+            self.bytes_written += sum(map(len, buffers))
+        return written
 
     def read_block(self, located: Located, into: memoryview) -> None:
-        """Read a payload and check the bytes in `into`; see `BlockStore.read_payload`."""
+        """Read a payload, check it and leave the block in `into`; see `BlockStore.read_payload`."""
         block_hash, size = located.record.block_hash, located.payload_bytes
-        if located.codec != codec.CODEC_RAW or size != located.record.size_bytes:
+        if located.codec == codec.CODEC_RAW and size == located.record.size_bytes:
+            payload, count = into[:size], self._read_of(located, HEADER_BYTES, into, size)
+        elif located.codec in WIDTHS and size < located.record.size_bytes:
+            slot = aligned_buffer(padded_bytes(PACKED_HEADER_BYTES + size))
+            payload = slot[PACKED_HEADER_BYTES : PACKED_HEADER_BYTES + size]
+            count = self._read_of(located, 0, slot, len(slot)) - PACKED_HEADER_BYTES
+        else:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
-        count = self._read_of(located, HEADER_BYTES, into, size)
         if count < size:
             raise corrupt(block_hash, "truncated", f"{count} of {size} bytes are there")
-        if codec.payload_checksum(into[:size]) != located.payload_checksum:
+        if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
+        if located.codec != codec.CODEC_RAW:
+            try:
+                unpack(payload, located.codec, into[: located.record.size_bytes])
+            except ValueError as error:
+                raise corrupt(block_hash, "codec", str(error)) from error
 
     def check_header(self, located: Located) -> None:
         """Read a slot's header and compare it with the index entry.

@@ -91,7 +91,7 @@ def fault_of(files: SegmentFiles, located: Located) -> str | None:
     """Read header and payload of a slot; the reason why they are bad, or None."""
     try:
         files.check_header(located)
-        files.read_block(located, aligned_buffer(padded_bytes(located.payload_bytes)))
+        files.read_block(located, aligned_buffer(padded_bytes(located.record.size_bytes)))
     except CorruptBlockError as error:
         return error.reason
     except StorageError:

@@ -9,6 +9,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
+from itertools import islice
 from typing import Literal, Self
 
 import msgspec
@@ -17,7 +19,15 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
-from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
+from tieredkv.storage.codec import (
+    CODEC_RAW,
+    Extent,
+    Located,
+    check_record,
+    expiry_key,
+    slot_bytes_for,
+)
+from tieredkv.storage.compression import Packed, Packing, pack
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
@@ -34,6 +44,7 @@ from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
 
+_TRIAL_BLOCKS = 32
 _SMALLEST_INDEX_BYTES = 512 << 10
 
 
@@ -46,7 +57,7 @@ def minimum_budget_bytes(block_bytes: int) -> int:
 class BlockStore:
     """Blocks at rest: payloads in segment files, every decision in one LMDB index.
 
-    One process, one thread; only `read_payload` and `write_payload` may be called from any thread.
+    One process, one thread; any thread may call what moves, compresses or tries payloads.
 
     Invariants, as `check()` verifies them:
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
@@ -56,7 +67,10 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
+    def __init__(
+        self, slots: SlotAllocator, packing: Packing, *, sync: bool, num_expired: int
+    ) -> None:
+        self.packing = packing
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
@@ -68,6 +82,7 @@ class BlockStore:
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
         self._num_stored, self._num_expired = 0, num_expired
+        self._block_bytes = self._payload_bytes = 0  # of what was stored since
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -80,6 +95,7 @@ class BlockStore:
         clock: Clock,
         sync: Literal["commit", "none"] = "commit",
         create: bool = True,
+        packing: Packing | None = None,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
@@ -90,6 +106,7 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             sync: whether a commit waits for the device; without, it survives kill -9 all the same.
             create: make the store if there is none.
+            packing: whether new blocks are compressed; not, if not given.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
@@ -109,7 +126,7 @@ class BlockStore:
                 recovery.recover(slots, clock.now())
             slots.reach_budget()
             undo.pop_all()
-        return cls(slots, sync=sync == "commit", num_expired=num_expired)
+        return cls(slots, packing or Packing(), sync=sync == "commit", num_expired=num_expired)
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
@@ -168,8 +185,12 @@ class BlockStore:
 
     # --- storing ------------------------------------------------------------------------------
 
-    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
+    def reserve_many(
+        self, records: Sequence[BlockRecord], packed: Sequence[Packed | None] = ()
+    ) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
+
+        Slots are of the compressed size for those blocks that have something in `packed`.
 
         None where slots lent to other puts leave no room at the moment. Every slot must come back
         by `commit` or `abandon`.
@@ -177,11 +198,13 @@ class BlockStore:
         Raises:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
         """
-        for record in records:
-            check_record(record)
-            self._slots.check_fits(slot_bytes_for(record.size_bytes))
-        self._slots.enforce_budget()
         sizes = [slot_bytes_for(record.size_bytes) for record in records]
+        if packed:
+            sizes = [len(p.slot) if p else size for p, size in zip(packed, sizes, strict=True)]
+        for record, size in zip(records, sizes, strict=True):
+            check_record(record)
+            self._slots.check_fits(size)
+        self._slots.enforce_budget()
         lent_before = set(self._slots.lent)
         try:
             lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
@@ -195,24 +218,32 @@ class BlockStore:
             raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
         return answer
 
-    def write_payload(self, slot: Extent, record: BlockRecord, payload: memoryview) -> bytes:
-        """Write a block's bytes into its slot and answer their checksum; any thread may call this.
+    def pack(self, record: BlockRecord, payload: memoryview) -> Packed | None:
+        """Compress a block if `packing` says so and it helps; any thread may call this."""
+        number = self.packing.codec
+        return pack(payload[: record.size_bytes], number) if number != CODEC_RAW else None
+
+    def write_payload(
+        self, slot: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+    ) -> Located:
+        """Write a block's bytes into its slot, for `commit`; any thread may call this.
 
         Args:
             slot: lent for this record.
             record: goes into the slot's header.
             payload: the block's bytes. Where it is longer than `record.size_bytes`, such as an
                 arena page, the bytes beyond are overwritten with zeroes up to 4 KiB.
+            packed: the block compressed, to be written instead.
 
         Raises:
             StoreFullError, StorageError: not written; hand the slot to `abandon`.
         """
         self._failpoint("write:before")
-        checksum = self._files.write_block(slot, record, payload)
+        written = self._files.write_block(slot, record, payload, packed)
         self._failpoint("write:done")
-        return checksum
+        return written
 
-    def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
+    def commit(self, writes: Sequence[Located]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
 
         Answers for each whether it is stored; a block that has expired meanwhile is not. A block
@@ -221,27 +252,29 @@ class BlockStore:
         Raises:
             StorageError: none of the rest is stored; their slots are taken back.
         """
-        if any(slot not in self._slots.lent for slot, _, _ in writes):
+        if any(new.extent not in self._slots.lent for new in writes):
             raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
         try:
             if self._sync:
                 with storage_errors(self.path):
-                    self._files.sync({slot.segment for slot, _, _ in writes})
+                    self._files.sync({new.extent.segment for new in writes})
             for batch in batches(writes):
                 now = self._clock.now()
                 with self._slots.changing() as txn:
-                    owners = [self._insert(txn, *write, now) for write in batch]
+                    owners = [self._insert(txn, new, now) for new in batch]
                     txn.set_clock_mark(now)
                     self._failpoint("commit:before")
                 self._failpoint("commit:done")
-                for (slot, _, _), owner in zip(batch, owners, strict=True):
-                    self._slots.take_back(slot, is_stored=owner == slot)
+                for new, owner in zip(batch, owners, strict=True):
+                    self._slots.take_back(new.extent, is_stored=owner == new.extent)
                     stored.append(owner is not None)
-                    self._num_stored += owner == slot
+                    self._num_stored += owner == new.extent
+                    self._block_bytes += new.record.size_bytes
+                    self._payload_bytes += new.payload_bytes
         except BaseException:
-            for slot, _, _ in writes[len(stored) :]:
-                self.abandon(slot)
+            for new in writes[len(stored) :]:
+                self.abandon(new.extent)
             raise
         self._slots.enforce_budget()
         return stored
@@ -264,6 +297,15 @@ class BlockStore:
                         self._refresh(txn, old, item)
                 txn.set_clock_mark(now)
         self._slots.enforce_budget()
+
+    def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
+        """Return what decides on a thread of its own; None if decided, or too few are stored."""
+        if self.packing.setting != "auto" or self.packing.trial:
+            return None
+        with self._index.reading() as txn:
+            blocks = [located for _, located in islice(txn.blocks(), _TRIAL_BLOCKS) if located]
+        decide = partial(self.packing.decide, blocks, self._files.read_block, num_readers)
+        return decide if len(blocks) == _TRIAL_BLOCKS else None
 
     def describe_root(self, root: bytes, description: dict[str, str]) -> None:
         """Remember what a root stands for, for whoever lists the store."""
@@ -385,6 +427,11 @@ class BlockStore:
             num_segments=num_segments,
             faults=dict(self._faults),
             deleted=dict(self._deleted),
+            compression=self.packing.setting,
+            is_compressing=self.packing.codec != CODEC_RAW,
+            compression_trial=self.packing.trial,
+            block_bytes_stored=self._block_bytes,
+            payload_bytes_stored=self._payload_bytes,
             direct_io=self._files.direct_io,
             punch_hole=self._files.punch_hole,
         )
@@ -463,10 +510,9 @@ class BlockStore:
         self._failpoint("delete:done")
         return num_dropped
 
-    def _insert(
-        self, txn: IndexTxn, slot: Extent, record: BlockRecord, checksum: bytes, now: float
-    ) -> Extent | None:
+    def _insert(self, txn: IndexTxn, new: Located, now: float) -> Extent | None:
         """Add a written block; answer the extent that holds it from now on, None if expired."""
+        record = new.record
         if now >= record.expires_at:
             return None
         old = self._get(txn, record.block_hash)
@@ -476,9 +522,9 @@ class BlockStore:
                 self._refresh(txn, old, record)
                 return old.extent
             self._slots.remove(txn, old)
-        txn.insert(Located(record, slot, record.size_bytes, checksum))
-        txn.drop_pending(slot)
-        return slot
+        txn.insert(new)
+        txn.drop_pending(new.extent)
+        return new.extent
 
     def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:
         record, claim = old.record, item.retention

@@ -97,6 +97,10 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         bytes_pending: slots lent or waiting to be erased.
         faults: cache faults by reason; each was a miss.
         deleted: blocks deleted on request by reason.
+        compression, is_compressing: the setting, and whether new blocks are compressed.
+        compression_trial: of `auto`: the ratio, and bytes a second, decoded by one thread and
+            read by all; empty until it was tried.
+        block_bytes_stored, payload_bytes_stored: size of the blocks stored, before and after.
     """
 
     blocks: int
@@ -115,5 +119,10 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_segments: int
     faults: dict[str, int]
     deleted: dict[str, int]
+    compression: str
+    is_compressing: bool
+    compression_trial: dict[str, float]
+    block_bytes_stored: int
+    payload_bytes_stored: int
     direct_io: bool
     punch_hole: bool

@@ -19,10 +19,10 @@ import lmdb
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage import messages
+from tieredkv.storage import compression, messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Extent, Located
+from tieredkv.storage.codec import CODEC_RAW, Extent, Located
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -54,11 +54,15 @@ class ReadTask:
 
 @dataclass(slots=True)
 class WriteTask:
-    """One payload to be written from a page by a thread; `error` says how it ended."""
+    """One block to be compressed, then written by a thread; `error` says how it ended.
+
+    Without an extent it waits for its slot, whose size is known once it is compressed.
+    """
 
     page: LentPage
-    extent: Extent
-    checksum: bytes = b""
+    packed: compression.Packed | None = None
+    extent: Extent | None = None
+    written: Located | None = None
     error: StorageError | None = None
 
 
@@ -66,9 +70,9 @@ class StoreService:
     """One store being served.
 
     Every method but `_move` runs on the index thread. Work in hand moves through queues: a load
-    waits in `_loads`, is located, read by a thread and answered; a store waits in `_writes`, gets a
-    slot, is written by a thread, waits in `_written` for its group's transaction and is answered
-    after it.
+    waits in `_loads`, is located, read by a thread and answered; a store waits in `_writes`, is
+    compressed by a thread, waits in `_packed` for a slot, is written by a thread, waits in
+    `_written` for its group's transaction and is answered after it.
     Nothing but `ls` takes longer than one transaction at a time, so that a lookup never waits for a
     long load, store, sweep, eviction or verify.
     """
@@ -93,6 +97,7 @@ class StoreService:
         self._loads: deque[LentPage] = deque()
         self._num_reading = 0
         self._writes: deque[LentPage | Callable[[], None]] = deque()
+        self._packed: deque[WriteTask] = deque()
         self._reserved: deque[WriteTask] = deque()
         self._num_writing = 0
         self._written: list[WriteTask] = []
@@ -150,6 +155,8 @@ class StoreService:
         if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
             self._sweep = self._store.sweeping()
+            if trial := self._store.compression_trial(self._options.num_readers):
+                self._readers.submit(self._attempt, "compression", trial)
         if (sweep := self._sweep) is not None:
             is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
             self._sweep = None if is_over else sweep
@@ -231,15 +238,17 @@ class StoreService:
             self._selector.unregister(self._channel)
             self._loads.clear()
             self._writes.clear()
+            self._packed.clear()
             while self._reserved:
-                self._store.abandon(self._reserved.popleft().extent)
+                self._give_up(self._reserved.popleft())
 
     def _is_drained(self) -> bool:
         return not (self._loads or self._num_reading or self._has_writes)
 
     @property
     def _has_writes(self) -> bool:
-        return bool(self._writes or self._reserved or self._num_writing or self._written)
+        waiting = self._writes or self._packed or self._reserved
+        return bool(waiting or self._num_writing or self._written)
 
     def _send_done(self) -> None:
         if self._done:
@@ -310,67 +319,88 @@ class StoreService:
             if self._reserved:
                 self._num_writing += 1
                 self._writers.submit(self._move, self._reserved.popleft())
-            elif self._writes and not callable(self._writes[0]):
+            elif self._writes and not callable(head := self._writes[0]) and self._may_begin:
+                self._writes.popleft()
+                self._begin_write(WriteTask(head))
+            elif self._packed:
                 if not self._reserve():
                     return
-            elif self._writes and not self._num_writing:
+            elif self._writes and callable(head := self._writes[0]) and not self._num_writing:
                 self._commit()
-                barrier = self._writes.popleft()
-                assert callable(barrier)
-                barrier()
+                self._writes.popleft()
+                head()
             else:
                 return
 
+    @property
+    def _may_begin(self) -> bool:
+        """Whether another block may wait for its slot; each compressed one has a buffer."""
+        is_packing = self._store.packing.codec != CODEC_RAW
+        most = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
+        return len(self._packed) + self._num_writing < most
+
+    def _begin_write(self, task: WriteTask) -> None:
+        if self._store.packing.codec == CODEC_RAW:
+            self._packed.append(task)
+        else:
+            self._num_writing += 1
+            self._writers.submit(self._move, task)
+
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
-        batch: list[LentPage] = []
-        while self._writes and len(batch) < TXN_BLOCKS and not callable(head := self._writes[0]):
-            batch.append(head)
-            self._writes.popleft()
+        batch = [self._packed.popleft() for _ in range(min(len(self._packed), TXN_BLOCKS))]
         try:
             batch = self._leave_out_known(batch)
-            extents = self._store.reserve_many([page.record for page in batch])
+            records, packed = [task.page.record for task in batch], [task.packed for task in batch]
+            extents = self._store.reserve_many(records, packed)
         except StorageError as error:
             self._report("store", error)
             reason = "full" if isinstance(error, StoreFullError) else "io_error"
-            for page in batch:
-                self._end_store(page, reason)
+            for task in batch:
+                self._end_store(task.page, reason)
             return True
         waiting = []
-        for page, extent in zip(batch, extents, strict=True):
+        for task, extent in zip(batch, extents, strict=True):
+            task.extent = extent
             if extent is not None:
-                self._reserved.append(WriteTask(page, extent))
+                self._reserved.append(task)
             elif self._reserved or self._num_writing or self._written:
-                waiting.append(page)  # room comes when these are committed
+                waiting.append(task)  # room comes when these are committed
             else:
-                self._end_store(page, "full")
-        self._writes.extendleft(reversed(waiting))
+                self._end_store(task.page, "full")
+        self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
 
-    def _leave_out_known(self, batch: list[LentPage]) -> list[LentPage]:
+    def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
-        stored = self._store.lookup([page.record.block_hash for page in batch])
-        known: list[LentPage] = []
-        left: list[LentPage] = []
-        for page, old in zip(batch, stored, strict=True):
-            is_known = old is not None and old.computed_at >= page.record.computed_at
-            (known if is_known else left).append(page)
+        stored = self._store.lookup([task.page.record.block_hash for task in batch])
+        known: list[WriteTask] = []
+        left: list[WriteTask] = []
+        for task, old in zip(batch, stored, strict=True):
+            is_known = old is not None and old.computed_at >= task.page.record.computed_at
+            (known if is_known else left).append(task)
         if known:
-            self._store.claim_or_touch([page.record for page in known])
-        for page in known:
-            self._end_store(page, "")
+            self._store.claim_or_touch([task.page.record for task in known])
+        for task in known:
+            self._end_store(task.page, "")
         return left
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
-        if task.error is None:
+        if task.error is not None:
+            self._give_up(task)
+            self._end_store(task.page, "io_error")
+            self._report("store", task.error)
+        elif task.written is None:
+            self._packed.append(task)
+        else:
             if not self._written:
                 self._written_since = time.monotonic()
             self._written.append(task)
-        else:
+
+    def _give_up(self, task: WriteTask) -> None:
+        if task.extent is not None:
             self._store.abandon(task.extent)
-            self._end_store(task.page, "io_error")
-            self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
@@ -384,7 +414,7 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
-        rows = [(task.extent, task.page.record, task.checksum) for task in group]
+        rows = [task.written for task in group if task.written is not None]
         stored = self._attempt("commit", lambda: self._store.commit(rows))
         for i, task in enumerate(group):
             reason = "io_error" if stored is None else "" if stored[i] else "expired"
@@ -440,8 +470,12 @@ class StoreService:
             page = self._arena.page(task.page.page_id)
             if isinstance(task, ReadTask):
                 self._store.read_payload(task.located, page)
+            elif task.extent is None:
+                task.packed = self._store.pack(task.page.record, page)
             else:
-                task.checksum = self._store.write_payload(task.extent, task.page.record, page)
+                record = task.page.record
+                task.written = self._store.write_payload(task.extent, record, page, task.packed)
+                task.packed = None  # its buffer
         except StorageError as error:
             task.error = error
         except Exception as error:

@@ -20,6 +20,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.compression import Packing
 from tieredkv.storage.directory import INDEX, SEGMENTS, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -74,6 +75,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         clock=clock,
         sync=options.sync,
         create=options.create,
+        packing=Packing(options.compression, options.element_bytes),
     )
     try:
         return StoreService(store, argument, channel, arena, notes)

@@ -116,6 +116,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "disk_size": 3 << 20,
         "disk_write": "write_behind",
         "disk_sync": "none",
+        "disk_compression": "auto",
         "hash_algo": "xxh3_128",
         "isolate_by": "none",
         "default_retention": "24h",

@@ -1,0 +1,152 @@
+"""Lossless packing of a block: byte i of every element goes into plane i, and through zstandard.
+
+Numbers of one kind share their exponents and little else, so a plane that zstandard cannot shorten
+stays as it is. docs/format.md draws the bytes. It knows bytes in memory, no files. Any thread may
+call every function; what takes long in them holds no interpreter lock.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from zstandard import ZstdCompressor, ZstdDecompressor, ZstdError, frame_content_size
+
+from tieredkv.storage import codec
+from tieredkv.storage.codec import CODEC_RAW, PACKED_HEADER_BYTES, Located
+
+WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
+_LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
+_MOST_KEPT = 0.97  # of a plane; what saves less is not worth the time of decoding it
+_IS_RAW = 1 << 31
+
+
+class Packed(NamedTuple):
+    """A compressed block, as long as its slot: room for the header, the payload, zeroes."""
+
+    slot: memoryview
+    payload_bytes: int
+    codec: int
+
+    @property
+    def payload(self) -> memoryview:
+        """What the checksum covers."""
+        return self.slot[PACKED_HEADER_BYTES : PACKED_HEADER_BYTES + self.payload_bytes]
+
+
+class _Contexts(threading.local):
+    """What zstandard needs, once a thread."""
+
+    def __init__(self) -> None:
+        self.compress = ZstdCompressor(level=_LEVEL).compress
+        self.decompress = ZstdDecompressor().decompress
+
+
+_contexts = _Contexts()
+
+
+def pack(block: memoryview, number: int) -> Packed | None:
+    """Compress a block with a codec; None where that does not save a sixteenth of it."""
+    size, width = len(block), WIDTHS[number]
+    if size % width:
+        return None
+    slot = memoryview(mmap.mmap(-1, codec.slot_bytes_for(size)))
+    elements = np.frombuffer(block, np.uint8).reshape(-1, width)
+    lengths, end = [], PACKED_HEADER_BYTES + 4 * width
+    for i in range(width):
+        plane = np.ascontiguousarray(elements[:, i]).data
+        packed = _contexts.compress(plane)
+        is_raw = len(packed) > _MOST_KEPT * len(plane)
+        piece = plane if is_raw else packed
+        start, end = end, end + len(piece)
+        if end > size * 15 // 16:
+            return None
+        slot[start:end] = piece
+        lengths.append(len(piece) | is_raw * _IS_RAW)
+    struct.pack_into(f"<{width}I", slot, PACKED_HEADER_BYTES, *lengths)
+    payload_bytes = end - PACKED_HEADER_BYTES
+    return Packed(slot[: codec.slot_bytes_for(payload_bytes, number, size)], payload_bytes, number)
+
+
+def unpack(payload: memoryview, number: int, into: memoryview) -> None:
+    """Write the block of a payload into a page of exactly its size; of a bad payload, nothing.
+
+    Raises:
+        ValueError: the payload is no block of this size.
+    """
+    width, planes = WIDTHS[number], []
+    size, start = len(into) // width, 4 * width
+    try:
+        for length in struct.unpack_from(f"<{width}I", payload):
+            end = start + (length & ~_IS_RAW)
+            piece: memoryview | bytes = payload[start:end]
+            # NOTE: a frame may say any size, and memory is taken for what it says.
+            if not length & _IS_RAW and frame_content_size(piece) == size:
+                piece = _contexts.decompress(piece, allow_extra_data=False)
+            planes.append(np.frombuffer(piece, np.uint8))
+            start = end
+    except (struct.error, ZstdError) as error:
+        raise ValueError(f"the payload is damaged: {error}") from error
+    if start != len(payload) or {size} != {len(plane) for plane in planes} or len(into) % width:
+        raise ValueError(f"{len(payload)} bytes are no block of {len(into)}")
+    elements = np.frombuffer(into, f"<u{width}")
+    elements[:] = planes.pop()
+    while planes:
+        elements <<= 8
+        elements |= planes.pop()
+
+
+class Packing:
+    """Whether new blocks are compressed: `codec` says with what, raw until `auto` has decided.
+
+    Args:
+        setting: `off`, `on`, or `auto`: on if `decide` finds that blocks load faster by it.
+        element_bytes: size of the numbers in new blocks; stored blocks say it themselves.
+    """
+
+    def __init__(self, setting: str = "off", element_bytes: int = 2) -> None:
+        self.setting = setting
+        self._wanted = {width: number for number, width in WIDTHS.items()}[element_bytes]
+        self.codec = self._wanted if setting == "on" else CODEC_RAW
+        self.trial: dict[str, float] = {}  # ratio; bytes a second: decoded by a thread, read by all
+
+    def decide(
+        self,
+        blocks: Sequence[Located],
+        read_block: Callable[[Located, memoryview], None],
+        num_readers: int,
+    ) -> None:
+        """Load blocks as fast as the disk gives them, pack and decode them, and compare the rates.
+
+        Raises:
+            StorageError: one is gone or cannot be read: nothing is decided.
+        """
+        sizes = [located.record.size_bytes for located in blocks]
+        pages = [memoryview(mmap.mmap(-1, codec.padded_bytes(size))) for size in sizes]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(num_readers) as pool:
+            list(pool.map(read_block, blocks, pages))
+        read_s = time.perf_counter() - begin
+        read_rate = sum(located.payload_bytes for located in blocks) / read_s
+        packed_bytes, decode_s = 0, 1e-9
+        for page, size in zip(pages, sizes, strict=True):
+            packed = pack(page[:size], self._wanted)
+            packed_bytes += packed.payload_bytes if packed else size
+            begin = time.thread_time()
+            if packed:
+                unpack(packed.payload, packed.codec, page[:size])
+            decode_s += time.thread_time() - begin
+        ratio, decode_rate = sum(sizes) / packed_bytes, sum(sizes) / decode_s
+        self.trial = {"ratio": ratio, "decode_rate": decode_rate, "read_rate": read_rate}
+        if pays(**self.trial, num_threads=min(num_readers, len(os.sched_getaffinity(0)))):
+            self.codec = self._wanted
+
+
+def pays(ratio: float, decode_rate: float, read_rate: float, num_threads: int) -> bool:
+    """Whether loads get a tenth faster, with half of the threads' time for something else."""
+    return min(read_rate * ratio, decode_rate * num_threads / 2) > 1.1 * read_rate
