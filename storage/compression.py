@@ -18,12 +18,13 @@ import numpy as np
 from zstandard import ZstdCompressor, ZstdDecompressor, ZstdError, frame_content_size
 
 from tieredkv.storage import codec
-from tieredkv.storage.codec import CODEC_RAW, PACKED_HEADER_BYTES, Located
+from tieredkv.storage.codec import PACKED_HEADER_BYTES, Located
 
 WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
 _LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
 _MOST_KEPT = 0.97  # of a plane; what saves less is not worth the time of decoding it
 _IS_RAW = 1 << 31
+ReadBlock = Callable[[Located, memoryview], object]
 
 
 class Packed(NamedTuple):
@@ -39,15 +40,23 @@ class Packed(NamedTuple):
         return self.slot[PACKED_HEADER_BYTES : PACKED_HEADER_BYTES + self.payload_bytes]
 
 
-class _Contexts(threading.local):
-    """What zstandard needs, once a thread."""
+class _Thread(threading.local):
+    """What each thread keeps: zstandard's contexts, and memory for what it reads."""
 
     def __init__(self) -> None:
         self.compress = ZstdCompressor(level=_LEVEL).compress
         self.decompress = ZstdDecompressor().decompress
+        self.scratch = memoryview(b"")
 
 
-_contexts = _Contexts()
+_thread = _Thread()
+
+
+def scratch(size_bytes: int) -> memoryview:
+    """Memory for O_DIRECT of the calling thread, valid until its next call; new pages cost time."""
+    if len(_thread.scratch) < size_bytes:
+        _thread.scratch = memoryview(mmap.mmap(-1, size_bytes))
+    return _thread.scratch[:size_bytes]
 
 
 def pack(block: memoryview, number: int) -> Packed | None:
@@ -60,7 +69,7 @@ def pack(block: memoryview, number: int) -> Packed | None:
     lengths, end = [], PACKED_HEADER_BYTES + 4 * width
     for i in range(width):
         plane = np.ascontiguousarray(elements[:, i]).data
-        packed = _contexts.compress(plane)
+        packed = _thread.compress(plane)
         is_raw = len(packed) > _MOST_KEPT * len(plane)
         piece = plane if is_raw else packed
         start, end = end, end + len(piece)
@@ -73,11 +82,10 @@ def pack(block: memoryview, number: int) -> Packed | None:
     return Packed(slot[: codec.slot_bytes_for(payload_bytes, number, size)], payload_bytes, number)
 
 
-def unpack(payload: memoryview, number: int, into: memoryview) -> None:
-    """Write the block of a payload into a page of exactly its size; of a bad payload, nothing.
+def unpack(payload: memoryview, number: int, into: memoryview) -> bool:
+    """Write the block of a payload into a page of exactly its size.
 
-    Raises:
-        ValueError: the payload is no block of this size.
+    False where the payload is none of such a block; then nothing is written.
     """
     width, planes = WIDTHS[number], []
     size, start = len(into) // width, 4 * width
@@ -87,22 +95,23 @@ def unpack(payload: memoryview, number: int, into: memoryview) -> None:
             piece: memoryview | bytes = payload[start:end]
             # NOTE: a frame may say any size, and memory is taken for what it says.
             if not length & _IS_RAW and frame_content_size(piece) == size:
-                piece = _contexts.decompress(piece, allow_extra_data=False)
+                piece = _thread.decompress(piece, allow_extra_data=False)
             planes.append(np.frombuffer(piece, np.uint8))
             start = end
-    except (struct.error, ZstdError) as error:
-        raise ValueError(f"the payload is damaged: {error}") from error
-    if start != len(payload) or {size} != {len(plane) for plane in planes} or len(into) % width:
-        raise ValueError(f"{len(payload)} bytes are no block of {len(into)}")
+    except (struct.error, ZstdError):
+        return False
+    if start != len(payload) or {size} != set(map(len, planes)) or len(into) % width:
+        return False
     elements = np.frombuffer(into, f"<u{width}")
     elements[:] = planes.pop()
     while planes:
         elements <<= 8
         elements |= planes.pop()
+    return True
 
 
 class Packing:
-    """Whether new blocks are compressed: `codec` says with what, raw until `auto` has decided.
+    """Whether new blocks are compressed, and what a trial of `auto` has measured.
 
     Args:
         setting: `off`, `on`, or `auto`: on if `decide` finds that blocks load faster by it.
@@ -110,43 +119,42 @@ class Packing:
     """
 
     def __init__(self, setting: str = "off", element_bytes: int = 2) -> None:
-        self.setting = setting
-        self._wanted = {width: number for number, width in WIDTHS.items()}[element_bytes]
-        self.codec = self._wanted if setting == "on" else CODEC_RAW
-        self.trial: dict[str, float] = {}  # ratio; bytes a second: decoded by a thread, read by all
+        self.setting, self.is_on = setting, setting == "on"
+        self.trial: dict[str, float] = {}
+        self._codec = element_bytes // 2
 
-    def decide(
-        self,
-        blocks: Sequence[Located],
-        read_block: Callable[[Located, memoryview], None],
-        num_readers: int,
-    ) -> None:
+    def pack(self, block: memoryview) -> Packed | None:
+        """Compress a block that is to be stored, if that is wanted and helps."""
+        return pack(block, self._codec) if self.is_on else None
+
+    def decide(self, blocks: Sequence[Located], read_block: ReadBlock, num_readers: int) -> None:
         """Load blocks as fast as the disk gives them, pack and decode them, and compare the rates.
 
         Raises:
             StorageError: one is gone or cannot be read: nothing is decided.
         """
-        sizes = [located.record.size_bytes for located in blocks]
-        pages = [memoryview(mmap.mmap(-1, codec.padded_bytes(size))) for size in sizes]
+        pages = [memoryview(bytearray(located.record.size_bytes)) for located in blocks]
         begin = time.perf_counter()
         with ThreadPoolExecutor(num_readers) as pool:
             list(pool.map(read_block, blocks, pages))
         read_s = time.perf_counter() - begin
-        read_rate = sum(located.payload_bytes for located in blocks) / read_s
-        packed_bytes, decode_s = 0, 1e-9
-        for page, size in zip(pages, sizes, strict=True):
-            packed = pack(page[:size], self._wanted)
-            packed_bytes += packed.payload_bytes if packed else size
+        decode_s, block_bytes, packed_bytes = 1e-9, sum(map(len, pages)), 0
+        for page in pages:
+            packed = pack(page, self._codec)
+            packed_bytes += packed.payload_bytes if packed else len(page)
             begin = time.thread_time()
             if packed:
-                unpack(packed.payload, packed.codec, page[:size])
+                unpack(packed.payload, packed.codec, page)
             decode_s += time.thread_time() - begin
-        ratio, decode_rate = sum(sizes) / packed_bytes, sum(sizes) / decode_s
-        self.trial = {"ratio": ratio, "decode_rate": decode_rate, "read_rate": read_rate}
-        if pays(**self.trial, num_threads=min(num_readers, len(os.sched_getaffinity(0)))):
-            self.codec = self._wanted
+        self.trial = {
+            "ratio": block_bytes / packed_bytes,
+            "decode_rate": block_bytes / decode_s,
+            "read_rate": sum(located.payload_bytes for located in blocks) / read_s,
+        }
+        num_threads = min(num_readers, len(os.sched_getaffinity(0)))
+        self.is_on = pays(**self.trial, num_threads=num_threads)
 
 
 def pays(ratio: float, decode_rate: float, read_rate: float, num_threads: int) -> bool:
-    """Whether loads get a tenth faster, with half of the threads' time for something else."""
+    """Whether loads get a tenth faster, with half of the threads' time left for something else."""
     return min(read_rate * ratio, decode_rate * num_threads / 2) > 1.1 * read_rate

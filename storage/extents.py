@@ -17,15 +17,8 @@ import numpy as np
 
 from tieredkv.errors import StorageError
 from tieredkv.storage import codec
-from tieredkv.storage.codec import (
-    HEADER_BYTES,
-    PACKED_HEADER_BYTES,
-    Extent,
-    Located,
-    corrupt,
-    padded_bytes,
-)
-from tieredkv.storage.compression import WIDTHS, Packed, unpack
+from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
+from tieredkv.storage.compression import WIDTHS, Packed, scratch, unpack
 from tieredkv.storage.index import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -215,23 +208,21 @@ class SegmentFiles:
     def read_block(self, located: Located, into: memoryview) -> None:
         """Read a payload, check it and leave the block in `into`; see `BlockStore.read_payload`."""
         block_hash, size = located.record.block_hash, located.payload_bytes
-        if located.codec == codec.CODEC_RAW and size == located.record.size_bytes:
-            payload, count = into[:size], self._read_of(located, HEADER_BYTES, into, size)
-        elif located.codec in WIDTHS and size < located.record.size_bytes:
-            slot = aligned_buffer(padded_bytes(PACKED_HEADER_BYTES + size))
-            payload = slot[PACKED_HEADER_BYTES : PACKED_HEADER_BYTES + size]
-            count = self._read_of(located, 0, slot, len(slot)) - PACKED_HEADER_BYTES
+        block = into[: located.record.size_bytes]
+        if located.codec == codec.CODEC_RAW and size == len(block):
+            payload, count = block, self._read_of(located, HEADER_BYTES, into, size)
+        elif located.codec in WIDTHS and size < len(block):
+            slot = scratch(padded_bytes(codec.PACKED_HEADER_BYTES + size))
+            payload = slot[codec.PACKED_HEADER_BYTES :][:size]
+            count = self._read_of(located, 0, slot, len(slot)) - codec.PACKED_HEADER_BYTES
         else:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         if count < size:
             raise corrupt(block_hash, "truncated", f"{count} of {size} bytes are there")
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-        if located.codec != codec.CODEC_RAW:
-            try:
-                unpack(payload, located.codec, into[: located.record.size_bytes])
-            except ValueError as error:
-                raise corrupt(block_hash, "codec", str(error)) from error
+        if payload is not block and not unpack(payload, located.codec, block):
+            raise corrupt(block_hash, "codec", "the payload is none of such a block")
 
     def check_header(self, located: Located) -> None:
         """Read a slot's header and compare it with the index entry.

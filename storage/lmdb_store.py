@@ -19,15 +19,8 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
-from tieredkv.storage.codec import (
-    CODEC_RAW,
-    Extent,
-    Located,
-    check_record,
-    expiry_key,
-    slot_bytes_for,
-)
-from tieredkv.storage.compression import Packed, Packing, pack
+from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
+from tieredkv.storage.compression import Packed, Packing
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
@@ -67,10 +60,7 @@ class BlockStore:
       - the files occupy no more than the budget.
     """
 
-    def __init__(
-        self, slots: SlotAllocator, packing: Packing, *, sync: bool, num_expired: int
-    ) -> None:
-        self.packing = packing
+    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
@@ -83,6 +73,7 @@ class BlockStore:
         self._deleted: Counter[str] = Counter()
         self._num_stored, self._num_expired = 0, num_expired
         self._block_bytes = self._payload_bytes = 0  # of what was stored since
+        self.packing = Packing()  # the owner may set another
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -95,7 +86,6 @@ class BlockStore:
         clock: Clock,
         sync: Literal["commit", "none"] = "commit",
         create: bool = True,
-        packing: Packing | None = None,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
@@ -106,7 +96,6 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             sync: whether a commit waits for the device; without, it survives kill -9 all the same.
             create: make the store if there is none.
-            packing: whether new blocks are compressed; not, if not given.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
@@ -126,7 +115,7 @@ class BlockStore:
                 recovery.recover(slots, clock.now())
             slots.reach_budget()
             undo.pop_all()
-        return cls(slots, packing or Packing(), sync=sync == "commit", num_expired=num_expired)
+        return cls(slots, sync=sync == "commit", num_expired=num_expired)
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
@@ -217,11 +206,6 @@ class BlockStore:
             self._count_fault("no_space", "the filesystem is full")
             raise StoreFullError(errno.ENOSPC, f"no space left on the filesystem of `{self.path}`")
         return answer
-
-    def pack(self, record: BlockRecord, payload: memoryview) -> Packed | None:
-        """Compress a block if `packing` says so and it helps; any thread may call this."""
-        number = self.packing.codec
-        return pack(payload[: record.size_bytes], number) if number != CODEC_RAW else None
 
     def write_payload(
         self, slot: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
@@ -428,10 +412,9 @@ class BlockStore:
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             compression=self.packing.setting,
-            is_compressing=self.packing.codec != CODEC_RAW,
+            is_compressing=self.packing.is_on,
             compression_trial=self.packing.trial,
-            block_bytes_stored=self._block_bytes,
-            payload_bytes_stored=self._payload_bytes,
+            compression_ratio=self._block_bytes / max(self._payload_bytes, 1),
             direct_io=self._files.direct_io,
             punch_hole=self._files.punch_hole,
         )

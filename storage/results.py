@@ -100,7 +100,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         compression, is_compressing: the setting, and whether new blocks are compressed.
         compression_trial: of `auto`: the ratio, and bytes a second, decoded by one thread and
             read by all; empty until it was tried.
-        block_bytes_stored, payload_bytes_stored: size of the blocks stored, before and after.
+        compression_ratio: of the blocks stored, bytes before to after; 0 while there are none.
     """
 
     blocks: int
@@ -122,7 +122,6 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     compression: str
     is_compressing: bool
     compression_trial: dict[str, float]
-    block_bytes_stored: int
-    payload_bytes_stored: int
+    compression_ratio: float
     direct_io: bool
     punch_hole: bool

@@ -19,10 +19,11 @@ import lmdb
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage import compression, messages
+from tieredkv.storage import messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import CODEC_RAW, Extent, Located
+from tieredkv.storage.codec import Extent, Located
+from tieredkv.storage.compression import Packed
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -60,7 +61,7 @@ class WriteTask:
     """
 
     page: LentPage
-    packed: compression.Packed | None = None
+    packed: Packed | None = None
     extent: Extent | None = None
     written: Located | None = None
     error: StorageError | None = None
@@ -315,44 +316,38 @@ class StoreService:
         nothing after it has begun.
         """
         max_writing = 1 if self._num_reading else self._options.num_writers
+        is_packing = self._store.packing.is_on
+        max_packed = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
         while self._num_writing < max_writing:
+            head = self._writes[0] if self._writes else None
             if self._reserved:
-                self._num_writing += 1
-                self._writers.submit(self._move, self._reserved.popleft())
-            elif self._writes and not callable(head := self._writes[0]) and self._may_begin:
+                self._start_write(self._reserved.popleft())
+            elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
                 self._writes.popleft()
-                self._begin_write(WriteTask(head))
+                task = WriteTask(head)
+                self._start_write(task) if is_packing else self._packed.append(task)
             elif self._packed:
                 if not self._reserve():
                     return
-            elif self._writes and callable(head := self._writes[0]) and not self._num_writing:
+            elif callable(head) and not self._num_writing:
                 self._commit()
                 self._writes.popleft()
                 head()
             else:
                 return
 
-    @property
-    def _may_begin(self) -> bool:
-        """Whether another block may wait for its slot; each compressed one has a buffer."""
-        is_packing = self._store.packing.codec != CODEC_RAW
-        most = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
-        return len(self._packed) + self._num_writing < most
-
-    def _begin_write(self, task: WriteTask) -> None:
-        if self._store.packing.codec == CODEC_RAW:
-            self._packed.append(task)
-        else:
-            self._num_writing += 1
-            self._writers.submit(self._move, task)
+    def _start_write(self, task: WriteTask) -> None:
+        self._num_writing += 1
+        self._writers.submit(self._move, task)
 
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
-        batch = [self._packed.popleft() for _ in range(min(len(self._packed), TXN_BLOCKS))]
+        batch = list(self._packed)
+        self._packed.clear()
         try:
             batch = self._leave_out_known(batch)
-            records, packed = [task.page.record for task in batch], [task.packed for task in batch]
-            extents = self._store.reserve_many(records, packed)
+            records = [task.page.record for task in batch]
+            extents = self._store.reserve_many(records, [task.packed for task in batch])
         except StorageError as error:
             self._report("store", error)
             reason = "full" if isinstance(error, StoreFullError) else "io_error"
@@ -471,11 +466,11 @@ class StoreService:
             if isinstance(task, ReadTask):
                 self._store.read_payload(task.located, page)
             elif task.extent is None:
-                task.packed = self._store.pack(task.page.record, page)
+                task.packed = self._store.packing.pack(page[: task.page.record.size_bytes])
             else:
-                record = task.page.record
-                task.written = self._store.write_payload(task.extent, record, page, task.packed)
-                task.packed = None  # its buffer
+                what = (task.page.record, page, task.packed)
+                task.written = self._store.write_payload(task.extent, *what)
+                task.packed = None  # its memory
         except StorageError as error:
             task.error = error
         except Exception as error:

@@ -75,8 +75,8 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         clock=clock,
         sync=options.sync,
         create=options.create,
-        packing=Packing(options.compression, options.element_bytes),
     )
+    store.packing = Packing(options.compression, options.element_bytes)
     try:
         return StoreService(store, argument, channel, arena, notes)
     except BaseException:
