@@ -28,16 +28,11 @@ ReadBlock = Callable[[Located, memoryview], object]
 
 
 class Packed(NamedTuple):
-    """A compressed block, as long as its slot: room for the header, the payload, zeroes."""
+    """A compressed block: the bytes of its slot, the header still to come, and of its payload."""
 
     slot: memoryview
-    payload_bytes: int
+    payload: memoryview
     codec: int
-
-    @property
-    def payload(self) -> memoryview:
-        """What the checksum covers."""
-        return self.slot[PACKED_HEADER_BYTES : PACKED_HEADER_BYTES + self.payload_bytes]
 
 
 class _Thread(threading.local):
@@ -78,8 +73,8 @@ def pack(block: memoryview, number: int) -> Packed | None:
         slot[start:end] = piece
         lengths.append(len(piece) | is_raw * _IS_RAW)
     struct.pack_into(f"<{width}I", slot, PACKED_HEADER_BYTES, *lengths)
-    payload_bytes = end - PACKED_HEADER_BYTES
-    return Packed(slot[: codec.slot_bytes_for(payload_bytes, number, size)], payload_bytes, number)
+    payload = slot[PACKED_HEADER_BYTES:end]
+    return Packed(slot[: codec.slot_bytes_for(len(payload), number, size)], payload, number)
 
 
 def unpack(payload: memoryview, number: int, into: memoryview) -> bool:
@@ -141,7 +136,7 @@ class Packing:
         decode_s, block_bytes, packed_bytes = 1e-9, sum(map(len, pages)), 0
         for page in pages:
             packed = pack(page, self._codec)
-            packed_bytes += packed.payload_bytes if packed else len(page)
+            packed_bytes += len(packed.payload) if packed else len(page)
             begin = time.thread_time()
             if packed:
                 unpack(packed.payload, packed.codec, page)

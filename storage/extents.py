@@ -195,7 +195,7 @@ class SegmentFiles:
             buffers = [header, body]
         else:
             checksum = codec.payload_checksum(packed.payload)
-            written = Located(record, extent, packed.payload_bytes, checksum, packed.codec)
+            written = Located(record, extent, len(packed.payload), checksum, packed.codec)
             buffers = [packed.slot]
         codec.encode_header_into(buffers[0], written)
         with storage_errors(self.directory):

@@ -74,9 +74,7 @@ class Settings:
     disk_size: int = _cache(20 << 30, "what the disk tier's files may occupy", "bytes")
     disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
     disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
-    disk_compression: DiskCompression = _cache(
-        "off", "off, on, or auto: on if a trial on stored blocks finds that they load faster"
-    )
+    disk_compression: DiskCompression = _cache("off", "off, on, or auto: on if loads get faster")
     hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
     isolate_by: IsolateBy = _cache(
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"

@@ -1,7 +1,9 @@
 """Blocks compressed plane by plane: bit-exact, smaller on disk, and a miss where damaged."""
 
+import os
 import random
 import shutil
+import signal
 import struct
 import time
 from collections.abc import Sequence
@@ -28,10 +30,19 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
-from tests.storage.conftest import PAGE_BYTES, Harness, Mailbox, make_chain, wait_until
+from tests.storage.conftest import (
+    PAGE_BYTES,
+    Harness,
+    Mailbox,
+    lent_pages,
+    make_chain,
+    payload_of,
+    wait_until,
+)
 from tieredkv.storage.codec import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.compression import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.messages import PageStored
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 32_768
@@ -58,8 +69,8 @@ def there_and_back(block: bytes, number: int) -> tuple[bytes, int]:
     page = bytearray(len(block) + 64)
     assert unpack(packed.payload, number, memoryview(page)[: len(block)])
     assert not any(page[len(block) :]), "it wrote beyond the block"
-    assert not any(packed.slot[512 + packed.payload_bytes :])
-    return bytes(page[: len(block)]), packed.payload_bytes
+    assert not any(packed.slot[512 + len(packed.payload) :])
+    return bytes(page[: len(block)]), len(packed.payload)
 
 
 def put(store: BlockStore, *records: BlockRecord, pages: Sequence[memoryview] = ()) -> list[bool]:
@@ -297,7 +308,7 @@ def test_a_reused_slot_holds_nothing_of_the_block_before(tmp_path: Path) -> None
         page[1:4096:2] = bytes([0x3F]) * 2048  # a payload that is a little shorter
         packed = pack_page(store, short, page)
         assert packed is not None and len(packed.slot) == found.slot_bytes
-        assert packed.payload_bytes < found.payload_bytes
+        assert len(packed.payload) < found.payload_bytes
         (slot,) = store.reserve_many([short], [packed])
         assert slot == found.extent
         store.commit([store.write_payload(slot, short, page, packed)])
@@ -411,3 +422,35 @@ def test_auto_tries_what_is_stored_and_goes_on_either_way(harness: Harness) -> N
     assert all(done.ok for done in box.load(more))
     for page_id, record in enumerate(more):
         assert bytes(box.page(page_id)) == worker_block(record.block_hash)
+
+
+def test_what_was_acknowledged_survives_kills_while_blocks_are_compressed(harness: Harness) -> None:
+    """Some blocks shrink and some do not; the budget is too small for all of them."""
+
+    def block(block_hash: bytes) -> bytes:
+        return (worker_block if block_hash[0] % 3 else payload_of)(block_hash)
+
+    budget = 3 << 20
+    client = harness.open(
+        compression="on", element_bytes=4, budget_bytes=budget, backoff_s=0.01, max_backoff_s=0.01
+    )
+    box = Mailbox(client)
+    num_right = 0
+    for life in range(6):
+        wait_until(lambda: client.pid is not None)
+        chain = make_chain(f"chain {life}", 40)
+        box.fill(chain, block)
+        client.store(lent_pages(chain))
+        done = box.take(PageStored, 3 * life)
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        done += box.take(PageStored, len(chain) - len(done))
+        wait_until(lambda: client.pid is not None)
+        loaded = {each.block_hash: each for each in box.load(chain)}
+        assert all(loaded[each.block_hash].ok for each in done if each.ok)
+        for each in loaded.values():
+            if each.ok:
+                num_right += 1
+                assert bytes(box.page(each.page_id)) == block(each.block_hash)
+        assert occupied_bytes(harness.folder) <= budget
+    assert num_right

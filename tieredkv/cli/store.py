@@ -56,10 +56,8 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
             row[column] = "-" if size is None else format_bytes(size)
         rows.append(row)
     print_table(rows, numbers=4)
-    disk = answer["disk"]
-    if disk["compression"] != "off":
-        state = "on" if disk["is_compressing"] else "off"
-        click.echo(f"compression: {state}, ratio {disk['compression_ratio']:.2f}")
+    if (disk := answer["disk"])["is_compressing"]:
+        click.echo(f"compression: {disk['compression']}, ratio {disk['compression_ratio']:.2f}")
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 
