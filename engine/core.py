@@ -41,7 +41,7 @@ from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import EvictFilter
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockHash, KVSpec, Progress, Tier, ignore_progress
+from tieredkv.types import DTYPE_BYTES, BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -478,6 +478,8 @@ class EngineCore:
             budget_bytes=settings.disk_size,
             sync=settings.disk_sync,
             write_limit=settings.disk_write_limit,
+            compression=settings.disk_compression,
+            element_bytes=DTYPE_BYTES[self.kv_spec.dtype],
             sweep_interval_s=settings.sweep_interval,
             clock_offset_file=settings.clock_offset_file,
         )

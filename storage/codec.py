@@ -17,6 +17,7 @@ from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 FORMAT_VERSION = 1
 CODEC_RAW = 0
 HEADER_BYTES = PAGE_ALIGNMENT_BYTES
+PACKED_HEADER_BYTES = 512  # of a compressed payload, which follows in the same page
 SLOT_MAGIC = b"TKVSLOT\0"
 MAX_DIGEST_BYTES = 32
 CHECKSUM_BYTES = 16
@@ -31,7 +32,7 @@ _SEALED = struct.Struct("<B39xd160x8s")  # version, expires_at and seal of a rec
 # magic, version; lengths of hash, parent, root, namespace, retention, codec; position, size,
 # payload, segment, slot; four times; payload checksum; the five strings.
 _HEADER = struct.Struct("<8sI6B2x5I4d16s32s32s32s32s32s")
-_HEADER_SEAL_AT = HEADER_BYTES - CHECKSUM_BYTES
+_HEADER_CODEC_AT = 17
 
 _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
@@ -59,7 +60,7 @@ class Located(NamedTuple):
     @property
     def slot_bytes(self) -> int:
         """The slot size class that holds this payload."""
-        return slot_bytes_for(self.payload_bytes)
+        return slot_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
 
 
 def padded_bytes(size_bytes: int) -> int:
@@ -67,9 +68,18 @@ def padded_bytes(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_ALIGNMENT_BYTES) * PAGE_ALIGNMENT_BYTES
 
 
-def slot_bytes_for(payload_bytes: int) -> int:
-    """Bytes of a slot: the header, then the payload, padded."""
-    return HEADER_BYTES + padded_bytes(payload_bytes)
+def header_bytes_for(codec: int) -> int:
+    """Where the payload begins in its slot."""
+    return HEADER_BYTES if codec == CODEC_RAW else PACKED_HEADER_BYTES
+
+
+def slot_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: int = 0) -> int:
+    """Bytes of a slot: the header, then the payload, padded.
+
+    Slots of compressed payloads come in sixteenths of the block, so that they can be reused.
+    """
+    step = PAGE_ALIGNMENT_BYTES if codec == CODEC_RAW else padded_bytes(-(-block_bytes // 16))
+    return -(-(header_bytes_for(codec) + payload_bytes) // step) * step
 
 
 def payload_checksum(payload: memoryview | bytes) -> bytes:
@@ -144,7 +154,8 @@ def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None
     """Write the slot header: enough to make the index record again without the index."""
     block = located.record
     names = (block.block_hash, *_names(block))
-    buffer[:HEADER_BYTES] = bytes(HEADER_BYTES)
+    end = header_bytes_for(located.codec)
+    buffer[:end] = bytes(end)
     _HEADER.pack_into(
         buffer,
         0,
@@ -157,7 +168,7 @@ def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None
         located.payload_checksum,
         *names,
     )
-    buffer[_HEADER_SEAL_AT:HEADER_BYTES] = xxh3_128_digest(buffer[:_HEADER_SEAL_AT])
+    buffer[end - CHECKSUM_BYTES : end] = xxh3_128_digest(buffer[: end - CHECKSUM_BYTES])
 
 
 def decode_header(header: bytes | memoryview) -> Located | None:
@@ -165,7 +176,8 @@ def decode_header(header: bytes | memoryview) -> Located | None:
     sealed = bytes(header[:HEADER_BYTES])
     if len(sealed) != HEADER_BYTES or not sealed.startswith(SLOT_MAGIC):
         return None
-    if xxh3_128_digest(sealed[:_HEADER_SEAL_AT]) != sealed[_HEADER_SEAL_AT:]:
+    sealed = sealed[: header_bytes_for(sealed[_HEADER_CODEC_AT])]
+    if xxh3_128_digest(sealed[:-CHECKSUM_BYTES]) != sealed[-CHECKSUM_BYTES:]:
         return None
     _, version, *fields = _HEADER.unpack_from(sealed)
     if version != FORMAT_VERSION:

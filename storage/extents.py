@@ -18,6 +18,7 @@ import numpy as np
 from tieredkv.errors import StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
+from tieredkv.storage.compression import WIDTHS, Packed, scratch, unpack
 from tieredkv.storage.index import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -180,48 +181,68 @@ class SegmentFiles:
 
     # --- bytes, from any thread -------------------------------------------------------------
 
-    def write_block(self, extent: Extent, record: BlockRecord, payload: memoryview) -> bytes:
-        """Write header and payload into a slot and answer the payload's checksum.
+    def write_block(
+        self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+    ) -> Located:
+        """Write header and payload into a slot and answer what the index has to know.
 
-        An aligned page is written in place; what it holds beyond the block becomes zeroes.
+        An aligned page is written in place; what it holds beyond the block becomes zeroes. What is
+        packed is written in place of it, with zeroes to the end of its slot: older bytes lie there.
         """
-        size, padded = record.size_bytes, padded_bytes(record.size_bytes)
-        checksum = codec.payload_checksum(payload[:size])
-        header = aligned_buffer(HEADER_BYTES)
-        codec.encode_header_into(header, Located(record, extent, size, checksum))
-        body = self._direct_view(payload, padded)
-        if body is None:
-            body = aligned_buffer(padded)
-            body[:size] = payload[:size]
-        body[size:] = bytes(padded - size)
+        if packed is None:
+            size, padded = record.size_bytes, padded_bytes(record.size_bytes)
+            written = Located(record, extent, size, codec.payload_checksum(payload[:size]))
+            header = aligned_buffer(HEADER_BYTES)
+            body = self._direct_view(payload, padded)
+            if body is None:
+                body = aligned_buffer(padded)
+                body[:size] = payload[:size]
+            body[size:] = bytes(padded - size)
+            buffers = [header, body]
+        else:
+            checksum = codec.payload_checksum(packed.payload)
+            written = Located(record, extent, len(packed.payload), checksum, packed.codec)
+            buffers = [packed.slot]
+        codec.encode_header_into(buffers[0], written)
         with storage_errors(self.directory):
             file = self._file(extent.segment)
-            self._write(file, [header, body], extent.slot * file.slot_bytes)
-        return checksum
+            self._write(file, buffers, extent.slot * file.slot_bytes)
+        return written
 
     def read_block(self, located: Located, into: memoryview) -> None:
-        """Read a slot at once, header and payload, and check both; see `BlockStore.read_payload`.
+        """Read a slot at once, check it and leave the block in `into`: `BlockStore.read_payload`.
 
         The header must be this block's at this place: identity, parent, sizes and checksum are told
         twice, by the index and by the slot, and both must agree before the bytes may be used.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
-        if located.codec != codec.CODEC_RAW or size != located.record.size_bytes:
+        block, page = into[: located.record.size_bytes], None
+        if located.codec == codec.CODEC_RAW and size == len(block):
+            page = self._direct_view(into, padded_bytes(size))
+            body = aligned_buffer(padded_bytes(size)) if page is None else page
+            header, payload = aligned_buffer(HEADER_BYTES), body[:size]
+            buffers = [header, body]
+        elif located.codec in WIDTHS and size < len(block):
+            header = scratch(padded_bytes(codec.PACKED_HEADER_BYTES + size))
+            payload = header[codec.PACKED_HEADER_BYTES :][:size]
+            buffers = [header]
+        else:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
-        header, page = aligned_buffer(HEADER_BYTES), self._direct_view(into, padded_bytes(size))
-        body = aligned_buffer(padded_bytes(size)) if page is None else page
         if located.extent.segment not in self._files:
             raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
         with storage_errors(self.directory):
-            count = self._read(located.extent, [header, body]) - HEADER_BYTES
+            count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
         if count < size:
             raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
         if not codec.is_header_of(codec.decode_header(header), located):
             raise corrupt(block_hash, "header", "the slot header is another one's or damaged")
-        if codec.payload_checksum(body[:size]) != located.payload_checksum:
+        if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-        if page is None:
-            into[:size] = body[:size]
+        if located.codec != codec.CODEC_RAW:
+            if not unpack(payload, located.codec, block):
+                raise corrupt(block_hash, "codec", "the payload is none of such a block")
+        elif page is None:
+            block[:] = payload
 
     def header_at(self, extent: Extent) -> Located | None:
         """Say what a slot's header claims to lie there; None where nothing sound stands."""

@@ -116,7 +116,7 @@ def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
 def fault_of(files: SegmentFiles, located: Located) -> str | None:
     """Read a slot as a load does; the reason why it is bad, or None."""
     try:
-        files.read_block(located, aligned_buffer(padded_bytes(located.payload_bytes)))
+        files.read_block(located, aligned_buffer(padded_bytes(located.record.size_bytes)))
     except CorruptBlockError as error:
         return error.reason
     except StorageError:

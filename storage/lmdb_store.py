@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import islice, pairwise
 from typing import Literal, Self
 
@@ -19,6 +20,7 @@ from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, Sto
 from tieredkv.storage import codec, recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
+from tieredkv.storage.compression import Packed, Packing
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
@@ -36,6 +38,7 @@ from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
 
+_TRIAL_BLOCKS = 32
 _SMALLEST_INDEX_BYTES = 512 << 10
 
 
@@ -48,8 +51,8 @@ def minimum_budget_bytes(block_bytes: int) -> int:
 class BlockStore:
     """Blocks at rest: payloads in segment files, every decision in one LMDB index.
 
-    One process. One thread makes every change; `find`, `lookup`, `locate`, `read_payload` and
-    `write_payload` may be called from any thread.
+    One process. One thread makes every change; any thread may call what finds, moves, compresses
+    or tries blocks.
 
     Invariants, as the tests verify them (`CheckedStore`), and `verify` but for the bytes of files:
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
@@ -74,6 +77,8 @@ class BlockStore:
         self._damaged: set[bytes] = set()  # keys of records that are to be dropped
         self._num_stored, self._num_expired = 0, num_expired
         self._bytes_noted = 0  # of `bytes_written`, in the index
+        self._block_bytes = self._payload_bytes = 0  # of what was stored since
+        self.packing = Packing()  # the owner may set another
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -201,8 +206,12 @@ class BlockStore:
     def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
         return old.record.computed_at >= new.computed_at and old.extent not in self._slots.faulty
 
-    def reserve_many(self, records: Sequence[BlockRecord]) -> list[Extent | None]:
+    def reserve_many(
+        self, records: Sequence[BlockRecord], packed: Sequence[Packed | None] = ()
+    ) -> list[Extent | None]:
         """Lend a slot for each block, evicting no more than they need; one transaction a batch.
+
+        Slots are of the compressed size for those blocks that have something in `packed`.
 
         None where slots lent to other puts leave no room at the moment. Every slot must come back
         by `commit` or `abandon`.
@@ -210,10 +219,12 @@ class BlockStore:
         Raises:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
         """
-        for record in records:
-            check_record(record)
-            self._slots.check_fits(slot_bytes_for(record.size_bytes))
         sizes = [slot_bytes_for(record.size_bytes) for record in records]
+        if packed:
+            sizes = [len(p.slot) if p else size for p, size in zip(packed, sizes, strict=True)]
+        for record, size in zip(records, sizes, strict=True):
+            check_record(record)
+            self._slots.check_fits(size)
         lent_before = set(self._slots.lent)
         try:
             self._slots.enforce_budget()
@@ -228,22 +239,25 @@ class BlockStore:
             raise
         return answer
 
-    def write_payload(self, slot: Extent, record: BlockRecord, payload: memoryview) -> bytes:
-        """Write a block's bytes into its slot and answer their checksum; any thread may call this.
+    def write_payload(
+        self, slot: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+    ) -> Located:
+        """Write a block's bytes into its slot, for `commit`; any thread may call this.
 
         Args:
             slot: lent for this record.
             record: goes into the slot's header.
             payload: the block's bytes. Where it is longer than `record.size_bytes`, such as an
                 arena page, the bytes beyond are overwritten with zeroes up to 4 KiB.
+            packed: the block compressed, to be written instead.
 
         Raises:
             StoreFullError, StorageError: not written; hand the slot to `write_failed`.
         """
         self._failpoint("write:before")
-        checksum = self._files.write_block(slot, record, payload)
+        written = self._files.write_block(slot, record, payload, packed)
         self._failpoint("write:done")
-        return checksum
+        return written
 
     def write_failed(self, slot: Extent, error: StorageError) -> None:
         """Count a failed write and take its slot back."""
@@ -251,7 +265,7 @@ class BlockStore:
             self._slots.faulty.add(slot)
         self.abandon(slot)
 
-    def commit(self, writes: Sequence[tuple[Extent, BlockRecord, bytes]]) -> list[bool]:
+    def commit(self, writes: Sequence[Located]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
 
         Answers for each whether it is stored; a block that has expired meanwhile is not. A block
@@ -260,30 +274,32 @@ class BlockStore:
         Raises:
             StorageError: none of the rest is stored; their slots are taken back.
         """
-        if any(slot not in self._slots.lent for slot, _, _ in writes):
+        if any(new.extent not in self._slots.lent for new in writes):
             raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
         try:
             if self._sync:
                 with storage_errors(self.path):
-                    self._files.sync({slot.segment for slot, _, _ in writes})
+                    self._files.sync({new.extent.segment for new in writes})
             for batch in batches(writes):
                 now, bytes_written = self._clock.now(), self._files.bytes_written
                 with self._slots.changing() as txn:
-                    owners = [self._insert(txn, *write, now) for write in batch]
+                    owners = [self._insert(txn, new, now) for new in batch]
                     txn.set_clock_mark(now)
                     ever = txn.bytes_written() + bytes_written - self._bytes_noted
                     txn.set_meta("written", (ever % 2**64).to_bytes(8, "little"))
                     self._failpoint("commit:before")
                 self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
-                for (slot, _, _), owner in zip(batch, owners, strict=True):
-                    self._slots.take_back(slot, is_stored=owner == slot)
+                for new, owner in zip(batch, owners, strict=True):
+                    self._slots.take_back(new.extent, is_stored=owner == new.extent)
                     stored.append(owner is not None)
-                    self._num_stored += owner == slot
+                    self._num_stored += owner == new.extent
+                    self._block_bytes += new.record.size_bytes
+                    self._payload_bytes += new.payload_bytes
         except BaseException as error:
-            for slot, _, _ in writes[len(stored) :]:
-                self.abandon(slot)
+            for new in writes[len(stored) :]:
+                self.abandon(new.extent)
             self._count_fault(error)
             raise
         self._slots.enforce_budget()
@@ -307,6 +323,15 @@ class BlockStore:
                         self._refresh(txn, old, item)
                 txn.set_clock_mark(now)
         self._slots.enforce_budget()
+
+    def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
+        """Return what decides on a thread of its own; None if decided, or too few are stored."""
+        if self.packing.setting != "auto" or self.packing.trial:
+            return None
+        with self._index.reading() as txn:
+            blocks = [located for _, located in islice(txn.blocks(), _TRIAL_BLOCKS) if located]
+        decide = partial(self.packing.decide, blocks, self._files.read_block, num_readers)
+        return decide if len(blocks) == _TRIAL_BLOCKS else None
 
     # --- dropping -----------------------------------------------------------------------------
 
@@ -460,6 +485,10 @@ class BlockStore:
             num_slots_retired=len(self._slots.retired),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
+            compression=self.packing.setting,
+            is_compressing=self.packing.is_on,
+            compression_trial=self.packing.trial,
+            compression_ratio=self._block_bytes / max(self._payload_bytes, 1),
             direct_io=self._files.direct_io,
             punch_hole=self._files.punch_hole,
         )
@@ -563,10 +592,9 @@ class BlockStore:
         self._failpoint("delete:done")
         return num_dropped
 
-    def _insert(
-        self, txn: IndexTxn, slot: Extent, record: BlockRecord, checksum: bytes, now: float
-    ) -> Extent | None:
+    def _insert(self, txn: IndexTxn, new: Located, now: float) -> Extent | None:
         """Add a written block; answer the extent that holds it from now on, None if expired."""
+        record = new.record
         if now >= record.expires_at:
             return None
         old = self._get(txn, record.block_hash)
@@ -575,9 +603,9 @@ class BlockStore:
                 self._refresh(txn, old, record)
                 return old.extent
             self._slots.remove(txn, old)
-        txn.insert(Located(record, slot, record.size_bytes, checksum))
-        txn.drop_pending(slot)
-        return slot
+        txn.insert(new)
+        txn.drop_pending(new.extent)
+        return new.extent
 
     def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:
         record, claim = old.record, item.retention

@@ -22,6 +22,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
         path: the store's folder.
         budget_bytes: what its files may occupy, index included; None keeps the last one.
         sync: `commit` flushes every group commit to the device, `none` leaves it to the system.
+        compression, element_bytes: see `tieredkv.storage.compression.Packing`.
         sweep_interval_s: expired bytes are erased within this time.
         create: make the folder a store if it is none.
         write_limit: bytes a second that may be written; 0 for no limit.
@@ -37,6 +38,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     budget_bytes: int | None = None
     sync: Literal["commit", "none"] = "commit"
+    compression: Literal["off", "on", "auto"] = "off"
+    element_bytes: int = 2
     sweep_interval_s: float = 10.0
     create: bool = True
     write_limit: int = 0

@@ -102,6 +102,10 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         num_slots_retired: slots that failed twice and are left alone.
         faults: cache faults by reason; each was a miss, or a block that was not stored.
         deleted: blocks deleted on request by reason.
+        compression, is_compressing: the setting, and whether new blocks are compressed.
+        compression_trial: of `auto`: the ratio, and bytes a second, decoded by one thread and
+            read by all; empty until it was tried.
+        compression_ratio: of the blocks stored, bytes before to after; 0 while there are none.
     """
 
     blocks: int
@@ -121,5 +125,9 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_slots_retired: int
     faults: dict[str, int]
     deleted: dict[str, int]
+    compression: str
+    is_compressing: bool
+    compression_trial: dict[str, float]
+    compression_ratio: float
     direct_io: bool
     punch_hole: bool

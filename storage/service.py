@@ -33,6 +33,7 @@ from tieredkv.storage import messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import Extent, Located, corrupt, slot_bytes_for
+from tieredkv.storage.compression import Packed
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
@@ -64,12 +65,21 @@ class ReadTask:
 
 @dataclass(slots=True)
 class WriteTask:
-    """One payload to be written from a page by a thread; `error` says how it ended."""
+    """One block to be compressed, then written by a thread; `error` says how it ended.
+
+    Without an extent it waits for its slot, whose size is known once it is compressed.
+    """
 
     page: LentPage
-    extent: Extent
-    checksum: bytes = b""
+    packed: Packed | None = None
+    extent: Extent | None = None
+    written: Located | None = None
     error: StorageError | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the slot."""
+        return len(self.packed.slot) if self.packed else slot_bytes_for(self.page.record.size_bytes)
 
 
 class Loop:
@@ -101,8 +111,8 @@ class StoreService:
     A load waits in `_loads`, is located, read by a thread and answered; one that fails is judged by
     the index thread first. What the engine deletes is a miss at once (`_doomed`), whenever the
     index thread comes to it.
-    A store waits in `_writes`, gets a slot, is written by a thread, waits in `_written` for its
-    group's transaction and is answered after it.
+    A store waits in `_writes`, is compressed by a thread, waits in `_packed` for a slot, is written
+    by a thread, waits in `_written` for its group's transaction and is answered after it.
     """
 
     def __init__(
@@ -134,6 +144,7 @@ class StoreService:
         self._changes = Loop()
         self._writers = ThreadPoolExecutor(self._options.num_writers)
         self._writes: deque[LentPage | Callable[[], None]] = deque()
+        self._packed: deque[WriteTask] = deque()
         self._reserved: deque[WriteTask] = deque()
         self._num_writing = 0
         self._written: list[WriteTask] = []
@@ -297,6 +308,8 @@ class StoreService:
         if self._sweep is None and now >= self._next_sweep:
             self._next_sweep = now + self._options.sweep_interval_s
             self._sweep = self._store.sweeping()
+            if trial := self._store.compression_trial(self._options.num_readers):
+                self._readers.submit(self._attempt, "compression", trial)
         if (sweep := self._sweep) is not None:
             is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
             self._sweep = None if is_over else sweep
@@ -339,12 +352,15 @@ class StoreService:
 
     def _abandon_writes(self) -> None:
         self._writes.clear()
+        self._packed.clear()
         while self._reserved:
-            self._store.abandon(self._reserved.popleft().extent)
+            if (extent := self._reserved.popleft().extent) is not None:
+                self._store.abandon(extent)
 
     @property
     def _has_writes(self) -> bool:
-        return bool(self._writes or self._reserved or self._num_writing or self._written)
+        waiting = self._writes or self._packed or self._reserved
+        return bool(waiting or self._num_writing or self._written)
 
     def _send_later(self, message: messages.WorkerMessage) -> None:
         self._front.hand(lambda: self._send(message))
@@ -380,69 +396,80 @@ class StoreService:
         nothing after it has begun.
         """
         max_writing = 1 if self._num_reading else self._options.num_writers
+        is_packing = self._store.packing.is_on
+        max_packed = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
         while self._num_writing < max_writing:
+            head = self._writes[0] if self._writes else None
             if self._reserved:
-                slot_bytes = slot_bytes_for(self._reserved[0].page.record.size_bytes)
-                if not (self._is_closing or self._store.write_limit.admits(slot_bytes)):
+                if not (self._is_closing or self._store.write_limit.admits(self._reserved[0].size)):
                     return
-                self._num_writing += 1
-                self._writers.submit(self._move, self._reserved.popleft())
-            elif self._writes and not callable(self._writes[0]):
+                self._start_write(self._reserved.popleft())
+            elif isinstance(head, LentPage) and len(self._packed) + self._num_writing < max_packed:
+                self._writes.popleft()
+                task = WriteTask(head)
+                self._start_write(task) if is_packing else self._packed.append(task)
+            elif self._packed:
                 if not self._reserve():
                     return
-            elif self._writes and not self._num_writing:
+            elif callable(head) and not self._num_writing:
                 self._commit()
-                barrier = self._writes.popleft()
-                assert callable(barrier)
-                barrier()
+                self._writes.popleft()
+                head()
             else:
                 return
 
+    def _start_write(self, task: WriteTask) -> None:
+        self._num_writing += 1
+        self._writers.submit(self._move, task)
+
     def _reserve(self) -> bool:
         """Get slots for the next writes, in one transaction; False to try again later."""
-        batch: list[LentPage] = []
-        while self._writes and len(batch) < TXN_BLOCKS and not callable(head := self._writes[0]):
-            batch.append(head)
-            self._writes.popleft()
+        batch = list(self._packed)
+        self._packed.clear()
         try:
             batch = self._leave_out_known(batch)
-            extents = self._store.reserve_many([page.record for page in batch])
+            records = [task.page.record for task in batch]
+            extents = self._store.reserve_many(records, [task.packed for task in batch])
         except StorageError as error:
             self._report("store", error)
-            for page in batch:
-                self._end_store(page, _refusal(error))
+            for task in batch:
+                self._end_store(task.page, _refusal(error))
             return True
         waiting = []
-        for page, extent in zip(batch, extents, strict=True):
+        for task, extent in zip(batch, extents, strict=True):
+            task.extent = extent
             if extent is not None:
-                self._reserved.append(WriteTask(page, extent))
+                self._reserved.append(task)
             elif self._reserved or self._num_writing or self._written:
-                waiting.append(page)  # room comes when these are committed
+                waiting.append(task)  # room comes when these are committed
             else:
-                self._end_store(page, "full")
-        self._writes.extendleft(reversed(waiting))
+                self._end_store(task.page, "full")
+        self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
 
-    def _leave_out_known(self, batch: list[LentPage]) -> list[LentPage]:
+    def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
-        are_known = self._store.holds([page.record for page in batch])
-        known = [page for page, is_known in zip(batch, are_known, strict=True) if is_known]
+        are_known = self._store.holds([task.page.record for task in batch])
+        known = [task for task, is_known in zip(batch, are_known, strict=True) if is_known]
         if known:
-            self._store.claim_or_touch([page.record for page in known])
-        for page in known:
-            self._end_store(page, "")
-        return [page for page, is_known in zip(batch, are_known, strict=True) if not is_known]
+            self._store.claim_or_touch([task.page.record for task in known])
+        for task in known:
+            self._end_store(task.page, "")
+        return [task for task, is_known in zip(batch, are_known, strict=True) if not is_known]
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1
-        if task.error is None:
+        if task.error is not None:
+            if task.extent is not None:
+                self._store.write_failed(task.extent, task.error)
+            self._end_store(task.page, _refusal(task.error))
+            self._report("store", task.error)
+        elif task.written is None:
+            self._packed.append(task)
+        else:
             if not self._written:
                 self._written_since = time.monotonic()
             self._written.append(task)
-        else:
-            self._store.write_failed(task.extent, task.error)
-            self._end_store(task.page, _refusal(task.error))
-            self._report("store", task.error)
 
     def _is_group_due(self, now: float) -> bool:
         return bool(self._written) and (
@@ -456,7 +483,7 @@ class StoreService:
         group, self._written = self._written, []
         if not group:
             return
-        rows = [(task.extent, task.page.record, task.checksum) for task in group]
+        rows = [task.written for task in group if task.written is not None]
         stored = self._attempt("commit", lambda: self._store.commit(rows))
         for i, task in enumerate(group):
             reason = "io_error" if stored is None else "" if stored[i] else "expired"
@@ -509,8 +536,12 @@ class StoreService:
             page = self._arena.page(task.page.page_id)
             if isinstance(task, ReadTask):
                 self._store.read_payload(task.located, page)
+            elif task.extent is None:
+                task.packed = self._store.packing.pack(page[: task.page.record.size_bytes])
             else:
-                task.checksum = self._store.write_payload(task.extent, task.page.record, page)
+                what = (task.page.record, page, task.packed)
+                task.written = self._store.write_payload(task.extent, *what)
+                task.packed = None  # its memory
         except StorageError as error:
             task.error = error
         except Exception as error:

@@ -20,6 +20,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.compression import Packing
 from tieredkv.storage.directory import SET_ASIDE, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
@@ -80,6 +81,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
         create=options.create,
     )
     store.write_limit.bytes_per_s = options.write_limit
+    store.packing = Packing(options.compression, options.element_bytes)
     try:
         return StoreService(store, argument, channel, arena, notes)
     except BaseException:

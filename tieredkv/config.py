@@ -29,6 +29,7 @@ IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
 Fingerprint = Literal["full", "sample"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
+DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
 DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
 _POSITIVE = (
@@ -74,6 +75,7 @@ class Settings:
     disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
     disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
     disk_write_limit: int = _cache(0, "what goes to disk a second at most; 0 for no limit", "bytes")
+    disk_compression: DiskCompression = _cache("off", "off, on, or auto: on if loads get faster")
     hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
     isolate_by: IsolateBy = _cache(
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"

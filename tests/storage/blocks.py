@@ -144,9 +144,7 @@ def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
     writes = []
     for slot, record in zip(slots, records, strict=True):
         assert slot is not None
-        writes.append(
-            (slot, record, store.write_payload(slot, record, page_with(payload_of(record))))
-        )
+        writes.append(store.write_payload(slot, record, page_with(payload_of(record))))
     return store.commit(writes)
 
 

@@ -203,7 +203,7 @@ def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord]) -> None:
     for slot, record in zip(store.reserve_many(blocks), blocks, strict=True):
         if slot is not None:
             page = page_with(payload_of(record.block_hash, record.size_bytes))
-            writes.append((slot, record, store.write_payload(slot, record, page)))
+            writes.append(store.write_payload(slot, record, page))
     store.commit(writes)
 
 

@@ -62,7 +62,7 @@ def test_pages_longer_than_the_block_and_unaligned_buffers_work(tmp_path: Path) 
         slot = reserve(store, record)
         assert slot is not None
         page = page_with(data + b"secret of the page's last user", 16384)
-        store.commit([(slot, record, store.write_payload(slot, record, page))])
+        store.commit([store.write_payload(slot, record, page)])
         assert b"secret" not in segment_files(tmp_path / "s")[0].read_bytes()
         located = store.locate(record.block_hash)
         assert located is not None

@@ -84,10 +84,10 @@ class StoreMachine(RuleBasedStateMachine):
         for slot, record in zip(slots, records, strict=True):
             if slot is not None:
                 page = page_with(payload_of(record))
-                writes.append((slot, record, self.store.write_payload(slot, record, page)))
+                writes.append(self.store.write_payload(slot, record, page))
         assert writes if self.budget < BUDGETS[-1] else len(writes) == len(records)
         assert self.store.commit(writes) == [True] * len(writes)
-        fresh = {record.block_hash: record for _, record, _ in writes}
+        fresh = {each.record.block_hash: each.record for each in writes}
         for block_hash, record in fresh.items():
             old = self.model.get(block_hash)
             if old is not None and record.computed_at <= old.computed_at:

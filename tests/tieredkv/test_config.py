@@ -117,6 +117,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "disk_write": "write_behind",
         "disk_sync": "none",
         "disk_write_limit": 4 << 20,
+        "disk_compression": "auto",
         "hash_algo": "xxh3_128",
         "isolate_by": "none",
         "default_retention": "24h",

@@ -56,6 +56,8 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
             row[key.replace("_", " ")] = "-" if size is None else format_bytes(size)
         rows.append(row)
     print_table(rows, numbers=7)
+    if (disk := answer["disk"])["is_compressing"]:
+        click.echo(f"compression: {disk['compression']}, ratio {disk['compression_ratio']:.2f}")
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 

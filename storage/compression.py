@@ -1,0 +1,155 @@
+"""Lossless packing of a block: byte i of every element goes into plane i, and through zstandard.
+
+Numbers of one kind share their exponents and little else, so a plane that zstandard cannot shorten
+stays as it is. docs/format.md draws the bytes. It knows bytes in memory, no files. Any thread may
+call every function; what takes long in them holds no interpreter lock.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from zstandard import ZstdCompressor, ZstdDecompressor, ZstdError, frame_content_size
+
+from tieredkv.storage import codec
+from tieredkv.storage.codec import PACKED_HEADER_BYTES, Located
+
+WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
+_LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
+_MOST_KEPT = 0.97  # of a plane; what saves less is not worth the time of decoding it
+_IS_RAW = 1 << 31
+ReadBlock = Callable[[Located, memoryview], object]
+
+
+class Packed(NamedTuple):
+    """A compressed block: the bytes of its slot, the header still to come, and of its payload."""
+
+    slot: memoryview
+    payload: memoryview
+    codec: int
+
+
+class _Thread(threading.local):
+    """What each thread keeps: zstandard's contexts, and memory for what it reads."""
+
+    def __init__(self) -> None:
+        self.compress = ZstdCompressor(level=_LEVEL).compress
+        self.decompress = ZstdDecompressor().decompress
+        self.scratch = memoryview(b"")
+
+
+_thread = _Thread()
+
+
+def scratch(size_bytes: int) -> memoryview:
+    """Memory for O_DIRECT of the calling thread, valid until its next call; new pages cost time."""
+    if len(_thread.scratch) < size_bytes:
+        _thread.scratch = memoryview(mmap.mmap(-1, size_bytes))
+    return _thread.scratch[:size_bytes]
+
+
+def pack(block: memoryview, number: int) -> Packed | None:
+    """Compress a block with a codec; None where that does not save a sixteenth of it."""
+    size, width = len(block), WIDTHS[number]
+    if size % width:
+        return None
+    slot = memoryview(mmap.mmap(-1, codec.slot_bytes_for(size)))
+    elements = np.frombuffer(block, np.uint8).reshape(-1, width)
+    lengths, end = [], PACKED_HEADER_BYTES + 4 * width
+    for i in range(width):
+        plane = np.ascontiguousarray(elements[:, i]).data
+        packed = _thread.compress(plane)
+        is_raw = len(packed) > _MOST_KEPT * len(plane)
+        piece = plane if is_raw else packed
+        start, end = end, end + len(piece)
+        if end > size * 15 // 16:
+            return None
+        slot[start:end] = piece
+        lengths.append(len(piece) | is_raw * _IS_RAW)
+    struct.pack_into(f"<{width}I", slot, PACKED_HEADER_BYTES, *lengths)
+    payload = slot[PACKED_HEADER_BYTES:end]
+    return Packed(slot[: codec.slot_bytes_for(len(payload), number, size)], payload, number)
+
+
+def unpack(payload: memoryview, number: int, into: memoryview) -> bool:
+    """Write the block of a payload into a page of exactly its size.
+
+    False where the payload is none of such a block; then nothing is written.
+    """
+    width, planes = WIDTHS[number], []
+    size, start = len(into) // width, 4 * width
+    try:
+        for length in struct.unpack_from(f"<{width}I", payload):
+            end = start + (length & ~_IS_RAW)
+            piece: memoryview | bytes = payload[start:end]
+            # NOTE: a frame may say any size, and memory is taken for what it says.
+            if not length & _IS_RAW and frame_content_size(piece) == size:
+                piece = _thread.decompress(piece, allow_extra_data=False)
+            planes.append(np.frombuffer(piece, np.uint8))
+            start = end
+    except (struct.error, ZstdError):
+        return False
+    if start != len(payload) or {size} != set(map(len, planes)) or len(into) % width:
+        return False
+    elements = np.frombuffer(into, f"<u{width}")
+    elements[:] = planes.pop()
+    while planes:
+        elements <<= 8
+        elements |= planes.pop()
+    return True
+
+
+class Packing:
+    """Whether new blocks are compressed, and what a trial of `auto` has measured.
+
+    Args:
+        setting: `off`, `on`, or `auto`: on if `decide` finds that blocks load faster by it.
+        element_bytes: size of the numbers in new blocks; stored blocks say it themselves.
+    """
+
+    def __init__(self, setting: str = "off", element_bytes: int = 2) -> None:
+        self.setting, self.is_on = setting, setting == "on"
+        self.trial: dict[str, float] = {}
+        self._codec = element_bytes // 2
+
+    def pack(self, block: memoryview) -> Packed | None:
+        """Compress a block that is to be stored, if that is wanted and helps."""
+        return pack(block, self._codec) if self.is_on else None
+
+    def decide(self, blocks: Sequence[Located], read_block: ReadBlock, num_readers: int) -> None:
+        """Load blocks as fast as the disk gives them, pack and decode them, and compare the rates.
+
+        Raises:
+            StorageError: one is gone or cannot be read: nothing is decided.
+        """
+        pages = [memoryview(bytearray(located.record.size_bytes)) for located in blocks]
+        begin = time.perf_counter()
+        with ThreadPoolExecutor(num_readers) as pool:
+            list(pool.map(read_block, blocks, pages))
+        read_s = time.perf_counter() - begin
+        decode_s, block_bytes, packed_bytes = 1e-9, sum(map(len, pages)), 0
+        for page in pages:
+            packed = pack(page, self._codec)
+            packed_bytes += len(packed.payload) if packed else len(page)
+            begin = time.thread_time()
+            if packed:
+                unpack(packed.payload, packed.codec, page)
+            decode_s += time.thread_time() - begin
+        self.trial = {
+            "ratio": block_bytes / packed_bytes,
+            "decode_rate": block_bytes / decode_s,
+            "read_rate": sum(located.payload_bytes for located in blocks) / read_s,
+        }
+        num_threads = min(num_readers, len(os.sched_getaffinity(0)))
+        self.is_on = pays(**self.trial, num_threads=num_threads)
+
+
+def pays(ratio: float, decode_rate: float, read_rate: float, num_threads: int) -> bool:
+    """Whether loads get a tenth faster, with half of the threads' time left for something else."""
+    return min(read_rate * ratio, decode_rate * num_threads / 2) > 1.1 * read_rate
