@@ -46,6 +46,7 @@ from tieredkv.types import BlockRecord
 logger = logging.getLogger(__name__)
 
 _MAX_LOCATES_A_TURN = 64
+_WRITES_A_THREAD = 4  # in hand: what keeps the threads busy while a group is flushed
 _MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
@@ -395,7 +396,7 @@ class StoreService:
         A function in the queue is a barrier: it runs when everything before it is committed and
         nothing after it has begun.
         """
-        max_writing = 1 if self._num_reading else self._options.num_writers
+        max_writing = 1 if self._num_reading else _WRITES_A_THREAD * self._options.num_writers
         is_packing = self._store.packing.is_on
         max_packed = 2 * self._options.num_writers if is_packing else TXN_BLOCKS
         while self._num_writing < max_writing:
