@@ -216,21 +216,19 @@ class _Answering:
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream; one at least for every step's output."""
         offsets = [len(echo) for echo in self._texts]
+        no_usage = {"usage": None} if self._asked.wants_stream_usage else {}
         for i, echo in enumerate(self._texts):
             for choice in self._shape.opening(i, echo):
-                yield self._chunk(choice)
+                yield self._shape.chunk(choice, **no_usage)
         async for piece in self._pieces:
             logprobs = None
             if self._asked.params.logprobs is not None and piece.logprobs:
                 logprobs = self._shape.logprobs(piece.logprobs, offsets[piece.index])
             offsets[piece.index] += len(piece.text)
             for choice in self._shape.delta(piece.index, piece.text, logprobs, piece.finish_reason):
-                yield self._chunk(choice)
+                yield self._shape.chunk(choice, **no_usage)
         if self._asked.wants_stream_usage:
-            yield self._shape.usage_chunk(self._usage())
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._shape.chunk(choice, has_usage_field=self._asked.wants_stream_usage)
+            yield self._shape.chunk(usage=self._usage())
 
     def _usage(self) -> dict[str, Any]:
         generation = self.generation
