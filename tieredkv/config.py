@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from tieredkv.errors import ConfigError
-from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import HashAlgo, Tier
 from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
 
@@ -31,7 +31,6 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
-DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
 _POSITIVE = (
     *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
     *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
