@@ -27,7 +27,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import tracked
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
@@ -37,7 +36,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
 from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
-from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 
 ARENA_BYTES = 256 << 20
