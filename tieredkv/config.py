@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from tieredkv.errors import ConfigError
-from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import HashAlgo, Tier
 from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_duration
 
@@ -31,7 +31,6 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
-DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
 _POSITIVE = (
     *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
     *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
@@ -160,6 +159,10 @@ class Settings:
             )
 
 
+_KNOWN: dict[str, Any] = {it.name: it for it in fields(Settings) if it.metadata["section"]}
+"""The fields that have one value in one TOML section, by name."""
+
+
 class LoadedSettings(NamedTuple):
     """Settings, and where each field's value came from."""
 
@@ -180,7 +183,7 @@ class LoadedSettings(NamedTuple):
     def describe(self) -> list[tuple[str, str, str, str]]:
         """Return (section, field, value, source) of every setting, values as people write them."""
         rows = []
-        for name, setting in _plain_fields().items():
+        for name, setting in _KNOWN.items():
             value = self.shown(name)
             text = value if isinstance(value, str | None) else kind_of(setting).show(value)
             rows.append((setting.metadata["section"], name, text or "", self.sources[name]))
@@ -211,38 +214,32 @@ def load_settings(
             or out of range.
     """
     environ = os.environ if environ is None else environ
-    known = _plain_fields()
     values: dict[str, Any] = {}
-    sources = dict.fromkeys(known, "default")
+    sources = dict.fromkeys(_KNOWN, "default")
     if config_path is not None:
         values = _read_toml(Path(config_path))
         sources |= dict.fromkeys(values, f"file {config_path}")
     policies = {f"retention.{policy.name}": policy for policy in DEFAULT_POLICIES}
-    policies |= {name: values.pop(name) for name in list(values) if name not in known}
+    policies |= {name: values.pop(name) for name in list(values) if name not in _KNOWN}
     values["policies"] = tuple(policies.values())
-    for name, setting in known.items():
+    for name, setting in _KNOWN.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environ:
             values[name] = _parse(setting, environ[variable], where=f"variable `{variable}`")
             sources[name] = f"environment {variable}"
     for name, value in (arguments or {}).items():
-        if name != "policies" and name not in known:
-            raise ConfigError(f"Unknown setting `{name}`{_nearest(name, known)}")
+        if name != "policies" and name not in _KNOWN:
+            raise ConfigError(f"Unknown setting `{name}`{_nearest(name, _KNOWN)}")
         if value is None:
             continue
         if name == "policies":
             values[name] = _parse_policies(value)
             sources |= {f"retention.{policy.name}": "argument" for policy in values[name]}
         else:
-            values[name] = _parse(known[name], value)
+            values[name] = _parse(_KNOWN[name], value)
             sources[name] = "argument"
     values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
     return LoadedSettings(Settings(**values), sources)
-
-
-def _plain_fields() -> dict[str, Any]:
-    """Return the fields that have one value in one TOML section, by name."""
-    return {setting.name: setting for setting in fields(Settings) if setting.metadata["section"]}
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -253,8 +250,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"Cannot read `{path}`: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
-    known = _plain_fields()
-    sections = [*dict.fromkeys(s.metadata["section"] for s in known.values()), "retention"]
+    sections = [*dict.fromkeys(s.metadata["section"] for s in _KNOWN.values()), "retention"]
     values: dict[str, Any] = {}
     for section, table in document.items():
         if section in sections and not isinstance(table, dict):
@@ -268,9 +264,9 @@ def _read_toml(path: Path) -> dict[str, Any]:
                 values[f"retention.{name}"] = _read_policy(path, name, row)
             continue
         for name, value in table.items():
-            setting = known.get(name)
+            setting = _KNOWN.get(name)
             if setting is None or setting.metadata["section"] != section:
-                siblings = [n for n, s in known.items() if s.metadata["section"] == section]
+                siblings = [n for n, s in _KNOWN.items() if s.metadata["section"] == section]
                 hint = _nearest(name, siblings) if setting is None else _home(name)
                 raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
             values[name] = _parse(setting, value, where=f"`{path}`: `{section}.{name}`")
@@ -375,10 +371,9 @@ def kind_of(setting: Any) -> Kind:
 
 def _home(name: str) -> str:
     """Return a hint to the section of a known setting, or to the nearest known one."""
-    known = _plain_fields()
-    if name not in known:
-        return _nearest(name, known)
-    return f"; it belongs to section `{known[name].metadata['section']}`"
+    if name not in _KNOWN:
+        return _nearest(name, _KNOWN)
+    return f"; it belongs to section `{_KNOWN[name].metadata['section']}`"
 
 
 def _nearest(name: str, known: Any) -> str:

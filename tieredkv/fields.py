@@ -3,6 +3,7 @@
 It knows types and ranges, not what any field is for. `null` is the same as an absent field.
 """
 
+from collections.abc import Sized
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,29 +36,17 @@ _EXPECTED = {
 """What was expected, by pydantic's type of error; others' messages say it themselves."""
 
 _OUT_OF_BOUNDS = {
-    "greater_than_equal": (
-        "{kind}_below_min_value",
-        "{kind} below minimum value. Expected a value >= {bound}, but got {value}",
-    ),
-    "greater_than": (
-        "{kind}_below_min_value",
-        "{kind} below minimum value. Expected a value > {bound}, but got {value}",
-    ),
-    "less_than_equal": (
-        "{kind}_above_max_value",
-        "{kind} above maximum value. Expected a value <= {bound}, but got {value}",
-    ),
-    "too_short": (
-        "empty_{kind}",
-        "empty {kind}. Expected {a_kind} with minimum length {bound}, but got an empty {kind}",
-    ),
-    "too_long": (
-        "{kind}_above_max_length",
-        "{kind} too long. Expected {a_kind} with maximum length {bound}, but got {a_kind} with "
-        "length {length}",
-    ),
+    "greater_than_equal": ("{}_below_min_value", "{} below minimum value", "a value >= {bound}"),
+    "greater_than": ("{}_below_min_value", "{} below minimum value", "a value > {bound}"),
+    "less_than_equal": ("{}_above_max_value", "{} above maximum value", "a value <= {bound}"),
+    "too_short": ("empty_{}", "empty {}", "{a_kind} with minimum length {bound}"),
+    "too_long": ("{}_above_max_length", "{} too long", "{a_kind} with maximum length {bound}"),
 }
-"""Code and text, by pydantic's type of error, which is `string_too_long` for texts."""
+"""Code, fault and what was expected, by pydantic's type of error; `{}` is the kind of value.
+
+For texts the type is `string_too_short` and `string_too_long`.
+"""
+_BOUNDS = ("ge", "gt", "le", "min_length", "max_length")
 
 
 class Object(BaseModel):
@@ -136,14 +125,16 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     if fault == "literal_error" and isinstance(value, str):
         return invalid_value(path, value, facts["expected"].replace(" or ", " and "))
     if parts := _OUT_OF_BOUNDS.get(fault.removeprefix("string_")):
-        [bound] = [
-            facts[name] for name in ("ge", "gt", "le", "min_length", "max_length") if name in facts
-        ]
-        length = len(value) if isinstance(value, str | list | tuple) else None
-        a_kind = _GOT[type(bound if length is None else value)]
-        told = {"a_kind": a_kind, "kind": a_kind.split()[1], "bound": int(bound)}
-        code, text = (part.format(**told, value=value, length=length) for part in parts)
-        return RequestError(f"Invalid '{path}': {text} instead.", param=path, code=code)
+        bound = next(facts[name] for name in _BOUNDS if name in facts)
+        is_sized = isinstance(value, Sized)
+        a_kind, got = _GOT[type(value if is_sized else bound)], value
+        kind = a_kind.split()[1]
+        if is_sized:
+            got = f"{a_kind} with length {len(value)}" if value else f"an empty {kind}"
+        told = {"a_kind": a_kind, "bound": int(bound)}
+        code, what, allowed = (part.format(kind, **told) for part in parts)
+        text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
+        return RequestError(text, param=path, code=code)
     expected = _EXPECTED.get(fault, error["msg"])
     is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
     param = path.partition("[")[0] if is_plain_item else path  # the array is at fault

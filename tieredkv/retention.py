@@ -69,14 +69,13 @@ IN_MEMORY = RetentionPolicy(
 TWENTY_FOUR_HOURS = RetentionPolicy(
     name="24h", idle_s=86400.0, absolute_s=86400.0, tiers=frozenset(Tier)
 )
+DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
 
 
 class RetentionPolicies:
     """The policies that a server offers; requests choose among them and cannot make their own."""
 
-    def __init__(
-        self, policies: Iterable[RetentionPolicy] = (IN_MEMORY, TWENTY_FOUR_HOURS)
-    ) -> None:
+    def __init__(self, policies: Iterable[RetentionPolicy] = DEFAULT_POLICIES) -> None:
         self._policies = {policy.name: policy for policy in policies}
 
     @property

@@ -239,7 +239,28 @@ def test_null_is_the_same_as_absent_and_unknown_fields_are_ignored() -> None:
     names = ["max_tokens", "temperature", "top_p", "n", "stop", "seed", "stream", "logprobs"]
     nothing: dict[str, Any] = dict.fromkeys(names)
     given = completion(**nothing, of_tomorrow=1)
-    assert given.model_dump(exclude={"of_tomorrow"}) == completion().model_dump()
+    assert given.params == completion().params
+    unknown = {"temperature", "of_tomorrow"}
+    assert given.model_dump(exclude=unknown) == completion().model_dump()
+
+
+def test_a_strict_server_takes_every_field_that_says_how_to_sample() -> None:
+    asked = completion(
+        is_strict=True, temperature=0.5, top_k=3, logit_bias={"7": 1}, ignore_eos=True
+    )
+    params = asked.params
+    assert (params.temperature, params.top_k, params.logit_bias) == (0.5, 3, {7: 1.0})
+    assert params.ignore_eos
+    assert completion(top_p=0, temperature=1.5).params.is_greedy
+    with pytest.raises(RequestError, match="decimal above maximum value"):
+        completion(top_p=0, temperature=2.5)
+
+
+def test_a_logit_bias_of_too_many_tokens_is_refused_as_an_object() -> None:
+    with pytest.raises(RequestError, match="Expected an object") as error:
+        completion(logit_bias={str(token): 1 for token in range(1025)})
+    assert error.value.code == "object_above_max_length"
+    assert str(error.value).endswith("length 1024, but got an object with length 1025 instead.")
 
 
 def test_a_strict_server_refuses_unknown_fields_and_other_spellings() -> None:

@@ -23,12 +23,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import tracked
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import launch, reference
 from tieredkv.kernels.partition import Heads, Span
-from tieredkv.types import Progress
+from tieredkv.types import Progress, tracked
 
 GPU_CASES = "2048+0,8192+0,32768+0,8192+24576,8192+57344,64+2048,64+32768,64+131072,"
 GPU_CASES += "1x1024,1x32768,64x4096,64x128..16384"

@@ -18,15 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import tracked
-from tieredkv.config import DEFAULT_POLICIES, Settings
+from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.retention import IN_MEMORY, RetentionPolicy
-from tieredkv.types import Progress, Tier
+from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, RetentionPolicy
+from tieredkv.types import Progress, Tier, tracked
 
 DEVICE_ONLY = RetentionPolicy(
     name="device_only", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE})

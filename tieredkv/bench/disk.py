@@ -27,7 +27,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import tracked
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
@@ -37,7 +36,7 @@ from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
 from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
-from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 
 ARENA_BYTES = 256 << 20
@@ -115,12 +114,10 @@ class _Disk:
         with closing(raw.RawFile(self._folder, count, buffers)) as file:
             self.facts["raw_is_direct"] = file.is_direct
             self._write(count, "none")
+            syncs = tracked(progress, "writing", SYNCS * repeats)
             writes = _between(
                 lambda: file.move_GBps(os.pwritev, choose(count), options.num_writers),
-                (
-                    self._write(count, sync)
-                    for sync in tracked(progress, "writing", SYNCS * repeats)
-                ),
+                (self._write(count, sync) for sync in syncs),
             )
             with closing(self._serve()) as client:
                 present = self._present(client)
@@ -247,9 +244,8 @@ def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]
     taken, raws = list[Row](), [raw_GBps()]
     for sample in samples:
         raws.append(raw_GBps())
-        taken.append(
-            sample | {"raw_GBps": raws[-2:], "ratio": sample["GBps"] / float(np.mean(raws[-2:]))}
-        )
+        ratio = sample["GBps"] / float(np.mean(raws[-2:]))
+        taken.append(sample | {"raw_GBps": raws[-2:], "ratio": ratio})
     return taken
 
 

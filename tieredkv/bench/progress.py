@@ -7,7 +7,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as RichProgress
 
 from tieredkv.types import Progress, ignore_progress
-from tieredkv.types import tracked as tracked
 
 
 def terminal_progress() -> Progress:

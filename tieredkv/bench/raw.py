@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import hashlib
 import itertools
 import mmap
 import os
@@ -96,12 +95,6 @@ def gemm_TFLOPs(dtype: str) -> float:
     out = torch.empty_like(left)
     took_s = median_s(lambda: [torch.matmul(left, left, out=out) for _ in range(10)], repeats=5)
     return round(10 * 2 * size**3 / took_s / 1e12, 3)
-
-
-def sha256_GBps() -> float:
-    """Return the rate of SHA-256 over a large buffer on one core."""
-    data = bytes(16 << 20)
-    return round(len(data) / median_s(lambda: hashlib.sha256(data).digest(), repeats=5) / 1e9, 3)
 
 
 def h2d_GBps() -> float:

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import tracked
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.host import HostArena
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockId, PageId, Progress
+from tieredkv.types import BlockId, PageId, Progress, tracked
 from tieredkv.units import parse_bytes
 
 DIRECTIONS = UP, DOWN, BOTH = ("host to device", "device to host", "both at once")

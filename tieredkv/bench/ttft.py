@@ -34,12 +34,12 @@ import numpy.typing as npt
 import torch
 
 from tieredkv.bench import raw
-from tieredkv.bench.progress import terminal_progress, tracked
+from tieredkv.bench.progress import terminal_progress
 from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.types import Progress
+from tieredkv.types import Progress, tracked
 
 TIER_OF_ARM = {"device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 ARMS = ("cold", *TIER_OF_ARM)
@@ -275,11 +275,8 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
     sources = [sample.by_tier for sample in samples]
     by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
     loaded = statistics.median(one["host"] + one["disk"] for one in sources)
-    none = [None] * len(samples)
-    computed = [sample.kv_digest for sample in cold] if tier else none
-    found = [sample.kv_digest for sample in samples] if tier else none
-    claimed = [one[tier] if tier else 0 for one in sources]
-    cached = [sum(one.values()) for one in sources]
+    used = [{name for name, count in one.items() if count} for one in sources]
+    computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, samples))
     return {
         "arm": arm,
         "prefix_tokens": length,
@@ -301,7 +298,7 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
         "kv_bytes_equal": found == computed if tier else None,
         "max_logit_diff": max(differences),
         "num_prompts_excluded": sum(are_excluded),
-        "is_from_claimed_tier": claimed == cached and (tier is None or min(cached) > 0),
+        "is_from_claimed_tier": all(it == ({tier} if tier else set()) for it in used),
     }
 
 

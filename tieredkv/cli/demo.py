@@ -7,8 +7,8 @@ import click
 from tieredkv.cli.bench import ARMS, measure
 from tieredkv.cli.output import json_option
 
-CPU_MODEL, CPU_PREFIX_TOKENS = "tiny-random", 2048
-GPU_MODEL, GPU_PREFIX_TOKENS = "random:qwen2.5-1.5b", 98304
+ON_CPU = "tiny-random", 2048  # model, prefix tokens
+ON_GPU = "random:qwen2.5-1.5b", 98304
 REPEATS = 3
 
 
@@ -26,8 +26,7 @@ def demo(as_json: bool) -> int:
     from tieredkv.bench import ttft
 
     on_gpu = torch.cuda.is_available()
-    model = GPU_MODEL if on_gpu else CPU_MODEL
-    length = GPU_PREFIX_TOKENS if on_gpu else CPU_PREFIX_TOKENS
+    model, length = ON_GPU if on_gpu else ON_CPU
     click.echo(
         f"Serving prompts of {length} + {ttft.SUFFIX_TOKENS} tokens with {model} on "
         f"{'the GPU' if on_gpu else 'this CPU'}: cold, then with the prefix in each tier, then "

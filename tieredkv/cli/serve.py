@@ -1,6 +1,7 @@
 """`tieredkv serve`."""
 
 import sys
+from typing import Any
 
 import click
 
@@ -15,17 +16,17 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
 @click.command()
 @click.argument("model", required=False)
 @settings_options("model", "cache", "scheduler", "server")
-@click.option("--strict-params", is_flag=True, help="Refuse request fields that are unknown.")
-@click.option("--allow-open-access", is_flag=True, help="Let others reach it without an API key.")
+@click.option(
+    "--strict-params", "is_strict", is_flag=True, help="Refuse request fields that are unknown."
+)
+@click.option(
+    *("--allow-open-access", "allows_open_access"),
+    is_flag=True,
+    help="Let others reach it without an API key.",
+)
 @click.option("--log-level", type=LEVELS, default="INFO", show_default=True, help="Never prompts.")
 @json_option
-def serve(
-    loaded: LoadedSettings,
-    strict_params: bool,
-    allow_open_access: bool,
-    log_level: str,
-    as_json: bool,
-) -> int:
+def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
     """Serve MODEL over HTTP, in OpenAI's shapes.
 
     MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
@@ -51,11 +52,5 @@ def serve(
             print_json({"url": url, "model": info.model, "max_model_len": info.max_model_len})
             sys.stdout.flush()
 
-    return Server(
-        settings=loaded.settings,
-        on_progress=terminal_progress(),
-        on_ready=on_ready,
-        is_strict=strict_params,
-        allows_open_access=allow_open_access,
-        log_level=log_level,
-    ).serve()
+    options |= {"on_progress": terminal_progress(), "on_ready": on_ready, "log_level": log_level}
+    return Server(settings=loaded.settings, **options).serve()

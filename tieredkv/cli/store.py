@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
@@ -21,6 +22,10 @@ SHORT_HEX = 12
 
 def _store_options(command: Command) -> Any:
     return disk_dir_option(settings_options()(json_option(command)))
+
+
+def _duration(_context: object, _option: object, text: str | None) -> float | None:
+    return None if text is None else parse_duration(text)
 
 
 def _control(settings: Settings) -> StoreControl:
@@ -97,22 +102,20 @@ def ls(loaded: LoadedSettings, as_json: bool) -> None:
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", "everything", is_flag=True, help="Every block.")
-@click.option("--older-than", metavar="DURATION", help="Blocks not used for so long, e.g. 2h.")
-@click.option("--ns", "namespace", metavar="HEX", help="Blocks of a namespace, or its beginning.")
+@click.option("--all", is_flag=True, help="Every block.")
+@click.option(
+    *("--older-than", "older_than_s"),
+    callback=_duration,
+    metavar="DURATION",
+    help="Blocks not used for so long, e.g. 2h.",
+)
+@click.option(
+    *("--ns", "namespace_prefix"), metavar="HEX", help="Blocks of a namespace, or its beginning."
+)
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
 @_store_options
-def evict(
-    loaded: LoadedSettings,
-    ids: tuple[str, ...],
-    everything: bool,
-    older_than: str | None,
-    namespace: str | None,
-    yes: bool,
-    dry_run: bool,
-    as_json: bool,
-) -> int:
+def evict(loaded: LoadedSettings, yes: bool, as_json: bool, **filters: Any) -> int:
     """Drop blocks from every tier: chains by ID, or those that a filter means.
 
     \b
@@ -120,28 +123,21 @@ def evict(
       tieredkv evict --disk-dir ./kv 1f9c0a77d2e4
       tieredkv evict --disk-dir ./kv --older-than 2h -y
     """
-    filters = [bool(ids), everything, older_than is not None, namespace is not None]
-    if not any(filters):
+    wanted, nothing = EvictFilter(**filters), EvictFilter(dry_run=filters["dry_run"])
+    if wanted == nothing:
         raise usage_error("Say what to evict: an ID, --ns, --older-than or --all.")
-    if everything and sum(filters) > 1:
+    if wanted.all and wanted != replace(nothing, all=True):
         raise usage_error("--all does not go together with another choice.")
-    wanted = EvictFilter(
-        all=everything,
-        older_than_s=None if older_than is None else parse_duration(older_than),
-        namespace_prefix=namespace,
-        ids=ids,
-        dry_run=dry_run,
-    )
     control = _control(loaded.settings)
-    if not (yes or dry_run):
+    if not (yes or wanted.dry_run):
         if not sys.stdin.isatty():
             raise usage_error("Nobody is there to confirm; give -y.")
         click.confirm("Evict these blocks from every tier?", abort=True, err=True)
     answer = control.evict(wanted)
     if as_json:
-        print_json({**answer, "dry_run": True} if dry_run else answer)
+        print_json({**answer, "dry_run": True} if wanted.dry_run else answer)
     else:
-        verb = "would evict" if dry_run else "evicted"
+        verb = "would evict" if wanted.dry_run else "evicted"
         freed = format_bytes(answer["freed_bytes"])
         click.echo(f"{verb} {answer['evicted_blocks']} blocks, {freed}")
     unknown = answer.get("unknown_ids") or ()

@@ -14,6 +14,7 @@ import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -176,22 +177,19 @@ class Api:
         return {**model, "owned_by": "tieredkv", "max_model_len": info.max_model_len}
 
 
+@dataclass
 class _Answering:
     """Puts the pieces of a generation into the shape of its endpoint."""
 
-    def __init__(
-        self,
-        generation: Generation,
-        shape: Shape,
-        asked: requests.ApiRequest,
-        echoes: Sequence[str] = (),
-    ) -> None:
-        self.generation = generation
-        self._shape = shape
-        self._asked = asked
-        self._pieces = generation.pieces()
-        prompts = echoes or [""] * len(generation.prompt_usages)
-        self._texts = [text for text in prompts for _ in range(asked.n)]
+    generation: Generation
+    shape: Shape
+    asked: requests.ApiRequest
+    echoes: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        self._pieces = self.generation.pieces()
+        prompts = self.echoes or [""] * len(self.generation.prompt_usages)
+        self._texts = [text for text in prompts for _ in range(self.asked.n)]
 
     async def wait_for_first(self) -> None:
         self._pieces = _after(await anext(self._pieces), self._pieces)
@@ -208,29 +206,27 @@ class _Answering:
             finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
         choices = []
         for i, text in enumerate(texts):
-            is_wanted = self._asked.params.logprobs is not None
-            logprobs = self._shape.logprobs(tokens[i], offsets[i]) if is_wanted else None
-            choices.append(self._shape.choice(i, text, logprobs, finish_reasons[i]))
-        return self._shape.response(choices, self._usage())
+            is_wanted = self.asked.params.logprobs is not None
+            logprobs = self.shape.logprobs(tokens[i], offsets[i]) if is_wanted else None
+            choices.append(self.shape.choice(i, text, logprobs, finish_reasons[i]))
+        return self.shape.response(choices, self._usage())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream; one at least for every step's output."""
         offsets = [len(echo) for echo in self._texts]
+        no_usage = {"usage": None} if self.asked.wants_stream_usage else {}
         for i, echo in enumerate(self._texts):
-            for choice in self._shape.opening(i, echo):
-                yield self._chunk(choice)
+            for choice in self.shape.opening(i, echo):
+                yield self.shape.chunk(choice, **no_usage)
         async for piece in self._pieces:
             logprobs = None
-            if self._asked.params.logprobs is not None and piece.logprobs:
-                logprobs = self._shape.logprobs(piece.logprobs, offsets[piece.index])
+            if self.asked.params.logprobs is not None and piece.logprobs:
+                logprobs = self.shape.logprobs(piece.logprobs, offsets[piece.index])
             offsets[piece.index] += len(piece.text)
-            for choice in self._shape.delta(piece.index, piece.text, logprobs, piece.finish_reason):
-                yield self._chunk(choice)
-        if self._asked.wants_stream_usage:
-            yield self._shape.usage_chunk(self._usage())
-
-    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
-        return self._shape.chunk(choice, has_usage_field=self._asked.wants_stream_usage)
+            for choice in self.shape.delta(piece.index, piece.text, logprobs, piece.finish_reason):
+                yield self.shape.chunk(choice, **no_usage)
+        if self.asked.wants_stream_usage:
+            yield self.shape.chunk(usage=self._usage())
 
     def _usage(self) -> dict[str, Any]:
         generation = self.generation

@@ -58,13 +58,18 @@ class ModelRequest(Object):
 class ApiRequest(ModelRequest):
     """What both endpoints have in common.
 
+    How to sample is told by the fields of `SamplingParams`, which checks them; those whose ranges
+    are others in OpenAI's API are here, too.
+
     Attributes:
         prompt_field: which field holds the prompt.
         default_tokens: longest answer where the client names none; None for all the room.
         ignored: fields that mean nothing here.
     """
 
-    model_config = pydantic.ConfigDict(extra="allow")  # `check` may refuse them
+    model_config = pydantic.ConfigDict(
+        extra="allow"
+    )  # how to sample; `check` may refuse the others
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
@@ -74,22 +79,15 @@ class ApiRequest(ModelRequest):
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=2**31 - 1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
-    min_tokens: int = Field(0, ge=0)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, Any] | None = None
-    stop: Annotated[list[str], pydantic.BeforeValidator(_several)] = Field([], max_length=4)
-    stop_token_ids: TokenIds = Field([])
-    ignore_eos: bool = False
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
+
+    top_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
+    min_tokens: int = Field(0, ge=0)
+    stop: Annotated[list[str], pydantic.BeforeValidator(_several)] = Field([], max_length=4)
+    stop_token_ids: TokenIds = Field([])
 
     @property
     def limit(self) -> int | None:
@@ -109,13 +107,13 @@ class ApiRequest(ModelRequest):
     @cached_property
     def params(self) -> SamplingParams:
         """How to sample every answer, but for its seed and the room that is left."""
-        given = {name: getattr(self, name) for name in self.model_fields_set & _SAMPLING_FIELDS}
-        given["stop"] = tuple(text for text in self.stop if text)
-        if self.top_p == 0:  # the smallest set is the likeliest token
-            given |= {"top_p": 1.0, "temperature": 0.0}
+        given = {key: it for key, it in self if key in _SAMPLING_FIELDS and it is not None}
+        given |= {"top_p": self.top_p or 1.0, "stop": tuple(filter(None, self.stop))}
         # NOTE: `min_tokens` is checked against the client's limit, and fitted to the room later.
         max_tokens = self.limit or max(16, self.min_tokens)
-        return SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+        params = SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+        # Of no probability at all, the smallest set of tokens is the likeliest one.
+        return replace(params, temperature=0.0) if self.top_p == 0 else params
 
     def params_of(self, choice: int, max_tokens: int, fallback_seed: int) -> SamplingParams:
         """Return the parameters of one answer; equal seeds give equal answers, in their order."""
@@ -155,7 +153,8 @@ class ApiRequest(ModelRequest):
         if self.prompt_cache_retention is not None:
             policies.get(self.prompt_cache_retention, is_strict=is_strict)
         _ = self.params  # refuses what it must
-        unknown = [name for name in self.model_extra or () if name not in self.ignored]
+        known = self.ignored | _SAMPLING_FIELDS
+        unknown = [name for name in self.model_extra or () if name not in known]
         if is_strict and unknown:
             raise unknown_parameter(unknown[0])
 

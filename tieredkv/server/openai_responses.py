@@ -66,14 +66,9 @@ class _Shape:
         """Return the whole answer."""
         return {**self._envelope(self.object), "choices": choices, "usage": usage}
 
-    def chunk(self, choice: Json, *, has_usage_field: bool) -> Json:
-        """Return one chunk; where usage is wanted, all but the last chunk say null."""
-        usage = {"usage": None} if has_usage_field else {}
-        return {**self._envelope(self.chunk_object), "choices": [choice], **usage}
-
-    def usage_chunk(self, usage: Json) -> Json:
-        """Return the last chunk of a stream whose usage is wanted."""
-        return {**self._envelope(self.chunk_object), "choices": [], "usage": usage}
+    def chunk(self, *choices: Json, **usage: Json | None) -> Json:
+        """Return one chunk; where `usage` is wanted, it is None in all but the last one."""
+        return {**self._envelope(self.chunk_object), "choices": choices, **usage}
 
     def _envelope(self, kind: str) -> Json:
         return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
