@@ -191,32 +191,28 @@ class _Answering:
         self._asked = asked
         self._pieces = generation.pieces()
         prompts = echoes or [""] * len(generation.prompt_usages)
-        self._texts = [text for text in prompts for _ in range(asked.n)]
+        self._echoes = [text for text in prompts for _ in range(asked.n)]
 
     async def wait_for_first(self) -> None:
         self._pieces = _after(await anext(self._pieces), self._pieces)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
-        texts = self._texts
-        offsets = [len(text) for text in texts]
-        tokens: list[list[Any]] = [[] for _ in texts]
-        finish_reasons = ["stop"] * len(texts)
-        async for piece in self._pieces:
-            texts[piece.index] += piece.text
-            tokens[piece.index].extend(piece.logprobs or ())
-            finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
+        async for _ in self._pieces:
+            pass
         choices = []
-        for i, text in enumerate(texts):
-            is_wanted = self._asked.params.logprobs is not None
-            logprobs = self._shape.logprobs(tokens[i], offsets[i]) if is_wanted else None
-            choices.append(self._shape.choice(i, text, logprobs, finish_reasons[i]))
+        is_wanted = self._asked.params.logprobs is not None
+        for i, (echo, answer) in enumerate(zip(self._echoes, self.generation.answers, strict=True)):
+            assert answer.finish_reason is not None, answer.request.request_id
+            logprobs = self._shape.logprobs(answer.logprobs, len(echo)) if is_wanted else None
+            choice = self._shape.choice(i, echo + answer.text, logprobs, answer.finish_reason)
+            choices.append(choice)
         return self._shape.response(choices, self._usage())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream; one at least for every step's output."""
-        offsets = [len(echo) for echo in self._texts]
-        for i, echo in enumerate(self._texts):
+        offsets = [len(echo) for echo in self._echoes]
+        for i, echo in enumerate(self._echoes):
             for choice in self._shape.opening(i, echo):
                 yield self._chunk(choice)
         async for piece in self._pieces:
