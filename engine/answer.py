@@ -44,5 +44,9 @@ class Answer:
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
         self.usage = output.usage or self.usage
-        text, self.finish_reason = self._detokenizer.take(output.token_ids, output.finish_reason)
+        text = self._detokenizer.feed(output.token_ids)
+        if output.finish_reason is not None:
+            text += self._detokenizer.finish()
+        has_stopped = self._detokenizer.stopped_by is not None
+        self.finish_reason = "stop" if has_stopped else output.finish_reason
         return text

@@ -139,7 +139,7 @@ class Api:
     def _generate(
         self, asked: requests.ApiRequest, prompts: list[list[int]], tenant: str
     ) -> Generation:
-        """Hand the prompts to the engine."""
+        """Hand the prompts to the engine; answer `i * n + j` is the j-th of the i-th of them."""
         info = self._engine.info
         asked.params.check_vocabulary(info.vocab_size)
         num_answers = len(prompts) * asked.n
@@ -168,7 +168,7 @@ class Api:
                 for j in range(asked.n)
             ]
         tokenizer = self._tokenization.tokenizer
-        return Generation(self._engine, tokenizer, engine_requests, asked.n)
+        return Generation(self._engine, tokenizer, engine_requests)
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
@@ -190,8 +190,8 @@ class _Answering:
         self._shape = shape
         self._asked = asked
         self._pieces = generation.pieces()
-        prompts = echoes or [""] * len(generation.prompt_usages)
-        self._echoes = [text for text in prompts for _ in range(asked.n)]
+        each = [text for text in echoes for _ in range(asked.n)]
+        self._echoes = each or [""] * len(generation.answers)
 
     async def wait_for_first(self) -> None:
         self._pieces = _after(await anext(self._pieces), self._pieces)
@@ -229,8 +229,9 @@ class _Answering:
         return self._shape.chunk(choice, has_usage_field=self._asked.wants_stream_usage)
 
     def _usage(self) -> dict[str, Any]:
-        generation = self.generation
-        return responses.usage_body(generation.prompt_usages, generation.num_completion_tokens)
+        answers = self.generation.answers
+        of_prompts = [answer.usage for answer in answers[:: self._asked.n]]  # as the first found it
+        return responses.usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
 
 
 class EventStream(StreamingResponse):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
+from tieredkv.engine.messages import EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.server.engine_client import EngineClient, OutputQueue, error_of
 
 CANCELLED = TokenOutput(request_id="", finish_reason="cancelled")
@@ -33,9 +33,6 @@ class Piece:
 class Generation:
     """All answers to one HTTP request; `close` releases whatever has not ended.
 
-    Args:
-        requests: answer `i * num_choices + j` is the j-th of the i-th prompt.
-
     Attributes:
         answers: in the order of the requests, as far as they are made.
     """
@@ -45,12 +42,10 @@ class Generation:
         engine: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
         requests: Sequence[EngineRequest],
-        num_choices: int,
     ) -> None:
         self._engine = engine
         self._queue: OutputQueue = asyncio.Queue()
         self.answers = [Answer(request, tokenizer) for request in requests]
-        self._num_choices = num_choices
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
             engine.submit(request, self._queue)
@@ -89,13 +84,3 @@ class Generation:
         """Abort the answers that have not ended; twice is fine."""
         for request_id in self._unfinished:
             self._engine.abort(request_id)
-
-    @property
-    def prompt_usages(self) -> list[RequestUsage]:
-        """Where each prompt's tokens came from, as its first answer found them."""
-        return [answer.usage for answer in self.answers[:: self._num_choices]]
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Tokens made so far, of all answers."""
-        return sum(len(answer.token_ids) for answer in self.answers)
