@@ -103,8 +103,8 @@ class EngineCore:
         self._stack.callback(gc.unfreeze)
 
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
-        device = torch.device(settings.resolve_device(torch.cuda.is_available()))
-        found = find_model(settings.model, dtype=settings.dtype, device=str(device))
+        found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+        device = found.device
         spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
@@ -291,7 +291,7 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters = self.tiers.counters.as_dict()
+        counters = msgspec.to_builtins(self.tiers.counters)
         counters["preemptions"] = self.scheduler.num_preemptions
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
@@ -378,8 +378,6 @@ class EngineCore:
             kv_dtype=self.kv_spec.dtype,
             layout=LAYOUT,
             block_size=self.kv_spec.block_size,
-            tp_rank=0,
-            tp_size=1,
             namespace=namespace,
             algo=settings.hash_algo,
         )

@@ -39,21 +39,6 @@ class Detokenizer:
         self._num_given = 0  # characters of the window's text that went on to `_pending`
         self._pending = ""  # decoded, held back for the stop strings
 
-    def take(self, token_ids: Sequence[int], ended: str | None) -> tuple[str, str | None]:
-        """Take what one step made.
-
-        Args:
-            token_ids: the next tokens.
-            ended: why the engine made no more after them, if it did not.
-
-        Returns:
-            The text that is certain, and why the text has ended, if it has.
-        """
-        text = self.feed(token_ids)
-        if ended is not None:
-            text += self.finish()
-        return text, ended if self.stopped_by is None else "stop"
-
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take the next tokens and give the text that is certain; nothing after a stop string."""
         given = ""

@@ -2,14 +2,13 @@
 
 import itertools
 import os
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tieredkv.config import load_settings
+from tieredkv.engine.answer import Answer
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
+from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.types import Progress, Tier, ignore_progress
@@ -46,51 +45,6 @@ class RequestOutput:
     usage: Usage
     ttft_s: float
     logprobs: list[TokenLogprob] | None = None
-
-
-class _Generation:
-    """One request while it runs: tokens so far, text so far, the clock."""
-
-    def __init__(self, request: EngineRequest, detokenizer: Detokenizer) -> None:
-        self.request = request
-        self.detokenizer = detokenizer
-        self.submitted_at = time.perf_counter()
-        self.first_token_at: float | None = None
-        self.token_ids: list[int] = []
-        self.logprobs: list[TokenLogprob] = []
-        self.usage: RequestUsage | None = None
-        self.finish_reason: str | None = None
-
-    def take(self, output: TokenOutput) -> None:
-        """Take in one step's output."""
-        if output.token_ids and self.first_token_at is None:
-            self.first_token_at = time.perf_counter()
-        self.usage = output.usage or self.usage
-        if self.finish_reason is None:
-            self.token_ids.extend(output.token_ids)
-            self.logprobs.extend(output.logprobs or ())
-            _, ended = self.detokenizer.take(output.token_ids, output.finish_reason)
-            self.finish_reason = ended
-
-    def result(self) -> RequestOutput:
-        """Return the finished output."""
-        assert self.usage is not None and self.first_token_at is not None, self.request.request_id
-        usage = self.usage
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
-            token_ids=self.token_ids,
-            text=self.detokenizer.text,
-            finish_reason=self.finish_reason or "stop",
-            usage=Usage(
-                prompt_tokens=usage.prompt_tokens,
-                completion_tokens=len(self.token_ids),
-                cached_tokens=usage.cached_tokens,
-                cached_tokens_by_tier={tier.value: getattr(usage, tier) for tier in Tier},
-            ),
-            ttft_s=self.first_token_at - self.submitted_at,
-            logprobs=self.logprobs if self.request.params.logprobs is not None else None,
-        )
 
 
 class LLM:
@@ -152,23 +106,20 @@ class LLM:
             RequestError: a prompt is empty or too long, or a parameter is out of range.
         """
         params = sampling_params or SamplingParams()
-        generations = []
-        for prompt in _as_list(prompts):
-            text = Detokenizer(self.tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-            asked = self.make_request(prompt, params, retention=retention, cache_salt=cache_salt)
-            generations.append(_Generation(asked, text))
-        by_id = {g.request.request_id: g for g in generations}
+        options = {"retention": retention, "cache_salt": cache_salt}
+        requests = [self.make_request(prompt, params, **options) for prompt in _as_list(prompts)]
+        answers: dict[str, Answer] = {}
         try:
-            for generation in generations:
-                generation.submitted_at = time.perf_counter()
-                self.core.add_request(generation.request)
-            self._run(by_id)
+            for request in requests:
+                answers[request.request_id] = Answer(request, self.tokenizer)
+                self.core.add_request(request)
+            self._run(answers)
         except BaseException:
-            for request_id in by_id:
+            for request_id in answers:
                 self.core.abort(request_id)
             self.core.step()
             raise
-        return [generation.result() for generation in generations]
+        return [_output(answer) for answer in answers.values()]
 
     def make_request(
         self,
@@ -210,21 +161,42 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, by_id: dict[str, _Generation]) -> None:
-        """Step the engine until these requests have finished."""
-        unfinished = set(by_id)
+    def _run(self, answers: Mapping[str, Answer]) -> None:
+        """Step the engine until these answers have ended."""
+        unfinished = dict(answers)
         while unfinished:
             for output in self.core.step():
-                generation = by_id.get(output.request_id)
-                if generation is None:
+                answer = unfinished.get(output.request_id)
+                if answer is None:  # what was under way when a stop string ended it
                     continue
-                generation.take(output)
-                if output.finish_reason is not None:
-                    unfinished.discard(output.request_id)
-                elif generation.finish_reason is not None:
-                    self.core.abort(output.request_id)  # a stop string ended it
+                answer.take(output)
+                if answer.finish_reason is not None:
+                    del unfinished[output.request_id]
+                    if output.finish_reason is None:
+                        self.core.abort(output.request_id)
             if unfinished:
                 self.core.wait(IDLE_WAIT_S)
+
+
+def _output(answer: Answer) -> RequestOutput:
+    """Return what a finished answer is to the caller."""
+    request, usage = answer.request, answer.usage
+    assert answer.finish_reason is not None and answer.ttft_s is not None, request.request_id
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        token_ids=answer.token_ids,
+        text=answer.text,
+        finish_reason=answer.finish_reason,
+        usage=Usage(
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=len(answer.token_ids),
+            cached_tokens=usage.cached_tokens,
+            cached_tokens_by_tier={str(t): n for t, n in usage.cached_tokens_by_tier.items()},
+        ),
+        ttft_s=answer.ttft_s,
+        logprobs=answer.logprobs if request.params.logprobs is not None else None,
+    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -32,7 +32,7 @@ from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
-from tieredkv.errors import ModelError
+from tieredkv.errors import ConfigError, ModelError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
@@ -152,6 +152,7 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
 
     Raises:
         ModelError: the model cannot be found, read, or served.
+        ConfigError: `device` asks for a GPU that is not there.
     """
     target = _resolve_device(device)
     if dtype not in (None, "auto", *DTYPE_BYTES):
@@ -190,11 +191,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def _resolve_device(device: str) -> torch.device:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ModelError(f"device `{device}` is not supported; use auto, cpu or cuda")
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise ModelError(f"device `{device}` was asked for, but torch sees no CUDA device")
+        raise ConfigError("`device` = cuda, but torch sees no GPU; use `auto` or `cpu`")
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 

@@ -8,6 +8,7 @@ import msgspec
 
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.types import Tier
 
 
 class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
@@ -50,20 +51,20 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         prompt_tokens: length of the prompt.
-        device, host, disk: prompt tokens whose keys and values were found in that tier.
+        cached_tokens_by_tier: prompt tokens whose keys and values were found in each tier.
         written_tokens: prompt tokens that this request computed into cached blocks.
     """
 
     prompt_tokens: int
-    device: int = 0
-    host: int = 0
-    disk: int = 0
+    cached_tokens_by_tier: dict[Tier, int] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(Tier, 0)
+    )
     written_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that were not computed again."""
-        return self.device + self.host + self.disk
+        return sum(self.cached_tokens_by_tier.values())
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):

@@ -110,9 +110,7 @@ class Request:
         cached = sum(counts.values()) + (num_recomputed_tokens if last is not None else 0)
         return RequestUsage(
             prompt_tokens=self.num_prompt_tokens,
-            device=counts[Tier.DEVICE],
-            host=counts[Tier.HOST],
-            disk=counts[Tier.DISK],
+            cached_tokens_by_tier=counts,
             written_tokens=num_full_tokens - cached,
         )
 

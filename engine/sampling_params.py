@@ -15,7 +15,9 @@ MAX_LOGIT_BIASES = 1024
 
 
 def _several(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    if isinstance(value, str):
+        return (value,)
+    return tuple(value or ()) if isinstance(value, list | None) else value
 
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]

@@ -4,6 +4,7 @@
 the whole context: a wrong block shows as wrong tokens. It knows no paths and no requests.
 """
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,14 +20,7 @@ BOS, EOS, TURN_START, TURN_END = "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end
 _SPECIALS = (BOS, EOS, TURN_START, TURN_END, *(f"<|reserved_{i}|>" for i in range(4)))
 BYTE_VOCAB_SIZE = 256 + len(_SPECIALS)
 
-_CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['content'] is string %}{{ message['content'] }}"
-    "{% else %}{% for part in message['content'] or [] %}{{ part['text'] or '' }}{% endfor %}"
-    "{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+_CHAT_TEMPLATE = Path(__file__).with_name("byte_chat.jinja")
 
 
 @torch.no_grad()
@@ -75,7 +69,7 @@ def byte_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFa
         model_max_length=max_model_len,
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = _CHAT_TEMPLATE
+    tokenizer.chat_template = _CHAT_TEMPLATE.read_text(encoding="utf-8")
     return tokenizer
 
 

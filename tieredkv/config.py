@@ -128,16 +128,6 @@ class Settings:
         """Return the policies that requests may choose among."""
         return RetentionPolicies(self.policies)
 
-    def resolve_device(self, has_cuda: bool) -> str:
-        """Return `cuda` or `cpu`.
-
-        Raises:
-            ConfigError: `device` asks for a GPU that is not there.
-        """
-        if self.device == "cuda" and not has_cuda:
-            raise ConfigError("`device` = cuda, but torch sees no GPU; use `auto` or `cpu`")
-        return ("cuda" if has_cuda else "cpu") if self.device == "auto" else self.device
-
     def resolve_max_num_batched_tokens(self, device: str) -> int:
         """Return the token budget of a step on this device."""
         return self.max_num_batched_tokens or (8192 if device == "cuda" else 2048)

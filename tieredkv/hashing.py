@@ -1,7 +1,7 @@
 """Identity: what a block is, as bytes that are equal in every process and on every machine.
 
     root        = H("tieredkv/1", model fingerprint, KV dtype, layout, block size, TP, namespace)
-    block_hash  = H(parent hash, tokens as packed uint32 little-endian, extra)
+    block_hash  = H(parent hash, tokens as packed uint32 little-endian)
     namespace   = H(tenant, cache salt, prompt cache key)
 
 Every field is written as a one-byte tag, a u32 length and its bytes, so that no two different
@@ -15,16 +15,13 @@ import hashlib
 import struct
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import xxhash
 
 from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash, HashAlgo
-
-Extra = tuple[str, bytes]
-"""Kind and id of what else a block depends on, such as `("lora", digest)`."""
 
 IDENTITY_VERSION = b"tieredkv/1"
 MAX_SALT_CHARS = 128
@@ -40,8 +37,6 @@ _TAG_TP_SIZE = 0x15
 _TAG_NAMESPACE = 0x16
 _TAG_PARENT = 0x20
 _TAG_TOKENS = 0x21
-_TAG_EXTRA_KIND = 0x22
-_TAG_EXTRA_ID = 0x23
 _TAG_TENANT = 0x30
 _TAG_SALT = 0x31
 _TAG_CACHE_KEY = 0x32
@@ -99,12 +94,10 @@ def model_root(
     kv_dtype: str,
     layout: str,
     block_size: int,
-    tp_rank: int,
-    tp_size: int,
     namespace: bytes,
     algo: HashAlgo = "sha256",
 ) -> BlockHash:
-    """Return the parent of every chain's first block."""
+    """Return the parent of every chain's first block; it is of the one rank that there is."""
     parts = [
         _field(_TAG_VERSION, IDENTITY_VERSION),
         _field(_TAG_PURPOSE, b"root"),
@@ -112,53 +105,29 @@ def model_root(
         _text_field(_TAG_KV_DTYPE, kv_dtype),
         _text_field(_TAG_LAYOUT, layout),
         _int_field(_TAG_BLOCK_SIZE, block_size),
-        _int_field(_TAG_TP_RANK, tp_rank),
-        _int_field(_TAG_TP_SIZE, tp_size),
+        _int_field(_TAG_TP_RANK, 0),
+        _int_field(_TAG_TP_SIZE, 1),
         _field(_TAG_NAMESPACE, namespace),
     ]
     return BlockHash(_hasher(algo)(b"".join(parts)).digest())
 
 
-def block_hash(
-    parent: BlockHash,
-    token_ids: Sequence[int],
-    extra: Iterable[Extra] = (),
-    *,
-    algo: HashAlgo = "sha256",
-) -> BlockHash:
-    """Return the hash of one full block.
-
-    Raises:
-        RequestError: a token id is not a u32.
-    """
-    return chain_hashes(parent, token_ids, len(token_ids), extra=extra, algo=algo)[0]
-
-
 def chain_hashes(
-    parent: BlockHash,
-    token_ids: Sequence[int],
-    block_size: int,
-    *,
-    extra: Iterable[Extra] = (),
-    algo: HashAlgo = "sha256",
+    parent: BlockHash, token_ids: Sequence[int], block_size: int, *, algo: HashAlgo = "sha256"
 ) -> list[BlockHash]:
     """Return the hashes of all full blocks of a sequence that follows `parent`, head first.
 
-    Tokens behind the last full block are left out: they are not hashed and not shared.
-
-    Raises:
-        RequestError: a token id is not a u32.
+    Tokens behind the last full block are left out: they are not hashed and not shared. Every token
+    is a u32; an array that holds them packed already is not copied whole.
     """
     num_blocks = len(token_ids) // block_size
-    packed = pack_tokens(token_ids)[: num_blocks * block_size]
+    packed = token_ids if isinstance(token_ids, array) else array("I", list(token_ids))
+    packed = packed[: num_blocks * block_size]
     if sys.byteorder != "little":
         packed.byteswap()
     tokens = packed.tobytes()
     new, stride = _hasher(algo), 4 * block_size
     before_tokens = struct.pack("<BI", _TAG_TOKENS, stride)
-    tail = b"".join(
-        _text_field(_TAG_EXTRA_KIND, kind) + _field(_TAG_EXTRA_ID, ident) for kind, ident in extra
-    )
     hashes: list[bytes] = []
     before_parent, before_digest = (
         struct.pack("<BI", _TAG_PARENT, size) for size in (len(parent), new().digest_size)
@@ -166,23 +135,7 @@ def chain_hashes(
     digest: bytes = parent
     for start in range(0, num_blocks * stride, stride):
         block = tokens[start : start + stride]
-        digest = new(before_parent + digest + before_tokens + block + tail).digest()
+        digest = new(before_parent + digest + before_tokens + block).digest()
         before_parent = before_digest
         hashes.append(digest)
     return cast(list[BlockHash], hashes)
-
-
-def pack_tokens(token_ids: Sequence[int]) -> "array[int]":
-    """Pack token ids as u32; an array that is packed already is returned as it is.
-
-    Raises:
-        RequestError: a token id is not a u32.
-    """
-    if isinstance(token_ids, array) and token_ids.typecode == "I":
-        return token_ids
-    try:
-        return array("I", list(token_ids))  # a list, for bytes would be taken as packed already
-    except (OverflowError, TypeError) as error:
-        raise RequestError(
-            "Token ids must be integers from 0 to 4294967295", param="prompt", code="invalid_value"
-        ) from error

@@ -60,7 +60,6 @@ class BlockTransfer(Generic[Tag]):
         self._out_stream = torch.cuda.Stream(copier.device) if is_cuda else None
         self._promotions: deque[_Pending[Tag]] = deque()
         self._demotions: deque[_Pending[Tag]] = deque()
-        self.bytes_promoted = 0
 
     @property
     def has_pending(self) -> bool:
@@ -83,15 +82,14 @@ class BlockTransfer(Generic[Tag]):
         stream, early = self._in_stream, None
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        split, num_bytes = self._early_bytes, len(pairs) * self._copier.block_bytes
-        if split and stream and num_bytes >= MIN_SPLIT_BYTES:
+        split = self._early_bytes
+        if split and stream and len(pairs) * self._copier.block_bytes >= MIN_SPLIT_BYTES:
             self._copier.copy_in(pairs, stream, slice(split))
             early = self._record(stream)
             self._copier.copy_in(pairs, stream, slice(split, None))
         else:
             self._copier.copy_in(pairs, stream)
         self._promotions.append(_Pending(self._record(stream), tag, early))
-        self.bytes_promoted += num_bytes
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag) -> None:
         """Start copying device blocks into host pages."""

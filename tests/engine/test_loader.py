@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
 from tieredkv.engine.step_buffers import BatchRow
-from tieredkv.errors import ModelError
+from tieredkv.errors import ConfigError, ModelError
 
 
 def load(name: object, *, dtype: str | None = None, **options: Any) -> LoadedModel:
@@ -234,19 +234,23 @@ def test_loading_leaves_the_callers_random_numbers_alone() -> None:
     assert torch.equal(torch.rand(1), expected)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"dtype": "int8"}, "dtype `int8` is not supported"),
-        ({"device": "cuda:99"} if not torch.cuda.is_available() else {"device": "meta"}, "device"),
-        ({"device": "warp-drive"}, "device `warp-drive`"),
-    ],
-)
-def test_devices_and_dtypes_that_cannot_be_are_refused(
-    options: dict[str, Any], reason: str
+def test_a_dtype_that_is_not_supported_is_refused() -> None:
+    with pytest.raises(ModelError, match="dtype `int8` is not supported"):
+        find_model("tiny-random", dtype="int8")
+
+
+@pytest.mark.parametrize(("device", "found"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda", "cuda")])
+def test_the_device_is_resolved_by_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, device: str, found: str
 ) -> None:
-    with pytest.raises(ModelError, match=reason):
-        find_model("tiny-random", **options).load()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert find_model("tiny-random", device=device).device.type == found
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if device != "cuda":
+        assert find_model("tiny-random", device=device).device.type == "cpu"
+        return
+    with pytest.raises(ConfigError, match="`device` = cuda, but torch sees no GPU"):
+        find_model("tiny-random", device=device)
 
 
 @pytest.mark.gpu

@@ -26,13 +26,14 @@ def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
 def test_tokens_are_counted_by_the_tier_that_had_them() -> None:
     request = make_request(70, [Tier.DEVICE, Tier.HOST, Tier.DISK, None])
     usage = request.measure_usage(SIZE, 0)
-    assert (usage.device, usage.host, usage.disk) == (16, 16, 16)
+    assert usage.cached_tokens_by_tier == dict.fromkeys(Tier, 16)
     assert (usage.cached_tokens, usage.written_tokens) == (48, 16)
 
 
 def test_the_last_token_of_a_wholly_cached_prompt_is_not_counted_as_cached() -> None:
     usage = make_request(64, [Tier.DISK] * 4).measure_usage(SIZE, 1)
-    assert (usage.disk, usage.cached_tokens, usage.written_tokens) == (63, 63, 0)
+    assert usage.cached_tokens_by_tier[Tier.DISK] == usage.cached_tokens == 63
+    assert usage.written_tokens == 0
 
 
 def test_a_block_that_generated_tokens_fill_is_no_part_of_the_prompt() -> None:
@@ -44,4 +45,5 @@ def test_blocks_that_a_request_computed_before_its_preemption_are_no_hit() -> No
     request = make_request(64, [Tier.DISK, Tier.DEVICE, Tier.DEVICE, None])
     request.own_hashes = {HASHES[1], HASHES[2]}
     usage = request.measure_usage(SIZE, 0)
-    assert (usage.device, usage.disk, usage.written_tokens) == (0, 16, 48)
+    assert usage.cached_tokens_by_tier == {Tier.DEVICE: 0, Tier.HOST: 0, Tier.DISK: 16}
+    assert usage.written_tokens == 48

@@ -29,6 +29,7 @@ from tieredkv.errors import RequestError
         ("stop", ("",), "Invalid 'stop[0]': empty string. Expected a string with minimum length 1, but got an empty string instead."),  # noqa: E501
         ("logit_bias", {"x": 1}, "Invalid key in 'logit_bias': 'x'. You should only be submitting non-negative integers."),  # noqa: E501
         ("logit_bias", {5: 101}, "Invalid 'logit_bias[5]': decimal above maximum value. Expected a value <= 100, but got 101 instead."),  # noqa: E501
+        ("stop_token_ids", 5, "Invalid type for 'stop_token_ids': expected an array, but got an integer instead."),  # noqa: E501
         ("stop_token_ids", (-1,), "Invalid 'stop_token_ids[0]': integer below minimum value. Expected a value >= 0, but got -1 instead."),  # noqa: E501
     ],
 )  # fmt: skip

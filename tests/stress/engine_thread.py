@@ -155,7 +155,7 @@ class _Host:
         marks.append(time.perf_counter())
         parts_ms = [1e3 * (end - start) for start, end in itertools.pairwise(marks)]
         until_first_token = {"until_first_token_ms": sum(parts_ms[:3])}
-        by_tier = {"device": usage.device, "host": usage.host}
+        by_tier = {tier: usage.cached_tokens_by_tier[tier] for tier in (Tier.DEVICE, Tier.HOST)}
         return dict(zip(PARTS, parts_ms, strict=True)) | until_first_token | {"by_tier": by_tier}
 
 

@@ -408,15 +408,6 @@ def test_limits_hold_for_settings_made_by_hand_too(value: float) -> None:
         Settings(load_timeout=value)
 
 
-def test_the_device_is_resolved_by_what_is_there() -> None:
-    assert Settings().resolve_device(has_cuda=True) == "cuda"
-    assert Settings().resolve_device(has_cuda=False) == "cpu"
-    assert Settings(device="cpu").resolve_device(has_cuda=True) == "cpu"
-    assert Settings(device="cuda").resolve_device(has_cuda=True) == "cuda"
-    with pytest.raises(ConfigError, match="`device` = cuda, but torch sees no GPU"):
-        Settings(device="cuda").resolve_device(has_cuda=False)
-
-
 def test_the_token_budget_of_a_step_follows_the_device_unless_it_is_set() -> None:
     assert Settings().resolve_max_num_batched_tokens("cuda") == 8192
     assert Settings().resolve_max_num_batched_tokens("cpu") == 2048

@@ -13,7 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tieredkv.errors import RequestError
-from tieredkv.hashing import Extra, block_hash, chain_hashes, model_root, namespace_digest
+from tieredkv.hashing import chain_hashes, model_root, namespace_digest
 from tieredkv.types import BlockHash, HashAlgo
 
 ALGOS: list[HashAlgo] = ["sha256", "xxh3_128"]
@@ -28,8 +28,6 @@ class Root(TypedDict):
     kv_dtype: str
     layout: str
     block_size: int
-    tp_rank: int
-    tp_size: int
     namespace: bytes
 
 
@@ -39,8 +37,6 @@ def make_root(namespace: bytes = b"\x02" * 32) -> Root:
         kv_dtype="bfloat16",
         layout="block-first",
         block_size=16,
-        tp_rank=0,
-        tp_size=1,
         namespace=namespace,
     )
 
@@ -48,7 +44,6 @@ def make_root(namespace: bytes = b"\x02" * 32) -> Root:
 ROOT = model_root(**make_root())
 token_ids = st.integers(0, 2**32 - 1)
 texts = st.text(max_size=6)
-extras = st.lists(st.tuples(texts, st.binary(max_size=6)), max_size=3)
 namespaces = st.tuples(
     texts, st.none() | st.text(min_size=1, max_size=6), st.none() | st.text(max_size=6)
 )
@@ -58,8 +53,6 @@ roots = st.builds(
     kv_dtype=texts,
     layout=texts,
     block_size=st.integers(0, 2**64 - 1),
-    tp_rank=st.integers(0, 2**64 - 1),
-    tp_size=st.integers(0, 2**64 - 1),
     namespace=st.binary(max_size=4),
 )
 
@@ -79,15 +72,15 @@ def field(tag: int, value: bytes) -> bytes:
             "93f0645acc5a9ac5107244f082329d344c73beb7b4ecfd72941174c61e6de72d",
             "0255b60934f878c9addd542801717551a669a18a6621d269b36390dc3ab89de4",
             [
-                "d87455b77f241d8fa2bf0a378c588a9d89e2f71fcdaf983c31e25366b1eba232",
-                "55afeba269db4674f2c12e56ed6762152109401855c2b1532149ef0cc9bb0772",
+                "7f9a5ad46f5bb591148bf1809997e926b08cf88a3c2203b3f8559eabb872e3a5",
+                "fe8da62de90a67ce7e36c51d2475baeb926aa6402e71ff7794685a737d2f6a0a",
             ],
         ),
         (
             "xxh3_128",
             "9b4a4cd6a75655b816fe6691979d6f28",
             "27e5515a2c4135e8c7de8ea53df71c15",
-            ["6c5bb31c2b133ec67dcac1e0705532e2", "cd1b5781f24a0af817c5a29c2a907d4b"],
+            ["84b3cf45fc10ce291ac91340f78c5900", "001a8283e4543b89da264fac45fc5531"],
         ),
     ],
 )
@@ -96,7 +89,7 @@ def test_hashes_that_name_blocks_on_disk_stay_what_they_are(
 ) -> None:
     digest = namespace_digest("tenant", "salt", "key", algo=algo)
     parent = model_root(**make_root(digest), algo=algo)
-    chain = chain_hashes(parent, range(40), 16, extra=[("lora", b"\x02")], algo=algo)
+    chain = chain_hashes(parent, range(40), 16, algo=algo)
     assert (digest.hex(), parent.hex(), [h.hex() for h in chain]) == (namespace, root, hashes)
 
 
@@ -122,14 +115,9 @@ def test_what_is_hashed_is_each_field_with_its_tag_and_length(algo: HashAlgo) ->
         + field(0x16, b"\x02" * 32)
     )
     assert model_root(**make_root(), algo=algo) == PLAIN[algo](root)
-    block = (
-        field(0x20, ROOT)
-        + field(0x21, struct.pack("<4I", 0, 1, 256, 2**32 - 1))
-        + field(0x22, b"lora")
-        + field(0x23, b"\x07")
-    )
-    extra = [("lora", b"\x07")]
-    assert block_hash(ROOT, [0, 1, 256, 2**32 - 1], extra, algo=algo) == PLAIN[algo](block)
+    tokens = [0, 1, 256, 2**32 - 1]
+    block = field(0x20, ROOT) + field(0x21, struct.pack("<4I", *tokens))
+    assert chain_hashes(ROOT, tokens, 4, algo=algo) == [PLAIN[algo](block)]
 
 
 def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
@@ -138,8 +126,8 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
         "for algo in ('sha256', 'xxh3_128'):\n"
         "    ns = namespace_digest('t', 's', 'k', algo=algo)\n"
         "    root = model_root(fingerprint=b'f', kv_dtype='d', layout='l', block_size=16,\n"
-        "                      tp_rank=0, tp_size=1, namespace=ns, algo=algo)\n"
-        "    print(chain_hashes(root, range(64), 16, extra=[('a', b'b')], algo=algo)[-1].hex())"
+        "                      namespace=ns, algo=algo)\n"
+        "    print(chain_hashes(root, range(64), 16, algo=algo)[-1].hex())"
     )
     outputs = {
         subprocess.run(
@@ -158,12 +146,10 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
             kv_dtype="d",
             layout="l",
             block_size=16,
-            tp_rank=0,
-            tp_size=1,
             namespace=namespace_digest("t", "s", "k", algo=algo),
             algo=algo,
         )
-        expected += chain_hashes(root, range(64), 16, extra=[("a", b"b")], algo=algo)[-1].hex()
+        expected += chain_hashes(root, range(64), 16, algo=algo)[-1].hex()
         expected += "\n"
     assert outputs == {expected}
 
@@ -180,8 +166,6 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
         {"kv_dtype": "float16"},
         {"layout": "layer-first"},
         {"block_size": 32},
-        {"tp_rank": 1},
-        {"tp_size": 2},
         {"namespace": b"\x03" * 32},
     ],
     ids=str,
@@ -252,14 +236,14 @@ def test_a_salt_narrows_its_tenant_and_reaches_no_other() -> None:
 
 @pytest.mark.parametrize("algo", ALGOS)
 @given(
-    a=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4), extras),
-    b=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4), extras),
+    a=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4)),
+    b=st.tuples(st.binary(max_size=4), st.lists(token_ids, min_size=1, max_size=4)),
 )
-def test_two_blocks_are_equal_only_if_parent_tokens_and_extra_are(
-    algo: HashAlgo, a: tuple[bytes, list[int], list[Extra]], b: tuple[bytes, list[int], list[Extra]]
+def test_two_blocks_are_equal_only_if_parent_and_tokens_are(
+    algo: HashAlgo, a: tuple[bytes, list[int]], b: tuple[bytes, list[int]]
 ) -> None:
     hashes = [
-        block_hash(BlockHash(parent), tokens, extra, algo=algo) for parent, tokens, extra in (a, b)
+        chain_hashes(BlockHash(parent), tokens, len(tokens), algo=algo) for parent, tokens in (a, b)
     ]
     assert (hashes[0] == hashes[1]) == (a == b)
 
@@ -279,22 +263,6 @@ def test_another_token_changes_its_block_and_all_after_it_and_none_before(
     assert equal == [index < position // 2 for index in range(4)]
 
 
-@given(st.lists(token_ids, min_size=1, max_size=4), st.text(min_size=2, max_size=6), st.data())
-def test_bytes_cannot_move_between_the_kind_and_the_id_of_an_extra(
-    tokens: list[int], text: str, data: st.DataObject
-) -> None:
-    cut = data.draw(st.integers(1, len(text) - 1))
-    variants: list[list[Extra]] = [
-        [],
-        [(text, b"")],
-        [("", text.encode())],
-        [(text[:cut], text[cut:].encode())],
-        [(text[:cut], b""), (text[cut:], b"")],
-        [(text[:cut], b""), ("", text[cut:].encode())],
-    ]
-    assert len({block_hash(ROOT, tokens, extra) for extra in variants}) == len(variants)
-
-
 def test_the_order_of_blocks_and_of_tokens_counts() -> None:
     chains = {
         chain_hashes(ROOT, tokens, 2)[-1]
@@ -307,18 +275,16 @@ def test_the_order_of_blocks_and_of_tokens_counts() -> None:
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-@given(
-    tokens=st.lists(token_ids, max_size=20), block_size=st.sampled_from([1, 2, 4, 16]), extra=extras
-)
+@given(tokens=st.lists(token_ids, max_size=20), block_size=st.sampled_from([1, 2, 4, 16]))
 def test_a_chain_is_its_blocks_hashed_one_by_one_and_a_tail_is_left_out(
-    algo: HashAlgo, tokens: list[int], block_size: int, extra: list[Extra]
+    algo: HashAlgo, tokens: list[int], block_size: int
 ) -> None:
     expected: list[BlockHash] = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         parent = expected[-1] if expected else ROOT
         block = tokens[start : start + block_size]
-        expected.append(block_hash(parent, block, extra, algo=algo))
-    assert chain_hashes(ROOT, tokens, block_size, extra=extra, algo=algo) == expected
+        expected += chain_hashes(parent, block, block_size, algo=algo)
+    assert chain_hashes(ROOT, tokens, block_size, algo=algo) == expected
 
 
 @given(st.lists(token_ids, min_size=6, max_size=12), st.integers(0, 3))
@@ -330,13 +296,6 @@ def test_a_chain_can_be_continued_from_any_of_its_blocks(tokens: list[int], know
 
 def test_a_prompt_shorter_than_a_block_has_no_hash() -> None:
     assert chain_hashes(ROOT, [], 16) == chain_hashes(ROOT, range(15), 16) == []
-
-
-def test_extras_may_come_from_an_iterator_and_still_reach_every_block() -> None:
-    extra = [("lora", b"1"), ("image", b"2")]
-    assert chain_hashes(ROOT, range(8), 2, extra=iter(extra)) == chain_hashes(
-        ROOT, range(8), 2, extra=extra
-    )
 
 
 def test_digests_have_the_length_of_their_algorithm() -> None:
@@ -355,19 +314,6 @@ def test_token_ids_hash_alike_in_any_sequence(make: Callable[[range], Any]) -> N
 
 
 # What is refused
-
-
-@pytest.mark.parametrize("wrong", [-1, 2**32, 2**64, 1.5, "1", None, [1]], ids=str)
-def test_what_is_no_token_id_is_refused(wrong: Any) -> None:
-    with pytest.raises(RequestError, match="integers from 0 to 4294967295") as error:
-        chain_hashes(ROOT, [1, 2, wrong, 4], 2)
-    assert (error.value.param, error.value.code, error.value.status) == (
-        "prompt",
-        "invalid_value",
-        400,
-    )
-    with pytest.raises(RequestError):
-        block_hash(ROOT, [wrong])
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 129])

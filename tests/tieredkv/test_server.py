@@ -15,6 +15,7 @@ from tieredkv.server import openai_requests as requests
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, usage_body
 from tieredkv.server.serve import bind
+from tieredkv.types import Tier
 
 POLICIES = Settings().retention_policies()
 USER = {"role": "user", "content": "hi"}
@@ -323,8 +324,14 @@ def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
 
 def test_usage_sums_the_tiers_and_names_each() -> None:
     usages = [
-        RequestUsage(prompt_tokens=40, device=16, disk=16, written_tokens=8),
-        RequestUsage(prompt_tokens=20, host=16),
+        RequestUsage(
+            prompt_tokens=40,
+            cached_tokens_by_tier={Tier.DEVICE: 16, Tier.HOST: 0, Tier.DISK: 16},
+            written_tokens=8,
+        ),
+        RequestUsage(
+            prompt_tokens=20, cached_tokens_by_tier={Tier.DEVICE: 0, Tier.HOST: 16, Tier.DISK: 0}
+        ),
     ]
     assert usage_body(usages, 5) == {
         "prompt_tokens": 60,

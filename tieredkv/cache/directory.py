@@ -162,9 +162,7 @@ class Directory:
 
     def disk_retention(self, entry: Entry) -> str:
         """Return the name of the longest of its policies that allow the disk; there is one."""
-        return self._policies.longest(
-            [name for name in entry.claims if self._policies.get(name).may_use_disk]
-        )
+        return self._policies.longest(entry.claims)
 
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return what the store is told of the block."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from tieredkv.block_pool import BlockPool
@@ -36,11 +36,6 @@ class CacheCounters:
     load_failures: Counter[str] = field(default_factory=Counter)
     store_failures: Counter[str] = field(default_factory=Counter)
 
-    def as_dict(self) -> dict[str, object]:
-        """Return the counts as plain numbers and dicts of numbers."""
-        values = {item.name: getattr(self, item.name) for item in fields(self)}
-        return {k: dict(v) if isinstance(v, Counter) else v for k, v in values.items()}
-
 
 def count_failure(failures: Counter[str], reason: str, text: str) -> None:
     """Count a failed move, and log the first of its reason."""
@@ -71,16 +66,11 @@ class Tiers:
 
     def touch_item(self, entry: Entry, now: float) -> TouchItem:
         """Return what the disk is to be told of a use of a block that it has, and note it."""
-        until = self.directory.disk_deadline(entry, now)
-        if until is None:
-            return TouchItem(block_hash=entry.block_hash, last_used=entry.last_used)
-        entry.disk_expires_at = max(entry.disk_expires_at, until)
-        return TouchItem(
-            block_hash=entry.block_hash,
-            last_used=entry.last_used,
-            expires_at=until,
-            retention=self.directory.disk_retention(entry),
-        )
+        until, retention = self.directory.disk_deadline(entry, now), None
+        if until is not None:
+            entry.disk_expires_at = max(entry.disk_expires_at, until)
+            retention = self.directory.disk_retention(entry)
+        return TouchItem(entry.block_hash, entry.last_used, until, retention)
 
     def forget_if_absent(self, block_hash: BlockHash) -> None:
         """Drop the entry once neither RAM tier holds the block's bytes."""

@@ -140,7 +140,7 @@ class Api:
     def _generate(
         self, asked: requests.ApiRequest, prompts: list[list[int]], tenant: str
     ) -> Generation:
-        """Hand the prompts to the engine."""
+        """Hand the prompts to the engine; answer `i * n + j` is the j-th of the i-th of them."""
         info = self._engine.info
         asked.params.check_vocabulary(info.vocab_size)
         num_answers = len(prompts) * asked.n
@@ -169,7 +169,7 @@ class Api:
                 for j in range(asked.n)
             ]
         tokenizer = self._tokenization.tokenizer
-        return Generation(self._engine, tokenizer, engine_requests, asked.n)
+        return Generation(self._engine, tokenizer, engine_requests)
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
@@ -188,34 +188,30 @@ class _Answering:
 
     def __post_init__(self) -> None:
         self._pieces = self.generation.pieces()
-        prompts = self.echoes or [""] * len(self.generation.prompt_usages)
-        self._texts = [text for text in prompts for _ in range(self.asked.n)]
+        each = [text for text in self.echoes for _ in range(self.asked.n)]
+        self._echoes = each or [""] * len(self.generation.answers)
 
     async def wait_for_first(self) -> None:
         self._pieces = _after(await anext(self._pieces), self._pieces)
 
     async def whole(self) -> dict[str, Any]:
         """Return the answer in one piece."""
-        texts = self._texts
-        offsets = [len(text) for text in texts]
-        tokens: list[list[Any]] = [[] for _ in texts]
-        finish_reasons = ["stop"] * len(texts)
-        async for piece in self._pieces:
-            texts[piece.index] += piece.text
-            tokens[piece.index].extend(piece.logprobs or ())
-            finish_reasons[piece.index] = piece.finish_reason or finish_reasons[piece.index]
+        async for _ in self._pieces:
+            pass
         choices = []
-        for i, text in enumerate(texts):
-            is_wanted = self.asked.params.logprobs is not None
-            logprobs = self.shape.logprobs(tokens[i], offsets[i]) if is_wanted else None
-            choices.append(self.shape.choice(i, text, logprobs, finish_reasons[i]))
+        is_wanted = self.asked.params.logprobs is not None
+        for i, (echo, answer) in enumerate(zip(self._echoes, self.generation.answers, strict=True)):
+            assert answer.finish_reason is not None, answer.request.request_id
+            logprobs = self.shape.logprobs(answer.logprobs, len(echo)) if is_wanted else None
+            choice = self.shape.choice(i, echo + answer.text, logprobs, answer.finish_reason)
+            choices.append(choice)
         return self.shape.response(choices, self._usage())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the chunks of a stream; one at least for every step's output."""
-        offsets = [len(echo) for echo in self._texts]
+        offsets = [len(echo) for echo in self._echoes]
         no_usage = {"usage": None} if self.asked.wants_stream_usage else {}
-        for i, echo in enumerate(self._texts):
+        for i, echo in enumerate(self._echoes):
             for choice in self.shape.opening(i, echo):
                 yield self.shape.chunk(choice, **no_usage)
         async for piece in self._pieces:
@@ -229,8 +225,9 @@ class _Answering:
             yield self.shape.chunk(usage=self._usage())
 
     def _usage(self) -> dict[str, Any]:
-        generation = self.generation
-        return responses.usage_body(generation.prompt_usages, generation.num_completion_tokens)
+        answers = self.generation.answers
+        of_prompts = [answer.usage for answer in answers[:: self.asked.n]]  # as the first found it
+        return responses.usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
 
 
 class EventStream(StreamingResponse):

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.messages import EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.server.engine_client import EngineClient, OutputQueue, error_of
 
 CANCELLED = TokenOutput(request_id="", finish_reason="cancelled")
@@ -30,31 +30,11 @@ class Piece:
     finish_reason: str | None
 
 
-class _Answer:
-    """One request to the engine and its text."""
-
-    def __init__(
-        self, index: int, request: EngineRequest, tokenizer: PreTrainedTokenizerBase
-    ) -> None:
-        params = request.params
-        self.index = index
-        self.request = request
-        self.detokenizer = Detokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
-        self.num_tokens = 0
-        self.usage: RequestUsage | None = None
-
-    def take(self, output: TokenOutput) -> Piece:
-        self.num_tokens += len(output.token_ids)
-        self.usage = output.usage or self.usage
-        text, finish_reason = self.detokenizer.take(output.token_ids, output.finish_reason)
-        return Piece(self.index, text, output.logprobs, finish_reason)
-
-
 class Generation:
     """All answers to one HTTP request; `close` releases whatever has not ended.
 
-    Args:
-        requests: answer `i * num_choices + j` is the j-th of the i-th prompt.
+    Attributes:
+        answers: in the order of the requests, as far as they are made.
     """
 
     def __init__(
@@ -62,13 +42,11 @@ class Generation:
         engine: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
         requests: Sequence[EngineRequest],
-        num_choices: int,
     ) -> None:
         self._engine = engine
         self._queue: OutputQueue = asyncio.Queue()
-        self._answers = [_Answer(i, request, tokenizer) for i, request in enumerate(requests)]
-        self._firsts = self._answers[::num_choices]
-        self._unfinished = {answer.request.request_id: answer for answer in self._answers}
+        self.answers = [Answer(request, tokenizer) for request in requests]
+        self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
             engine.submit(request, self._queue)
 
@@ -83,18 +61,19 @@ class Generation:
             output = await self._queue.get()
             if output is CANCELLED:
                 raise ClientGoneError
-            answer = self._unfinished.get(output.request_id)
-            if answer is None:  # what was under way when a stop string ended it
+            index = self._unfinished.get(output.request_id)
+            if index is None:  # what was under way when a stop string ended it
                 continue
             if output.finish_reason in ("error", "abort"):
                 del self._unfinished[output.request_id]
                 raise error_of(output)
-            piece = answer.take(output)
-            if piece.finish_reason is not None:
+            answer = self.answers[index]
+            text = answer.take(output)
+            if answer.finish_reason is not None:
                 del self._unfinished[output.request_id]
                 if output.finish_reason is None:
                     self._engine.abort(output.request_id)
-            yield piece
+            yield Piece(index, text, output.logprobs, answer.finish_reason)
 
     def cancel(self) -> None:
         """End `pieces` with `ClientGoneError` and give back what the engine holds."""
@@ -105,16 +84,3 @@ class Generation:
         """Abort the answers that have not ended; twice is fine."""
         for request_id in self._unfinished:
             self._engine.abort(request_id)
-
-    @property
-    def prompt_usages(self) -> list[RequestUsage]:
-        """Where each prompt's tokens came from, as its first answer found them."""
-        return [
-            answer.usage or RequestUsage(prompt_tokens=len(answer.request.prompt_token_ids))
-            for answer in self._firsts
-        ]
-
-    @property
-    def num_completion_tokens(self) -> int:
-        """Tokens made so far, of all answers."""
-        return sum(answer.num_tokens for answer in self._answers)

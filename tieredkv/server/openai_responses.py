@@ -38,7 +38,7 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
     `cached_tokens_by_tier` is an addition of ours, beside OpenAI's fields.
     """
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
-    by_tier = {tier: sum(getattr(usage, tier) for usage in prompt_usages) for tier in Tier}
+    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
     written = sum(usage.written_tokens for usage in prompt_usages)
     details = {"cached_tokens": sum(by_tier.values()), "cache_write_tokens": written}
     return {
