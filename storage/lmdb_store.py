@@ -17,7 +17,7 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import codec, recovery
+from tieredkv.storage import codec, recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.compression import Packed, Packing
@@ -25,14 +25,7 @@ from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.inspection import Chains, climb, fault_of, sum_up
-from tieredkv.storage.results import (
-    ChainInfo,
-    EvictFilter,
-    EvictResult,
-    StoreStats,
-    TouchItem,
-    VerifyResult,
-)
+from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem, VerifyResult
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import BlockRecord
 
@@ -417,12 +410,12 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def listing(self) -> Generator[None, None, list[ChainInfo]]:
+    def listing(self) -> Generator[None, None, list[results.ChainInfo]]:
         """List every chain of blocks that have not expired, the last used first, in steps."""
         now = self._clock.now()
         chains = yield from self._gathering(now)
-        found: list[ChainInfo] = []
-        shared: dict[bytes, ChainInfo] = {}
+        found: list[results.ChainInfo] = []
+        shared: dict[bytes, results.ChainInfo] = {}
         for leaf in chains.leaves:
             with self._index.reading() as txn:
                 found += sum_up(txn, chains, leaf, shared, now)
