@@ -142,12 +142,6 @@ class StoreClient:
             is_up = self._serves_since is not None
             return self._worker.pid if self._worker is not None and is_up else None
 
-    @property
-    def pending_pages(self) -> frozenset[int]:
-        """Pages on loan."""
-        with self._lock:
-            return frozenset(self._loans)
-
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker finish its writes and exit; twice is fine.
 
@@ -168,11 +162,7 @@ class StoreClient:
         if self._thread.is_alive():
             logger.error("the store worker cannot be killed; its pages stay on loan")
 
-    def _lend(
-        self,
-        call: messages.LoadCall | messages.StoreCall,
-        ending: type[PageLoaded] | type[PageStored],
-    ) -> None:
+    def _lend(self, call: messages.LoadCall | messages.StoreCall, ending: type[Ending]) -> None:
         with self._lock:
             fault = "worker_died" if self._accepts else "worker_down"
             ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
