@@ -118,11 +118,6 @@ class SlotAllocator:
         txn.remove(located)
         self._add_dirty(located.extent)
 
-    @property
-    def dirty(self) -> dict[Extent, int]:
-        """Every dirty slot with its size, for `check()`."""
-        return {extent: size for size, extents in self._dirty.items() for extent in extents}
-
     def _add_dirty(self, extent: Extent) -> None:
         self._dirty.setdefault(self.files.slot_bytes(extent.segment), {})[extent] = None
         if extent in self.faulty:
@@ -263,8 +258,11 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erasing(self) -> Iterator[None]:
-        """Erase the dirty slots, neighbours at once, in short steps."""
+    def erasing(self, *, keep: int | None = None) -> Iterator[None]:
+        """Erase the dirty slots, neighbours at once, in short steps; then unlink empty segments.
+
+        Those of slot size `keep` stay.
+        """
         start = b""
         while runs := self._next_runs(start):
             erased, end = [], time.monotonic() + _ERASING_S
@@ -286,6 +284,7 @@ class SlotAllocator:
             for extent in chain(*erased):
                 del self._dirty[self.files.slot_bytes(extent.segment)][extent]
             yield
+        self._remove_empty_segments(keep)
 
     def _next_runs(self, start: bytes) -> list[list[Extent]]:
         """Dirty slots for one step, from a key of `pending` on, as runs of neighbours."""
@@ -304,7 +303,7 @@ class SlotAllocator:
         Segments of slot size `keep` stay as they are. Answers whether anything was given back.
         """
         before = self.files.occupied_bytes, self.pending_bytes
-        for _ in self.erasing():
+        for _ in self.erasing(keep=keep):
             if self.room_bytes >= needed_bytes and self.pending_bytes < before[1]:
                 return True
         with self.index.reading() as txn:
@@ -316,10 +315,9 @@ class SlotAllocator:
                     txn.put_segment(segment, state._replace(num_slots=state.num_used))
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment].num_used)
-        self.remove_empty_segments(keep=keep)
         return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
-    def remove_empty_segments(self, *, keep: int | None = None) -> None:
+    def _remove_empty_segments(self, keep: int | None) -> None:
         """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
         busy = {extent.segment for extent in chain(self.lent, *self._dirty.values())}
         with self.index.reading() as txn:

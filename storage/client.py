@@ -20,19 +20,7 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import messages
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import (
-    ControlRequest,
-    LentPage,
-    LoadCall,
-    LookupDone,
-    PageLoaded,
-    PageStored,
-    SetAside,
-    StoreCall,
-    StoreOptions,
-    WorkerMessage,
-    WorkerUp,
-)
+from tieredkv.storage.messages import LentPage, PageLoaded, PageStored, StoreOptions
 from tieredkv.storage.process import EXIT_DAMAGED, WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import StoreStats, TouchItem
 
@@ -45,7 +33,7 @@ _MAX_FIRST_STARTS = 4  # as it is, once more, with the index made again, and emp
 
 
 Ending = PageLoaded | PageStored
-Event = LookupDone | Ending | WorkerUp | ControlRequest
+Event = messages.LookupDone | Ending | messages.WorkerUp | messages.ControlRequest
 
 
 class StoreClient:
@@ -110,17 +98,17 @@ class StoreClient:
                 self._lookups.add(job)
                 self._send(messages.LookupCall(job, list(hashes)))
                 return job
-            self._events.append(LookupDone(job, {}))
+            self._events.append(messages.LookupDone(job, {}))
         self._wake()
         return job
 
     def load(self, pages: Sequence[LentPage]) -> None:
         """Read blocks into pages; each page is on loan until its `PageLoaded`."""
-        self._lend(LoadCall(list(pages)), PageLoaded)
+        self._lend(messages.LoadCall(list(pages)), PageLoaded)
 
     def store(self, pages: Sequence[LentPage]) -> None:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        self._lend(StoreCall(list(pages)), PageStored)
+        self._lend(messages.StoreCall(list(pages)), PageStored)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
@@ -154,12 +142,6 @@ class StoreClient:
             is_up = self._serves_since is not None
             return self._worker.pid if self._worker is not None and is_up else None
 
-    @property
-    def pending_pages(self) -> frozenset[int]:
-        """Pages on loan."""
-        with self._lock:
-            return frozenset(self._loans)
-
     def close(self, timeout_s: float = 30.0) -> None:
         """Let the worker finish its writes and exit; twice is fine.
 
@@ -180,9 +162,7 @@ class StoreClient:
         if self._thread.is_alive():
             logger.error("the store worker cannot be killed; its pages stay on loan")
 
-    def _lend(
-        self, call: LoadCall | StoreCall, ending: type[PageLoaded] | type[PageStored]
-    ) -> None:
+    def _lend(self, call: messages.LoadCall | messages.StoreCall, ending: type[Ending]) -> None:
         with self._lock:
             fault = "worker_died" if self._accepts else "worker_down"
             ends = [ending(page.record.block_hash, page.page_id, fault) for page in call.pages]
@@ -233,8 +213,8 @@ class StoreClient:
     def _keep_serving(self) -> None:
         backoff_s = self._options.backoff_s
         num_starts = num_crashes = 0
-        cure: SetAside = ""  # for the next start
-        tried: SetAside = ""  # the last one that has not proved itself yet
+        cure: messages.SetAside = ""  # for the next start
+        tried: messages.SetAside = ""  # the last one that has not proved itself yet
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
             num_starts += 1
@@ -314,7 +294,7 @@ class StoreClient:
 
     # --- in ----------------------------------------------------------------------------------
 
-    def _take(self, message: WorkerMessage) -> None:
+    def _take(self, message: messages.WorkerMessage) -> None:
         match message:
             case messages.Completions(pages, stats):
                 self._events += [done for done in pages if self._return_page(done)]
@@ -369,7 +349,7 @@ class StoreClient:
         with self._lock:
             self._worker = None
             self._events += self._loans.values()
-            self._events += [LookupDone(job, {}) for job in sorted(self._lookups)]
+            self._events += [messages.LookupDone(job, {}) for job in sorted(self._lookups)]
             self._loans.clear()
             self._lookups.clear()
         self._wake()

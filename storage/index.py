@@ -18,14 +18,7 @@ import lmdb
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
-from tieredkv.storage.codec import (
-    Extent,
-    Located,
-    expiry_key,
-    expiry_of,
-    extent_key,
-    split_extent_key,
-)
+from tieredkv.storage.codec import Extent, Located, expiry_key, expiry_of, extent_key
 
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
@@ -293,7 +286,7 @@ class IndexTxn:
 
     def pending(self, start: bytes = b"") -> Iterator[Extent]:
         """Pending slots from a key on, neighbours together; change nothing while it walks."""
-        return (split_extent_key(key) for key, _ in self._walk("pending", start))
+        return (codec.split_extent_key(key) for key, _ in self._walk("pending", start))
 
     def add_free(self, slot_bytes: int, extent: Extent) -> None:
         """List an erased slot."""
@@ -306,7 +299,7 @@ class IndexTxn:
     def free(self, slot_bytes: int) -> Iterator[Extent]:
         """Free slots of one size; change nothing while it walks."""
         keys = self._keys_with(_FREE_CLASS.pack(slot_bytes), "free")
-        return (split_extent_key(key[_FREE_CLASS.size :]) for key in keys)
+        return (codec.split_extent_key(key[_FREE_CLASS.size :]) for key in keys)
 
     def segments(self) -> dict[int, SegmentState]:
         """Every segment that the index knows."""

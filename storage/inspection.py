@@ -1,7 +1,4 @@
-"""A store as its operator sees it: its chains, what an eviction means, and proof reading.
-
-It reads the index and payloads; what it finds bad is dropped by who called it.
-"""
+"""A store as its operator sees it: its chains. It reads the index and changes nothing."""
 
 import math
 from array import array
@@ -11,16 +8,13 @@ from contextlib import suppress
 
 import numpy as np
 
-from tieredkv.errors import CorruptBlockError, StorageError
-from tieredkv.storage.codec import Located, padded_bytes
-from tieredkv.storage.extents import SegmentFiles, aligned_buffer
+from tieredkv.errors import CorruptBlockError
+from tieredkv.storage.codec import Located
 from tieredkv.storage.index import IndexTxn
 from tieredkv.storage.results import ChainInfo
 from tieredkv.types import BlockRecord
 
 _KEY_BYTES = 8
-
-# --- chains -----------------------------------------------------------------------------------
 
 
 class Chains:
@@ -108,17 +102,3 @@ def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
         last_used_max=max(record.last_used, before.last_used_max if before else 0.0),
         hits=record.hits + (before.hits if before else 0),
     )
-
-
-# --- proof reading ----------------------------------------------------------------------------
-
-
-def fault_of(files: SegmentFiles, located: Located) -> str | None:
-    """Read a slot as a load does; the reason why it is bad, or None."""
-    try:
-        files.read_block(located, aligned_buffer(padded_bytes(located.record.size_bytes)))
-    except CorruptBlockError as error:
-        return error.reason
-    except StorageError:
-        return "io_error"
-    return None

@@ -17,22 +17,15 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import codec, recovery
+from tieredkv.storage import codec, recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.compression import Packed, Packing
 from tieredkv.storage.directory import StoreDirectory
-from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.inspection import Chains, climb, fault_of, sum_up
-from tieredkv.storage.results import (
-    ChainInfo,
-    EvictFilter,
-    EvictResult,
-    StoreStats,
-    TouchItem,
-    VerifyResult,
-)
+from tieredkv.storage.inspection import Chains, climb, sum_up
+from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem, VerifyResult
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import BlockRecord
 
@@ -114,10 +107,9 @@ class BlockStore:
                 undo.callback(index.close)
                 files = SegmentFiles(directory.segments_path)
                 undo.callback(files.close)
-                num_expired = recovery.settle_clock(index, clock)
                 earlier, budget = recovery.settle_budget(index, budget_bytes)
                 slots = SlotAllocator(directory, files, index, earlier, clock, failpoint)
-                num_expired += recovery.recover(slots)
+                num_expired = recovery.recover(slots)
             slots.reach_budget(budget)
             recovery.remember_budget(index, budget)
             undo.pop_all()
@@ -154,11 +146,6 @@ class BlockStore:
         for block_hash in damaged:
             self._note_damaged(block_hash)
         return found
-
-    def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
-        """Answer as `find` does, decoded and in the order asked."""
-        found = self.find(hashes)
-        return [codec.decode_record(h, found[h]).record if h in found else None for h in hashes]
 
     def locate(self, block_hash: bytes) -> Located | None:
         """Answer where a block lies, for `read_payload`; None is a miss. Any thread may call it."""
@@ -198,10 +185,10 @@ class BlockStore:
 
     # --- storing ------------------------------------------------------------------------------
 
-    def holds(self, records: Sequence[BlockRecord]) -> list[bool]:
-        """Answer for each block whether it is stored as well as it could be written now."""
-        pairs = ((self.locate(record.block_hash), record) for record in records)
-        return [old is not None and self._is_as_good(old, record) for old, record in pairs]
+    def holds(self, record: BlockRecord) -> bool:
+        """Answer whether a block is stored as well as it could be written now."""
+        old = self.locate(record.block_hash)
+        return old is not None and self._is_as_good(old, record)
 
     def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
         return old.record.computed_at >= new.computed_at and old.extent not in self._slots.faulty
@@ -366,7 +353,6 @@ class BlockStore:
         if needs_rebuild:
             self._rebuild()
         yield from self._slots.erasing()
-        self._slots.remove_empty_segments()
 
     def choosing(
         self, ids: Sequence[str]
@@ -412,17 +398,16 @@ class BlockStore:
             yield
         if not which.dry_run:
             yield from self._slots.erasing()
-            self._slots.remove_empty_segments()
         return EvictResult(num_evicted, freed_bytes, unknown_ids)
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def listing(self) -> Generator[None, None, list[ChainInfo]]:
+    def listing(self) -> Generator[None, None, list[results.ChainInfo]]:
         """List every chain of blocks that have not expired, the last used first, in steps."""
         now = self._clock.now()
         chains = yield from self._gathering(now)
-        found: list[ChainInfo] = []
-        shared: dict[bytes, ChainInfo] = {}
+        found: list[results.ChainInfo] = []
+        shared: dict[bytes, results.ChainInfo] = {}
         for leaf in chains.leaves:
             with self._index.reading() as txn:
                 found += sum_up(txn, chains, leaf, shared, now)
@@ -449,9 +434,12 @@ class BlockStore:
                 result.checked += 1
                 with self._index.reading() as txn:
                     is_whole = txn.is_whole(located) and is_whole
-                if (reason := fault_of(self._files, located)) is not None:
-                    can_repair = repair and reason != "io_error"
-                    result.add(reason, is_repaired=can_repair)
+                page = aligned_buffer(codec.padded_bytes(located.record.size_bytes))
+                try:
+                    self.read_payload(located, page)
+                except StorageError as error:
+                    can_repair = repair and isinstance(error, CorruptBlockError)
+                    result.add(_reason_of(error), is_repaired=can_repair)
                     if can_repair:
                         self._drop_bad(located)
             yield result
@@ -644,9 +632,14 @@ class BlockStore:
 
     def _count_fault(self, error: BaseException) -> str:
         """Count a fault, log the first of its reason, and answer that."""
-        kind = "no_space" if isinstance(error, StoreFullError) else "io_error"
-        reason = error.reason if isinstance(error, CorruptBlockError) else kind
+        reason = _reason_of(error)
         self._faults[reason] += 1
         if self._faults[reason] == 1:
             logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
         return reason
+
+
+def _reason_of(error: BaseException) -> str:
+    if isinstance(error, CorruptBlockError):
+        return error.reason
+    return "no_space" if isinstance(error, StoreFullError) else "io_error"

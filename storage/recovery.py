@@ -21,7 +21,7 @@ _INDEX_BYTES_A_BLOCK = 700  # with its keys, after random inserts
 _FORMAT = FORMAT_VERSION.to_bytes(4, "big")
 
 
-def settle_clock(index: Index, clock: Clock) -> int:
+def _settle_clock(index: Index, clock: Clock) -> int:
     """Compare the clock with the latest time that the store has seen; answer what expired.
 
     A clock a little behind is moved up. One that is more than a minute behind cannot tell how old
@@ -70,15 +70,14 @@ def remember_budget(index: Index, budget_bytes: int) -> None:
 def recover(slots: SlotAllocator) -> int:
     """Open the segments and erase what a crash left pending; make a lost index again.
 
-    Answers how many blocks of a lost index expired because of a clock that is behind them.
+    Answers how many blocks expired because of a clock that is behind them.
     """
     index, files = slots.index, slots.files
     with index.reading() as txn:
         is_new = txn.meta("format") is None
-    num_expired = 0
     if is_new:
         _adopt_slots(slots)
-        num_expired = settle_clock(index, slots.clock)
+    num_expired = _settle_clock(index, slots.clock)
     with index.reading() as txn:
         known = txn.segments()
     for segment, state in known.items():
@@ -86,7 +85,6 @@ def recover(slots: SlotAllocator) -> int:
     slots.reload()
     for _ in slots.erasing():
         pass
-    slots.remove_empty_segments()
     return num_expired
 
 

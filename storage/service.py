@@ -64,7 +64,7 @@ class ReadTask:
     error: StorageError | None = None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WriteTask:
     """One block to be compressed, then written by a thread; `error` says how it ended.
 
@@ -450,13 +450,11 @@ class StoreService:
 
     def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
         """Acknowledge blocks that are there already, with their claims; nothing is written."""
-        are_known = self._store.holds([task.page.record for task in batch])
-        known = [task for task, is_known in zip(batch, are_known, strict=True) if is_known]
-        if known:
-            self._store.claim_or_touch([task.page.record for task in known])
+        known = [task for task in batch if self._store.holds(task.page.record)]
+        self._store.claim_or_touch([task.page.record for task in known])
         for task in known:
             self._end_store(task.page, "")
-        return [task for task, is_known in zip(batch, are_known, strict=True) if not is_known]
+        return [task for task in batch if task not in known]
 
     def _end_write(self, task: WriteTask) -> None:
         self._num_writing -= 1

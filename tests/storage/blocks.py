@@ -13,7 +13,7 @@ import msgspec
 from tests.fakes import FakeClock
 from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage.allocator import SlotAllocator
-from tieredkv.storage.codec import Extent, expiry_key, extent_key, lru_key
+from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index import IndexTxn, Totals
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
@@ -71,6 +71,11 @@ class CheckedStore(BlockStore):
         if problems:
             raise IntegrityError("; ".join(problems))
 
+    def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:
+        """Answer as `find` does, decoded and in the order asked."""
+        found = self.find(hashes)
+        return [decode_record(h, found[h]).record if h in found else None for h in hashes]
+
 
 def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
     """Compare records, secondary keys, counters and slots; one sentence for each disagreement."""
@@ -110,7 +115,7 @@ def _slot_problems(
     if shared := [extent for extent, count in owners.items() if count > 1]:
         problems.append(f"records share the slots {shared[:3]}")
     pending = set(txn.pending())
-    dirty = slots.dirty.keys()
+    dirty = {extent for extents in slots._dirty.values() for extent in extents}
     if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
         problems.append("pending slots are not those lent and those to be erased")
     segments = txn.segments()
@@ -213,7 +218,7 @@ def load(store: BlockStore, record: BlockRecord) -> bytes | str | None:
     return bytes(page[: record.size_bytes])
 
 
-def stored_hashes(store: BlockStore, records: Sequence[BlockRecord]) -> set[bytes]:
+def stored_hashes(store: CheckedStore, records: Sequence[BlockRecord]) -> set[bytes]:
     found = store.lookup([record.block_hash for record in records])
     return {record.block_hash for record in found if record is not None}
 

@@ -88,6 +88,12 @@ class CheckedClient(StoreClient):
             if self._worker is None and (self._loans or self._lookups):
                 raise IntegrityError("jobs are open though no worker process exists")
 
+    @property
+    def pending_pages(self) -> frozenset[int]:
+        """Pages on loan."""
+        with self._lock:
+            return frozenset(self._loans)
+
     def load(self, pages: Sequence[LentPage]) -> None:
         self._check_lendable(pages)
         super().load(pages)
@@ -154,7 +160,7 @@ class Harness:
 class Mailbox:
     """The events of one client, kept until somebody asks for them."""
 
-    def __init__(self, client: StoreClient) -> None:
+    def __init__(self, client: CheckedClient) -> None:
         self.client = client
         self.events: list[Event] = []
 

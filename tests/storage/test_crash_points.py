@@ -13,6 +13,7 @@ import pytest
 import tieredkv.storage
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
+    CheckedStore,
     load,
     make_record,
     occupied_bytes,
@@ -301,7 +302,7 @@ def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES)
         assert occupied_bytes(path) <= budget_bytes
 
 
-def assert_right_blocks(store: BlockStore, died: Outcome) -> None:
+def assert_right_blocks(store: CheckedStore, died: Outcome) -> None:
     """What was acknowledged is there, but for what was evicted in order; nothing else is."""
     served = {}
     for block_hash in {record.block_hash for record in TRIED}:
@@ -327,7 +328,7 @@ def assert_right_blocks(store: BlockStore, died: Outcome) -> None:
     assert sum(is_there) >= min(len(kept), 20), "more is gone than had to be"
 
 
-def assert_no_strangers_bytes(path: Path, store: BlockStore) -> None:
+def assert_no_strangers_bytes(path: Path, store: CheckedStore) -> None:
     """In the raw files every slot is zero that is not a stored block's."""
     found = store.lookup([record.block_hash for record in TRIED])
     located = [store.locate(record.block_hash) for record in found if record is not None]
