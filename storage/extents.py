@@ -192,7 +192,7 @@ class SegmentFiles:
         if packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
             written = Located(record, extent, size, codec.payload_checksum(payload[:size]))
-            header = aligned_buffer(HEADER_BYTES)
+            header = scratch(HEADER_BYTES)
             body = self._direct_view(payload, padded)
             if body is None:
                 body = aligned_buffer(padded)
@@ -220,7 +220,7 @@ class SegmentFiles:
         if located.codec == codec.CODEC_RAW and size == len(block):
             page = self._direct_view(into, padded_bytes(size))
             body = aligned_buffer(padded_bytes(size)) if page is None else page
-            header, payload = aligned_buffer(HEADER_BYTES), body[:size]
+            header, payload = scratch(HEADER_BYTES), body[:size]
             buffers = [header, body]
         elif located.codec in WIDTHS and size < len(block):
             header = scratch(padded_bytes(codec.PACKED_HEADER_BYTES + size))

@@ -32,7 +32,7 @@ from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Extent, Located, corrupt, slot_bytes_for
+from tieredkv.storage.codec import Extent, Located, corrupt, decode_record, slot_bytes_for
 from tieredkv.storage.compression import Packed
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
@@ -251,23 +251,25 @@ class StoreService:
         return bool(self._loads) and self._num_reading < 4 * self._options.num_readers
 
     def _start_reads(self) -> None:
-        for _ in range(_MAX_LOCATES_A_TURN):
-            if self._can_read:
-                self._start_read(self._loads.popleft())
-
-    def _start_read(self, page: LentPage) -> None:
-        wanted = page.record
-        located = self._attempt("locate", lambda: self._store.locate(wanted.block_hash))
-        if located is None or wanted.block_hash in self._doomed:
-            self._end_load(page, "missing")
-            return
-        self._num_reading += 1
-        task = ReadTask(page, located)
-        if _identity(located.record) == _identity(wanted):
-            self._readers.submit(self._move, task)
-        else:  # to be dropped, or the right block could never take its place
-            task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
-            self._end_read(task)
+        """Look several blocks up, then have them read: busy readers make each lookup slow."""
+        pages: list[LentPage] = []
+        while self._can_read and len(pages) < _MAX_LOCATES_A_TURN:
+            pages.append(self._loads.popleft())
+            self._num_reading += 1
+        hashes = [page.record.block_hash for page in pages]
+        found = self._attempt("locate", lambda: self._store.find(hashes)) or {}
+        for page in pages:
+            sealed, wanted = found.get(page.record.block_hash), page.record
+            if sealed is None or wanted.block_hash in self._doomed:
+                self._num_reading -= 1
+                self._end_load(page, "missing")
+                continue
+            task = ReadTask(page, decode_record(wanted.block_hash, sealed))
+            if _identity(task.located.record) == _identity(wanted):
+                self._readers.submit(self._move, task)
+            else:  # to be dropped, or the right block could never take its place
+                task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
+                self._end_read(task)
 
     def _end_read(self, task: ReadTask, reason: str = "") -> None:
         """Answer a load, at once or, if it failed, when the index thread has said why."""
