@@ -247,7 +247,11 @@ def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
 def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "tieredkv", "bench", "disk", "--dir", str(tmp_path)]
     process = subprocess.Popen(
-        [*command, *DISK, "--repeats", "1000"], stderr=subprocess.PIPE, stdout=subprocess.PIPE
+        [*command, *DISK, "--repeats", "1000"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # A shell has what it runs in the background ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         while not list(tmp_path.glob("*/store/segments/*.seg")):
@@ -257,6 +261,7 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         process.communicate(timeout=60)
     finally:
         process.kill()
+        process.communicate()
     assert process.returncode == 130
     assert not list(tmp_path.iterdir())
 
