@@ -5,6 +5,7 @@ knows keys and values (docs/format.md), not files: slots are numbers here. One t
 changes; any thread may read, and neither waits for the other.
 """
 
+import ctypes
 import errno
 import os
 import struct
@@ -29,6 +30,7 @@ _TIME = struct.Struct("<d")
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM)
 _NUM_META_PAGES = 2
 _READ_AHEAD_BYTES = 1 << 20
+_MADV_POPULATE_READ = 22
 
 
 class Totals(NamedTuple):
@@ -129,11 +131,21 @@ class Index:
             yield IndexTxn(txn, self._dbs)
 
     def read_ahead(self) -> None:
-        """Bring the file into the page cache, or each of the first lookups waits for the disk."""
+        """Bring the file into memory and into LMDB's map, or each of the first lookups waits."""
         path = os.path.join(self.path, "data.mdb")
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
+        with (
+            suppress(OSError),
+            open(path, "rb", buffering=0) as file,
+            open("/proc/self/maps") as maps,
+        ):
             while file.read(_READ_AHEAD_BYTES):
                 pass
+            for line in maps:
+                if line.rstrip().endswith(os.path.realpath(path)):
+                    start = ctypes.c_void_p(int(line.partition("-")[0], 16))
+                    size = ctypes.c_size_t(os.fstat(file.fileno()).st_size)
+                    # An older kernel does not know the advice, and pages come as they are touched.
+                    ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
