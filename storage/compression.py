@@ -19,6 +19,7 @@ from zstandard import ZstdCompressor, ZstdDecompressor, ZstdError, frame_content
 
 from tieredkv.storage import codec
 from tieredkv.storage.codec import PACKED_HEADER_BYTES, Located
+from tieredkv.types import BlockRecord
 
 WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
 _LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
@@ -75,6 +76,11 @@ def pack(block: memoryview, number: int) -> Packed | None:
     struct.pack_into(f"<{width}I", slot, PACKED_HEADER_BYTES, *lengths)
     payload = slot[PACKED_HEADER_BYTES:end]
     return Packed(slot[: codec.slot_bytes_for(len(payload), number, size)], payload, number)
+
+
+def slot_bytes_of(record: BlockRecord, packed: Packed | None) -> int:
+    """Bytes of the slot that a block needs, as it is or compressed."""
+    return len(packed.slot) if packed else codec.slot_bytes_for(record.size_bytes)
 
 
 def unpack(payload: memoryview, number: int, into: memoryview) -> bool:

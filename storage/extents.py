@@ -246,7 +246,7 @@ class SegmentFiles:
 
     def header_at(self, extent: Extent) -> Located | None:
         """Say what a slot's header claims to lie there; None where nothing sound stands."""
-        header = aligned_buffer(HEADER_BYTES)
+        header = scratch(HEADER_BYTES)
         self._read(extent, [header])
         found = codec.decode_header(header)
         return found if found and found.extent == extent else None

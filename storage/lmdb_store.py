@@ -20,7 +20,7 @@ from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, Sto
 from tieredkv.storage import codec, recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
-from tieredkv.storage.compression import Packed, Packing
+from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles, aligned_buffer
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
@@ -206,9 +206,7 @@ class BlockStore:
         Raises:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
         """
-        sizes = [slot_bytes_for(record.size_bytes) for record in records]
-        if packed:
-            sizes = [len(p.slot) if p else size for p, size in zip(packed, sizes, strict=True)]
+        sizes = list(map(slot_bytes_of, records, packed or [None] * len(records)))
         for record, size in zip(records, sizes, strict=True):
             check_record(record)
             self._slots.check_fits(size)

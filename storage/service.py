@@ -32,8 +32,8 @@ from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage import messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.codec import Extent, Located, corrupt, decode_record, slot_bytes_for
-from tieredkv.storage.compression import Packed
+from tieredkv.storage.codec import Extent, Located, corrupt, decode_record
+from tieredkv.storage.compression import Packed, slot_bytes_of
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
@@ -80,7 +80,7 @@ class WriteTask:
     @property
     def size(self) -> int:
         """Bytes of the slot."""
-        return len(self.packed.slot) if self.packed else slot_bytes_for(self.page.record.size_bytes)
+        return slot_bytes_of(self.page.record, self.packed)
 
 
 class Loop:
@@ -252,6 +252,8 @@ class StoreService:
 
     def _start_reads(self) -> None:
         """Look several blocks up, then have them read: busy readers make each lookup slow."""
+        if not self._can_read:
+            return
         pages: list[LentPage] = []
         while self._can_read and len(pages) < _MAX_LOCATES_A_TURN:
             pages.append(self._loads.popleft())
