@@ -18,6 +18,20 @@ class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
     log_level: str = "INFO"
 
 
+class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """What a request wants for the blocks of a prompt's first tokens.
+
+    Attributes:
+        end_token: it covers the full blocks within the first so many tokens.
+        retention: name of the policy that they may be kept by.
+        protect_s: they are not evicted for so long from now while others can be; 0 for no wish.
+    """
+
+    end_token: int
+    retention: str
+    protect_s: float = 0.0
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """A prompt to continue.
 
@@ -25,7 +39,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
         request_id: unique among the requests in flight.
         prompt_token_ids: the prompt; never empty.
         params: how to sample and when to stop; stop strings are handled where text is made.
-        retention: name of a retention policy, or None for the server's default.
+        retention: name of a retention policy, or None for the server's default; it is for what no
+            claim covers, the answer's tokens too.
+        claims: where several cover a block, the longest retention and protection count.
+        cacheable_tokens: blocks that end behind so many tokens are neither looked up nor kept;
+            None for all of the prompt and the answer.
+        read_ends: lengths of prefixes in tokens at which a hit may end; None for any.
+        prompt_logprobs: alternatives reported with each prompt token, all of which are then
+            computed; None for no log-probabilities of the prompt.
         tenant: whose API key it is; tenants never share a block.
         cache_salt: narrows the tenant's namespace.
         prompt_cache_key: narrows it too where `isolate_by` says so.
@@ -35,6 +56,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt_token_ids: list[int]
     params: SamplingParams
     retention: str | None = None
+    claims: list[Claim] = []
+    cacheable_tokens: int | None = None
+    read_ends: list[int] | None = None
+    prompt_logprobs: int | None = None
     tenant: str = ""
     cache_salt: str | None = None
     prompt_cache_key: str | None = None
