@@ -37,13 +37,12 @@ _ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
 _AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "block_size": (lambda it: 16 <= it <= 256 and it & -it == it, "a power of two from 16 to 256"),
-    "disk_write_limit": _AT_LEAST_0,
     "drain_timeout": _AT_LEAST_0,
     "gpu_memory_utilization": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
     "port": (lambda port: 0 <= port <= 65535, "from 0 to 65535"),
     "seed": (lambda seed: True, "a whole number"),
 }
-"""What a number may be, where that is not all above 0."""
+"""What a number may be, if not above 0, or at least 0 where that is its default."""
 
 
 def _setting(section: str, default: Any, help: str, unit: str = "") -> Any:
@@ -112,7 +111,7 @@ class Settings:
     def __post_init__(self) -> None:
         for setting in fields(self):
             name, value = setting.name, getattr(self, setting.name)
-            is_allowed, what = _RANGES.get(name, _ABOVE_0)
+            is_allowed, what = _RANGES.get(name, _AT_LEAST_0 if setting.default == 0 else _ABOVE_0)
             if get_origin(setting.type) is Literal:
                 _check_one_of(name, value, get_args(setting.type))
             elif type(value) in (int, float) and not is_allowed(value):
