@@ -39,7 +39,7 @@ from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.types import Progress, tracked
+from tieredkv.types import Progress, Tier, tracked
 
 TIER_OF_ARM = {"device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 ARMS = ("cold", *TIER_OF_ARM)
@@ -78,7 +78,7 @@ class Sample(NamedTuple):
     """
 
     ttft_ms: float
-    by_tier: dict[str, int]
+    by_tier: dict[Tier, int]
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
     bytes_from_disk: int
@@ -274,7 +274,7 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
     tier = TIER_OF_ARM.get(arm)
     sources = [sample.by_tier for sample in samples]
     by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
-    loaded = statistics.median(one["host"] + one["disk"] for one in sources)
+    loaded = statistics.median(one[Tier.HOST] + one[Tier.DISK] for one in sources)
     used = [{name for name, count in one.items() if count} for one in sources]
     computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, samples))
     return {
