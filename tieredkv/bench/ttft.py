@@ -148,19 +148,18 @@ def measure(spec: Spec) -> Measured:
         cases = [(length, index) for length in spec.prefix_tokens for index in range(spec.repeats)]
         for length, repeat in tracked(progress, "measuring", cases):
             prompt = bench.prompt(length, repeat)
-            measured.samples.setdefault(("cold", length), []).append(cold := bench.serve(prompt))
-            if cold.kv_digest is None:
-                what = f"A prefix of {length} tokens does not stay in VRAM"
-                raise TieredKVError(f"{what}; raise `device_size`")
-            core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
-            for arm, tier in TIER_OF_ARM.items():
-                if arm not in spec.arms:
-                    continue
-                if arm != "device" and not bench.llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
+            for arm in (arm for arm in ARMS if arm in ("cold", *spec.arms)):
+                tier = TIER_OF_ARM.get(arm, "device")
+                if tier != "device" and not bench.llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
                     raise TieredKVError(f"Not everything could be demoted to {tier}; see the log")
-                if arm != "restart":
-                    measured.samples.setdefault((arm, length), []).append(bench.serve(prompt))
-                    core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
+                if arm == "restart":
+                    continue
+                sample = bench.serve(prompt)
+                if arm == "cold" and sample.kv_digest is None:
+                    what = f"A prefix of {length} tokens does not stay in VRAM"
+                    raise TieredKVError(f"{what}; raise `device_size`")
+                measured.samples.setdefault((arm, length), []).append(sample)
+                core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
             core.evict()
     return measured
 
