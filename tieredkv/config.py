@@ -360,4 +360,4 @@ def _nearest(name: str, known: Any) -> str:
 
 def _check_one_of(name: str, value: object, allowed: Any) -> None:
     if value not in allowed:
-        raise ConfigError(f"`{name}` = `{value}` must be one of {', '.join(allowed)}")
+        raise ConfigError(f"`{name}` = `{value}` must be one of {', '.join(filter(None, allowed))}")
