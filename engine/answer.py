@@ -17,7 +17,7 @@ class Answer:
     Attributes:
         logprobs: one entry a token where the request asked for them.
         usage: where the prompt's tokens came from, once the engine has told.
-        ttft_s: seconds from the making of this object to the first token.
+        ttft_s: seconds from the making of this object to the first token, 0 before it.
         finish_reason: why the text has ended, None while it goes on.
     """
 
@@ -27,7 +27,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
         self.usage = RequestUsage(prompt_tokens=len(request.prompt_token_ids))
-        self.ttft_s: float | None = None
+        self.ttft_s = 0.0
         self.finish_reason: str | None = None
         self._detokenizer = Detokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
         self._made_at = time.perf_counter()
@@ -39,7 +39,7 @@ class Answer:
 
     def take(self, output: TokenOutput) -> str:
         """Take in one step's output, none after the end; return the text that is certain now."""
-        if output.token_ids and self.ttft_s is None:
+        if output.token_ids and not self.token_ids:
             self.ttft_s = time.perf_counter() - self._made_at
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()

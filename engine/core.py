@@ -145,7 +145,7 @@ class EngineCore:
                 page_bytes=spec.page_bytes,
                 progress=partial(progress, "pinning host memory"),
             )
-            stack.callback(pinned.unregister)
+            stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         layer_bytes = spec.block_bytes // spec.num_layers
         transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)

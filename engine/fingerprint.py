@@ -4,7 +4,6 @@ Changed weights under the same name give another fingerprint, so that nothing co
 weights is ever hit. It knows files and parameters, not how a model is built.
 """
 
-import functools
 import hashlib
 import json
 import logging
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tieredkv.errors import ModelError
-from tieredkv.types import Progress, ignore_progress
+from tieredkv.types import Progress, ignore_progress, tracked
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ def files_fingerprint(
             can miss a change between the pieces.
         cache_dir: folder that remembers a file's full digest by path, size, mtime and inode; None
             or an unwritable one means that it is computed again.
-        progress: told how much of the bytes is read, in percent.
+        progress: told how many pieces of 64 MiB are read.
 
     Raises:
         ModelError: a weight file cannot be read.
@@ -110,31 +109,27 @@ def _digest_parts(parts: Iterable[bytes]) -> bytes:
 
 def _full_digests(files: Sequence[Path], cache_dir: Path | None, progress: Progress) -> list[bytes]:
     remembered = {} if cache_dir is None else _read_cache(cache_dir)
-    keys = [_cache_key(path) for path in files]
-    missing = [(path, key) for path, key in zip(files, keys, strict=True) if key not in remembered]
-    if missing:
-        total_bytes = max(1, sum(path.stat().st_size for path, _ in missing))
-        done_bytes = 0
+    keys = {path: _cache_key(path) for path in files}
+    sizes = {path: path.stat().st_size for path in files if keys[path] not in remembered}
+    places = [(path, at) for path, size in sizes.items() for at in range(0, size, _PIECE_BYTES)]
+    pieces: dict[Path, list[bytes]] = {path: [] for path in sizes}
+    if sizes:
         with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            for path, key in missing:
-                size = path.stat().st_size
-                offsets = range(0, size, _PIECE_BYTES)
-                pieces = []
-                read = pool.map(functools.partial(_piece_digest, path), offsets)
-                for offset, piece in zip(offsets, read, strict=True):
-                    pieces.append(piece)
-                    done_bytes += min(_PIECE_BYTES, size - offset)
-                    progress("fingerprinting weights", 100 * done_bytes // total_bytes, 100)
-                digest = _digest_parts([size.to_bytes(8, "little"), *pieces])
-                if _cache_key(path) != key:
-                    raise ModelError(f"`{path}` changed while it was read; load it again")
-                remembered[key] = digest.hex()
+            digests = pool.map(_piece_digest, places)
+            for path, _ in tracked(progress, "fingerprinting weights", places):
+                pieces[path].append(next(digests))
+        for path, size in sizes.items():
+            if _cache_key(path) != keys[path]:
+                raise ModelError(f"`{path}` changed while it was read; load it again")
+            digest = _digest_parts([size.to_bytes(8, "little"), *pieces[path]])
+            remembered[keys[path]] = digest.hex()
         if cache_dir is not None:
             _write_cache(cache_dir, remembered)
-    return [bytes.fromhex(remembered[key]) for key in keys]
+    return [bytes.fromhex(remembered[key]) for key in keys.values()]
 
 
-def _piece_digest(path: Path, offset: int) -> bytes:
+def _piece_digest(place: tuple[Path, int]) -> bytes:
+    path, offset = place
     with path.open("rb", buffering=0) as file:
         return hashlib.sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
 

@@ -3,12 +3,11 @@
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from tieredkv.config import load_settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import EngineRequest, TokenLogprob
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.types import Progress, Tier, ignore_progress
@@ -16,35 +15,6 @@ from tieredkv.types import Progress, Tier, ignore_progress
 Prompt = str | Sequence[int]
 
 IDLE_WAIT_S = 0.05
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
-    """Tokens of one request, and where its prompt's keys and values came from."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    cached_tokens_by_tier: dict[str, int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """What a prompt became.
-
-    Attributes:
-        finish_reason: "stop" or "length".
-        ttft_s: seconds from submission to the first token.
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str
-    usage: Usage
-    ttft_s: float
-    logprobs: list[TokenLogprob] | None = None
 
 
 class LLM:
@@ -93,8 +63,8 @@ class LLM:
         *,
         retention: str | None = None,
         cache_salt: str | None = None,
-    ) -> list[RequestOutput]:
-        """Continue prompts, all of them together, and return the outputs in their order.
+    ) -> list[Answer]:
+        """Continue prompts, all of them together, and return the answers in their order.
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
@@ -119,7 +89,7 @@ class LLM:
                 self.core.abort(request_id)
             self.core.step()
             raise
-        return [_output(answer) for answer in answers.values()]
+        return list(answers.values())
 
     def make_request(
         self,
@@ -176,27 +146,6 @@ class LLM:
                         self.core.abort(output.request_id)
             if unfinished:
                 self.core.wait(IDLE_WAIT_S)
-
-
-def _output(answer: Answer) -> RequestOutput:
-    """Return what a finished answer is to the caller."""
-    request, usage = answer.request, answer.usage
-    assert answer.finish_reason is not None and answer.ttft_s is not None, request.request_id
-    return RequestOutput(
-        request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
-        token_ids=answer.token_ids,
-        text=answer.text,
-        finish_reason=answer.finish_reason,
-        usage=Usage(
-            prompt_tokens=usage.prompt_tokens,
-            completion_tokens=len(answer.token_ids),
-            cached_tokens=usage.cached_tokens,
-            cached_tokens_by_tier={str(t): n for t, n in usage.cached_tokens_by_tier.items()},
-        ),
-        ttft_s=answer.ttft_s,
-        logprobs=answer.logprobs if request.params.logprobs is not None else None,
-    )
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -20,7 +20,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -234,11 +233,8 @@ def _read_config(name: str, path: Path) -> PreTrainedConfig:
         raise _refused(name, f"`{file}` cannot be read: {error}") from error
     if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
         raise _refused(name, f"`{file}` names no model_type")
-    try:
+    with _refusing(name, "transformers cannot read its config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
-    except Exception as error:  # transformers raises KeyError, ValueError and its own by the field
-        what = f"transformers cannot read its config: {_first_line(error)}"
-        raise _refused(name, what) from error
     return config
 
 
@@ -284,25 +280,21 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
 
 def _read_weights(found: FoundModel, folder: Path) -> Any:
     """Make the model that a checkpoint holds, on its device."""
-    name = found.name
-    try:
-        with _without_progress_bars():
-            model, info = _AUTO_MODEL.from_pretrained(
-                folder,
-                config=found.config,
-                dtype=getattr(torch, found.dtype),
-                attn_implementation=ATTENTION_NAME,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # safetensors, torch and transformers each raise their own
-        raise _refused(name, f"its weights cannot be loaded: {_first_line(error)}") from error
+    with _refusing(found.name, "its weights cannot be loaded"), _without_progress_bars():
+        model, info = _AUTO_MODEL.from_pretrained(
+            folder,
+            config=found.config,
+            dtype=getattr(torch, found.dtype),
+            attn_implementation=ATTENTION_NAME,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
     # NOTE: transformers draws what a checkpoint lacks at random, and warns.
     if absent := sorted(info["missing_keys"]):
         what = f"{len(absent)} tensors are missing, the first is `{absent[0]}`"
-        raise _refused(name, f"its weights do not fit its config: {what}")
+        raise _refused(found.name, f"its weights do not fit its config: {what}")
     model = model.to(found.device)
     if found.device.type == "cpu":
         # Copied out of the memory-mapped file, one by one: a file that is overwritten then cannot
@@ -326,12 +318,10 @@ def _without_progress_bars() -> Iterator[None]:
 
 
 def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    try:
+    with _refusing(name, "its tokenizer cannot be loaded"):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # a missing or malformed file shows as nearly any type
-        raise _refused(name, f"its tokenizer cannot be loaded: {_first_line(error)}") from error
     return tokenizer
 
 
@@ -397,16 +387,23 @@ def _max_model_len(config: PreTrainedConfig) -> int:
     return int(getattr(config, "max_position_embeddings", None) or 2048)
 
 
-def _eos_token_ids(
-    config: PreTrainedConfig, generation: GenerationConfig | None, tokenizer: Any
-) -> frozenset[int]:
+def _eos_token_ids(*sources: Any) -> frozenset[int]:
     """Gather the end tokens from the generation config, the config and the tokenizer."""
-    told = [getattr(each, "eos_token_id", None) for each in (generation, config, tokenizer)]
+    told = [getattr(source, "eos_token_id", None) for source in sources]
     return frozenset().union(*([it] if isinstance(it, int) else it or () for it in told))
 
 
 def _refused(name: str, what: str) -> ModelError:
     return ModelError(f"model `{name}`: {what}")
+
+
+@contextlib.contextmanager
+def _refusing(name: str, what: str) -> Iterator[None]:
+    """Refuse a model if transformers raises, which it, safetensors and torch do in many types."""
+    try:
+        yield
+    except Exception as error:
+        raise _refused(name, f"{what}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,7 +7,7 @@ see that every layer asks the attention interface for plain causal attention of 
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -40,52 +40,45 @@ def check_config(name: str, config: PreTrainedConfig) -> None:
     Raises:
         ModelError: names the model and the reason.
     """
-    if reason := _refusal(config):
-        raise _refused(name, reason)
+    for holds, reason in _reasons(config, config.model_type):
+        if holds:
+            raise _refused(name, reason)
 
 
 def _refused(name: str, reason: object) -> ModelError:
     return ModelError(f"model `{name}` cannot be served: {reason}")
 
 
-def _refusal(config: PreTrainedConfig) -> str | None:
+def _reasons(config: PreTrainedConfig, kind: str) -> Iterator[tuple[object, str]]:
+    """Give what can be said against a config: whether it holds, and how it is told."""
+
     def told(field: str) -> Any:
         return getattr(config, field, None)
 
-    if told("is_encoder_decoder"):
-        return f"`{config.model_type}` is an encoder-decoder model"
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return f"transformers has no causal language model of type `{config.model_type}`"
-    if config.get_text_config() is not config:
-        return f"`{config.model_type}` is a multimodal model"
-    if told("quantization_config"):
-        return "its weights are quantized, which is not supported yet"
-    if told("kv_lora_rank"):
-        return "it uses latent attention (MLA), which is not paged yet"
-    kinds = sorted(set(told("layer_types") or ()) - {"full_attention"})
-    if kinds:
-        return f"it has `{kinds[0]}` layers, and only full attention is paged"
+    yield told("is_encoder_decoder"), f"`{kind}` is an encoder-decoder model"
+    is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    yield not is_known, f"transformers has no causal language model of type `{kind}`"
+    yield config.get_text_config() is not config, f"`{kind}` is a multimodal model"
+    yield told("quantization_config"), "its weights are quantized, which is not supported yet"
+    yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
+    for layers in sorted(set(told("layer_types") or ()) - {"full_attention"}):
+        yield True, f"it has `{layers}` layers, and only full attention is paged"
     # Where the config lists its layers they are full ones by now; the probe sees what they ask for.
-    window = told("sliding_window") if not told("layer_types") else None
-    if window and told("use_sliding_window") is not False:
-        return f"it uses sliding window attention (`sliding_window` = {window})"
+    window = not told("layer_types") and told("use_sliding_window") is not False
+    size = told("sliding_window")
+    yield window and size, f"it uses sliding window attention (`sliding_window` = {size})"
     for field in ("attn_logit_softcapping", "attention_chunk_size"):
-        if told(field):
-            return f"its attention is changed by `{field}` = {told(field)}"
-    if told("is_causal") is False or told("use_bidirectional_attention"):
-        return "its attention is not causal"
-    return _rope_refusal(told("rope_parameters"))
-
-
-def _rope_refusal(rope: object) -> str | None:
-    """Refuse rotary embeddings that depend on the length of the sequence, per layer type or not."""
-    if not isinstance(rope, Mapping):
-        return None
-    kind = rope.get("rope_type", "default")
-    if isinstance(kind, str) and kind not in _STATIC_ROPES:
-        return f"its rope of type `{kind}` depends on the sequence's length or is not known"
-    nested = (_rope_refusal(value) for value in rope.values() if isinstance(value, Mapping))
-    return next(filter(None, nested), None)
+        yield told(field), f"its attention is changed by `{field}` = {told(field)}"
+    is_causal = told("is_causal") is not False and not told("use_bidirectional_attention")
+    yield not is_causal, "its attention is not causal"
+    rope = told("rope_parameters")
+    ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []
+    for each in ropes:  # one for all layers, or one for each type of layer
+        rope_type = (
+            str(each.get("rope_type", "default")) if isinstance(each, Mapping) else "default"
+        )
+        what = f"its rope of type `{rope_type}` depends on the sequence's length or is not known"
+        yield rope_type not in _STATIC_ROPES, what
 
 
 def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:

@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 TINY_NAME = "tiny-random"
@@ -53,7 +54,7 @@ def byte_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFa
     encodes to, decode to ` t<id>`, so that a random model's output is text too. Text never
     encodes to special tokens unless it spells them, as with any chat tokenizer.
     """
-    letters = _byte_letters()
+    letters = bytes_to_unicode()
     vocab = {letters[byte]: byte for byte in range(256)}
     vocab |= {token: 256 + i for i, token in enumerate(_SPECIALS)}
     vocab |= {f"{letters[0x20]}t{i}": i for i in range(BYTE_VOCAB_SIZE, vocab_size)}
@@ -76,14 +77,3 @@ def byte_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFa
 def stop_token_ids() -> frozenset[int]:
     """Give the ids that end an answer in `byte_tokenizer`'s chat format."""
     return frozenset(256 + _SPECIALS.index(token) for token in (EOS, TURN_END))
-
-
-def _byte_letters() -> list[str]:
-    """Map each byte to the printable letter that stands for it in a byte-level vocabulary.
-
-    Source: GPT-2's `bytes_to_unicode`, Radford et al. 2019.
-    """
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    shifted = (byte for byte in range(256) if byte not in printable)
-    moved = {byte: 256 + i for i, byte in enumerate(shifted)}
-    return [chr(moved.get(byte, byte)) for byte in range(256)]

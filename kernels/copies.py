@@ -7,6 +7,7 @@ is decided above (`tieredkv.transfer`).
 # mypy: disable-error-code="no-untyped-call"
 # (how much of torch.cuda is typed differs between torch versions)
 
+import contextlib
 import functools
 import importlib
 import logging
@@ -150,22 +151,9 @@ def _batch_runtime() -> ModuleType | None:
     return None
 
 
-class PinnedRange:
-    """Host memory that CUDA may copy from and to at full speed, until `unregister`."""
-
-    def __init__(self) -> None:
-        self._chunks: list[int] = []
-
-    def unregister(self) -> None:
-        """Unpin all of it; twice is fine. No copy may be under way."""
-        cudart = torch.cuda.cudart()
-        while self._chunks:
-            _check_cuda(cudart.cudaHostUnregister(self._chunks.pop()), "cudaHostUnregister")
-
-
 def register_pinned(
     address: int, nbytes: int, *, page_bytes: int, progress: Callable[[int, int], None]
-) -> PinnedRange:
+) -> contextlib.ExitStack:
     """Pin host memory for CUDA, in chunks of whole pages: a copy must not span two chunks.
 
     Args:
@@ -176,11 +164,13 @@ def register_pinned(
 
     Raises:
         DeviceError: CUDA refused; nothing stays pinned.
+
+    Returns:
+        What unpins it all when it is closed; no copy may be under way then.
     """
-    pinned = PinnedRange()
     step = max(1, PIN_CHUNK_BYTES // page_bytes) * page_bytes
     cudart = torch.cuda.cudart()
-    try:
+    with contextlib.ExitStack() as pinned:
         for offset in range(0, nbytes, step):
             size = min(step, nbytes - offset)
             _check_cuda(
@@ -188,12 +178,13 @@ def register_pinned(
                 f"pinning {size} bytes of host memory after {offset}",
                 hint="lower `--host-size`, or raise the limit of locked memory (`ulimit -l`)",
             )
-            pinned._chunks.append(address + offset)
+            pinned.callback(_unregister, address + offset)
             progress(offset + size, nbytes)
-    except BaseException:
-        pinned.unregister()
-        raise
-    return pinned
+        return pinned.pop_all()
+
+
+def _unregister(address: int) -> None:
+    _check_cuda(torch.cuda.cudart().cudaHostUnregister(address), "cudaHostUnregister")
 
 
 def _check_cuda(error: int, what: str, *, hint: str | None = None) -> None:

@@ -5,17 +5,17 @@ that reads the environment. A settings object never changes once it is made; wha
 time, such as the number of blocks, lives elsewhere.
 """
 
-import contextlib
 import difflib
 import math
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
+
+import msgspec
 
 from tieredkv.errors import ConfigError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
@@ -25,16 +25,24 @@ from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_dur
 ENVIRONMENT_PREFIX = "TIEREDKV_"
 CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
 Fingerprint = Literal["full", "sample"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
-_POSITIVE = (
-    *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
-    *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
-)
+_ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
+_AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "block_size": (lambda it: 16 <= it <= 256 and it & -it == it, "a power of two from 16 to 256"),
+    "drain_timeout": _AT_LEAST_0,
+    "gpu_memory_utilization": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
+    "port": (lambda port: 0 <= port <= 65535, "from 0 to 65535"),
+    "seed": (lambda seed: True, "a whole number"),
+}
+"""What a number may be, if not above 0, or at least 0 where that is its default."""
 
 
 def _setting(section: str, default: Any, help: str, unit: str = "") -> Any:
@@ -56,8 +64,8 @@ class Settings:
     """
 
     model: str = _model("", "folder with a checkpoint, hub id, `tiny-random` or `random:SHAPE`")
-    dtype: str = _model("auto", "auto, float32, bfloat16 or float16")
-    device: str = _model("auto", "auto, cuda or cpu")
+    dtype: Dtype = _model("auto", "auto, float32, bfloat16 or float16")
+    device: Device = _model("auto", "auto, cuda or cpu")
     max_model_len: int | None = _model(None, "tokens of prompt and answer; the model's if not set")
     fingerprint: Fingerprint = _model("full", "hash all bytes of the weights, or a sample of them")
     served_model_name: str | None = _model(None, "name in the API; the model if not set")
@@ -102,20 +110,12 @@ class Settings:
 
     def __post_init__(self) -> None:
         for setting in fields(self):
+            name, value = setting.name, getattr(self, setting.name)
+            is_allowed, what = _RANGES.get(name, _AT_LEAST_0 if setting.default == 0 else _ABOVE_0)
             if get_origin(setting.type) is Literal:
-                _check_one_of(setting.name, getattr(self, setting.name), get_args(setting.type))
-        size, share, drain = self.block_size, self.gpu_memory_utilization, self.drain_timeout
-        is_size = 16 <= size <= 256 and not size & (size - 1)
-        _check("block_size", size, is_size, "a power of two from 16 to 256")
-        for name in _POSITIVE:
-            if (value := getattr(self, name)) is not None:
-                _check(name, value, 0 < value < math.inf, "above 0")
-        _check("drain_timeout", drain, 0 <= drain < math.inf, "at least 0")
-        _check("disk_write_limit", self.disk_write_limit, self.disk_write_limit >= 0, "at least 0")
-        _check("gpu_memory_utilization", share, 0 < share <= 1, "above 0 and at most 1")
-        _check("port", self.port, 0 <= self.port <= 65535, "from 0 to 65535")
-        _check_one_of("dtype", self.dtype, ("auto", "float32", "bfloat16", "float16"))
-        _check_one_of("device", self.device, ("auto", "cuda", "cpu"))
+                _check_one_of(name, value, get_args(setting.type))
+            elif type(value) in (int, float) and not is_allowed(value):
+                raise ConfigError(f"`{name}` = {value} must be {what}")
         if not all(self.api_keys):
             raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
         names = [policy.name for policy in self.policies]
@@ -151,6 +151,9 @@ class Settings:
 
 _KNOWN: dict[str, Any] = {it.name: it for it in fields(Settings) if it.metadata["section"]}
 """The fields that have one value in one TOML section, by name."""
+
+_POLICY_KEYS = {"idle": "idle_s", "absolute": "absolute_s", "tiers": "tiers"}
+"""The fields of a retention policy, by what they are called in a file."""
 
 
 class LoadedSettings(NamedTuple):
@@ -204,29 +207,26 @@ def load_settings(
             or out of range.
     """
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    sources = dict.fromkeys(_KNOWN, "default")
-    if config_path is not None:
-        values = _read_toml(Path(config_path))
-        sources |= dict.fromkeys(values, f"file {config_path}")
+    values: dict[str, Any] = {} if config_path is None else _read_toml(Path(config_path))
+    sources = dict.fromkeys(_KNOWN, "default") | dict.fromkeys(values, f"file {config_path}")
     policies = {f"retention.{policy.name}": policy for policy in DEFAULT_POLICIES}
     policies |= {name: values.pop(name) for name in list(values) if name not in _KNOWN}
     values["policies"] = tuple(policies.values())
     for name, setting in _KNOWN.items():
         variable = ENVIRONMENT_PREFIX + name.upper()
         if variable in environ:
-            values[name] = _parse(setting, environ[variable], where=f"variable `{variable}`")
+            values[name] = _parse(
+                kind_of(setting).parse, environ[variable], f"variable `{variable}`"
+            )
             sources[name] = f"environment {variable}"
     for name, value in (arguments or {}).items():
-        if name != "policies" and name not in _KNOWN:
-            raise ConfigError(f"Unknown setting `{name}`{_nearest(name, _KNOWN)}")
-        if value is None:
-            continue
         if name == "policies":
             values[name] = _parse_policies(value)
             sources |= {f"retention.{policy.name}": "argument" for policy in values[name]}
-        else:
-            values[name] = _parse(_KNOWN[name], value)
+        elif name not in _KNOWN:
+            raise ConfigError(f"Unknown setting `{name}`{_nearest(name, _KNOWN)}")
+        elif value is not None:
+            values[name] = _parse(kind_of(_KNOWN[name]).parse, value, f"`{name}`")
             sources[name] = "argument"
     values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
     return LoadedSettings(Settings(**values), sources)
@@ -249,39 +249,33 @@ def _read_toml(path: Path) -> dict[str, Any]:
             raise ConfigError(f"`{path}`: `{section}` stands outside of a section{_home(section)}")
         if section not in sections:
             raise ConfigError(f"`{path}`: unknown section `{section}`{_nearest(section, sections)}")
-        if section == "retention":
-            for name, row in table.items():
-                values[f"retention.{name}"] = _read_policy(path, name, row)
-            continue
+        siblings = [n for n, s in _KNOWN.items() if s.metadata["section"] == section]
         for name, value in table.items():
-            setting = _KNOWN.get(name)
-            if setting is None or setting.metadata["section"] != section:
-                siblings = [n for n, s in _KNOWN.items() if s.metadata["section"] == section]
-                hint = _nearest(name, siblings) if setting is None else _home(name)
+            where = f"`{path}`: `{section}.{name}`"
+            if section == "retention":
+                values[f"{section}.{name}"] = _read_policy(where, name, value)
+            elif name in siblings:
+                values[name] = _parse(kind_of(_KNOWN[name]).parse, value, where)
+            else:
+                hint = _home(name) if name in _KNOWN else _nearest(name, siblings)
                 raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
-            values[name] = _parse(setting, value, where=f"`{path}`: `{section}.{name}`")
     return values
 
 
-def _read_policy(path: Path, name: str, row: object) -> RetentionPolicy:
+def _read_policy(where: str, name: str, row: object) -> RetentionPolicy:
     """Return a policy; what a row of a default policy leaves out stays as it is."""
-    where = f"`{path}`: `retention.{name}`"
-    keys = ("idle", "absolute", "tiers")
     if not isinstance(row, dict):
-        raise ConfigError(f"{where} must be a table with {', '.join(keys)}")
-    known = [(p.idle_s, p.absolute_s, p.tiers) for p in DEFAULT_POLICIES if p.name == name]
-    values: dict[str, Any] = dict(zip(keys, known[0], strict=True)) if known else {}
+        raise ConfigError(f"{where} must be a table with {', '.join(_POLICY_KEYS)}")
+    known = [asdict(policy) for policy in DEFAULT_POLICIES if policy.name == name]
+    values: dict[str, Any] = known[0] if known else {"name": name}
     for key, value in row.items():
-        if key not in keys:
-            raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, keys)}")
-        try:
-            values[key] = _parse_tiers(value) if key == "tiers" else parse_duration(value)
-        except (ConfigError, OverflowError) as error:
-            raise ConfigError(f"{where[:-1]}.{key}`: {error}") from error
-    if missing := [key for key in keys if key not in values]:
+        if key not in _POLICY_KEYS:
+            raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, _POLICY_KEYS)}")
+        parse = _parse_tiers if key == "tiers" else parse_duration
+        values[_POLICY_KEYS[key]] = _parse(parse, value, f"{where[:-1]}.{key}`")
+    if missing := [key for key, field in _POLICY_KEYS.items() if field not in values]:
         raise ConfigError(f"{where} lacks `{missing[0]}`")
-    idle_s, absolute_s, tiers = (values[key] for key in keys)
-    return RetentionPolicy(name=name, idle_s=idle_s, absolute_s=absolute_s, tiers=tiers)
+    return RetentionPolicy(**values)
 
 
 def _parse_policies(value: object) -> tuple[RetentionPolicy, ...]:
@@ -298,58 +292,51 @@ def _parse_tiers(value: object) -> frozenset[Tier]:
     return frozenset(Tier(name) for name in value)
 
 
-def _parse(setting: Any, value: object, *, where: str = "") -> object:
-    """Return a value in the field's type, from TOML, the environment or an argument."""
+def _parse(parse: Callable[[Any], object], value: object, where: str) -> object:
+    """Return a value in its field's type, from TOML, the environment or an argument."""
     try:
-        parsed = kind_of(setting).parse(value)
-    except (ConfigError, OverflowError) as error:
-        raise ConfigError(f"{where or f'`{setting.name}`'}: {error}") from error
-    return (parsed or None) if setting.type == str | None else parsed
+        return parse(value)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
-def _parse_text(value: object) -> str:
-    if isinstance(value, str | os.PathLike):
-        return str(os.fspath(value))
-    raise ConfigError(f"`{value}` is not a text")
+def _plain(kind: Any, what: str) -> Callable[[Any], Any]:
+    """Return what reads a value of a plain type, also from its text."""
 
+    def parse(value: object) -> Any:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
+        text = value.strip() if isinstance(value, str) else None
+        try:
+            return msgspec.convert(text or value, kind, strict=text is None)
+        except msgspec.ValidationError:
+            raise ConfigError(f"`{value}` is not {what}") from None
 
-def _parse_int(value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"\s*-?[0-9]{1,18}\s*", value):
-        return int(value)
-    raise ConfigError(f"`{value}` is not a whole number")
-
-
-def _parse_float(value: object) -> float:
-    if isinstance(value, int | float | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
-            return float(value)
-    raise ConfigError(f"`{value}` is not a number")
+    return parse
 
 
 def _parse_texts(value: object) -> tuple[str, ...]:
     parts = value.split(",") if isinstance(value, str) else value
-    if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
-        return tuple(part.strip() for part in parts)
-    raise ConfigError(f"`{value}` is not a list of texts")
+    return tuple(part.strip() for part in _plain(list[str], "a list of texts")(parts))
 
 
 class Kind(NamedTuple):
     """How values of a setting are read, and how they are shown and named to people."""
 
-    parse: Callable[[Any], object]
+    parse: Callable[[Any], Any]
     show: Callable[[Any], str]
     metavar: str
+    example: str = ""
 
 
-_TEXT, _INTEGER = Kind(_parse_text, str, "TEXT"), Kind(_parse_int, str, "NUMBER")
+_TEXT = Kind(_plain(str, "a text"), str, "TEXT")
+_INTEGER = Kind(_plain(int, "a whole number"), str, "NUMBER")
 _KINDS = {
-    "bytes": Kind(parse_bytes, format_bytes, "SIZE"),
-    "seconds": Kind(parse_duration, format_duration, "DURATION"),
+    "bytes": Kind(parse_bytes, format_bytes, "SIZE", "64GiB"),
+    "seconds": Kind(parse_duration, format_duration, "DURATION", "2m"),
     int: _INTEGER,
     int | None: _INTEGER,
-    float: Kind(_parse_float, str, "NUMBER"),
+    float: Kind(_plain(float, "a number"), str, "NUMBER"),
+    str | None: _TEXT._replace(parse=lambda value: _TEXT.parse(value) or None),
     tuple[str, ...]: Kind(_parse_texts, str, "TEXT"),
 }
 
@@ -371,11 +358,6 @@ def _nearest(name: str, known: Any) -> str:
     return f"; did you mean `{matches[0]}`?" if matches else f"; known are {', '.join(known)}"
 
 
-def _check(name: str, value: object, is_allowed: bool, what: str) -> None:
-    if not is_allowed:
-        raise ConfigError(f"`{name}` = {value} must be {what}")
-
-
 def _check_one_of(name: str, value: object, allowed: Any) -> None:
     if value not in allowed:
-        raise ConfigError(f"`{name}` = `{value}` must be one of {', '.join(allowed)}")
+        raise ConfigError(f"`{name}` = `{value}` must be one of {', '.join(filter(None, allowed))}")

@@ -26,36 +26,27 @@ from tieredkv.types import BlockHash, HashAlgo
 IDENTITY_VERSION = b"tieredkv/1"
 MAX_SALT_CHARS = 128
 
-_TAG_VERSION = 0x01
-_TAG_PURPOSE = 0x02
-_TAG_FINGERPRINT = 0x10
-_TAG_KV_DTYPE = 0x11
-_TAG_LAYOUT = 0x12
-_TAG_BLOCK_SIZE = 0x13
-_TAG_TP_RANK = 0x14
-_TAG_TP_SIZE = 0x15
-_TAG_NAMESPACE = 0x16
 _TAG_PARENT = 0x20
 _TAG_TOKENS = 0x21
-_TAG_TENANT = 0x30
-_TAG_SALT = 0x31
-_TAG_CACHE_KEY = 0x32
+
+_Fields = dict[int, bytes | str | int | None]
 
 
 def _hasher(algo: HashAlgo) -> Callable[..., Any]:
     return hashlib.sha256 if algo == "sha256" else xxhash.xxh3_128
 
 
-def _field(tag: int, value: bytes) -> bytes:
-    return struct.pack("<BI", tag, len(value)) + value
-
-
-def _text_field(tag: int, value: str) -> bytes:
-    return _field(tag, value.encode(errors="surrogatepass"))  # JSON may hold a lone surrogate
-
-
-def _int_field(tag: int, value: int) -> bytes:
-    return _field(tag, struct.pack("<Q", value))
+def _digest(algo: HashAlgo, purpose: bytes, fields: _Fields) -> bytes:
+    """Digest fields by tag, behind the version and what the digest is for; None is left out."""
+    digest = _hasher(algo)()
+    for tag, value in ({0x01: IDENTITY_VERSION, 0x02: purpose} | fields).items():
+        if isinstance(value, str):
+            value = value.encode(errors="surrogatepass")  # JSON may hold a lone surrogate
+        elif isinstance(value, int):
+            value = struct.pack("<Q", value)
+        if value is not None:
+            digest.update(struct.pack("<BI", tag, len(value)) + value)
+    return bytes(digest.digest())
 
 
 def namespace_digest(
@@ -76,16 +67,8 @@ def namespace_digest(
             param="cache_salt",
             code="invalid_value",
         )
-    parts = [
-        _field(_TAG_VERSION, IDENTITY_VERSION),
-        _field(_TAG_PURPOSE, b"namespace"),
-        _text_field(_TAG_TENANT, tenant),
-    ]
-    if cache_salt is not None:
-        parts.append(_text_field(_TAG_SALT, cache_salt))
-    if prompt_cache_key is not None:
-        parts.append(_text_field(_TAG_CACHE_KEY, prompt_cache_key))
-    return bytes(_hasher(algo)(b"".join(parts)).digest())
+    who: _Fields = {0x30: tenant, 0x31: cache_salt, 0x32: prompt_cache_key}
+    return _digest(algo, b"namespace", who)
 
 
 def model_root(
@@ -98,18 +81,10 @@ def model_root(
     algo: HashAlgo = "sha256",
 ) -> BlockHash:
     """Return the parent of every chain's first block; it is of the one rank that there is."""
-    parts = [
-        _field(_TAG_VERSION, IDENTITY_VERSION),
-        _field(_TAG_PURPOSE, b"root"),
-        _field(_TAG_FINGERPRINT, fingerprint),
-        _text_field(_TAG_KV_DTYPE, kv_dtype),
-        _text_field(_TAG_LAYOUT, layout),
-        _int_field(_TAG_BLOCK_SIZE, block_size),
-        _int_field(_TAG_TP_RANK, 0),
-        _int_field(_TAG_TP_SIZE, 1),
-        _field(_TAG_NAMESPACE, namespace),
-    ]
-    return BlockHash(_hasher(algo)(b"".join(parts)).digest())
+    model: _Fields = {0x10: fingerprint, 0x11: kv_dtype, 0x12: layout, 0x13: block_size}
+    tp_rank, tp_size = 0, 1
+    where: _Fields = {0x14: tp_rank, 0x15: tp_size, 0x16: namespace}
+    return BlockHash(_digest(algo, b"root", model | where))
 
 
 def chain_hashes(

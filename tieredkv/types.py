@@ -37,6 +37,9 @@ class Tier(enum.StrEnum):
     HOST = "host"
     DISK = "disk"
 
+    def __repr__(self) -> str:
+        return repr(self.value)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVSpec:

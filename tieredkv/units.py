@@ -1,5 +1,6 @@
 """Sizes and durations as people write them: `80GiB`, `24h`."""
 
+import contextlib
 import math
 import re
 from fractions import Fraction
@@ -50,7 +51,8 @@ def parse_duration(value: str | float) -> float:
         if match is not None:
             seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        with contextlib.suppress(OverflowError):
+            seconds = float(value)
     if not math.isfinite(seconds):
         raise ConfigError(f"`{value}` is not a duration; write one such as `90s`, `15m` or `24h`")
     return seconds

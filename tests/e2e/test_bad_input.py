@@ -20,6 +20,7 @@ from transformers import MistralConfig
 
 from tieredkv import LLM, SamplingParams
 from tieredkv.cli.main import main
+from tieredkv.types import Tier
 
 SIZES = ("--device-size", "2MiB", "--host-size", "2MiB", "--max-tokens", "2")
 GREEDY = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -322,7 +323,7 @@ def test_a_full_disk_is_counted_and_every_request_is_served(tmp_path: Path) -> N
         assert llm.demote("disk")
         again = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
         assert [each.token_ids for each in again] == [each.token_ids for each in cold]
-        assert again[0].usage.cached_tokens_by_tier["disk"] > 0, "what had room is not served"
+        assert again[0].usage.cached_tokens_by_tier[Tier.DISK] > 0, "what had room is not served"
         llm.core.cache.check()
         stats: Any = llm.tier_stats()
     assert stats["disk"]["faults"]["no_space"] > 0

@@ -17,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from tests.serving import SMALL, Server, ask_store, running, wait_for
 from tieredkv import LLM, SamplingParams
 from tieredkv.cli.main import main
+from tieredkv.types import Tier
 
 ROOT = Path(__file__).parents[2]
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
@@ -177,7 +178,7 @@ def test_flipped_bytes_cost_blocks_and_never_a_token(
         stats: Any = llm.tier_stats()
         llm.core.cache.check()
     assert [output.token_ids for output in again] == cold
-    from_disk = sum(output.usage.cached_tokens_by_tier["disk"] for output in again)
+    from_disk = sum(output.usage.cached_tokens_by_tier[Tier.DISK] for output in again)
     assert from_disk < 4 * 592
     assert (from_disk > 0) == (every > 36 << 10)
     assert sum(stats["disk"]["faults"].values()) > 0

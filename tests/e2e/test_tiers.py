@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tieredkv import LLM, SamplingParams
-from tieredkv.engine.llm import RequestOutput
+from tieredkv.engine.answer import Answer
 from tieredkv.types import Tier
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -29,12 +29,12 @@ def prompt(seed: int, num_tokens: int = 500) -> list[int]:
     return [generator.randrange(256) for _ in range(num_tokens)]
 
 
-def by_tier(output: RequestOutput) -> dict[str, int]:
+def by_tier(output: Answer) -> dict[str, int]:
     """Return where a prompt's tokens came from, tiers with none left out."""
     return {tier: n for tier, n in output.usage.cached_tokens_by_tier.items() if n}
 
 
-def one(llm: LLM, tokens: list[int], **options: str) -> RequestOutput:
+def one(llm: LLM, tokens: list[int], **options: str) -> Answer:
     """Serve one prompt greedily, check every invariant, and return its output."""
     [output] = llm.generate(tokens, GREEDY, **options)
     llm.core.cache.check()

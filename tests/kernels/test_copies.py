@@ -115,6 +115,6 @@ def test_on_the_gpu_scattered_blocks_come_back_bit_for_bit(
         stream.synchronize()
         assert torch.equal(blocks[targets].cpu(), computed)
     finally:
-        pinned.unregister()
-    pinned.unregister()
+        pinned.close()
+    pinned.close()
     assert not arena.is_pinned()

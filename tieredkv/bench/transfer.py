@@ -60,7 +60,7 @@ class _Memories:
         if is_cuda:
             extent = self.pages.data_ptr(), arena.size_bytes
             pinned = register_pinned(*extent, page_bytes=block_bytes, progress=lambda *_: None)
-            stack.callback(pinned.unregister)
+            stack.callback(pinned.close)
         self.pool = torch.zeros(count, block_bytes, dtype=torch.uint8, device=device)
         self._transfer = BlockTransfer[None](BlockCopier(self.pool, self.pages))
         generator = torch.Generator().manual_seed(0)

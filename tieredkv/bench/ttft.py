@@ -39,7 +39,7 @@ from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
-from tieredkv.types import Progress, tracked
+from tieredkv.types import Progress, Tier, tracked
 
 TIER_OF_ARM = {"device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 ARMS = ("cold", *TIER_OF_ARM)
@@ -78,7 +78,7 @@ class Sample(NamedTuple):
     """
 
     ttft_ms: float
-    by_tier: dict[str, int]
+    by_tier: dict[Tier, int]
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
     bytes_from_disk: int
@@ -148,19 +148,18 @@ def measure(spec: Spec) -> Measured:
         cases = [(length, index) for length in spec.prefix_tokens for index in range(spec.repeats)]
         for length, repeat in tracked(progress, "measuring", cases):
             prompt = bench.prompt(length, repeat)
-            measured.samples.setdefault(("cold", length), []).append(cold := bench.serve(prompt))
-            if cold.kv_digest is None:
-                what = f"A prefix of {length} tokens does not stay in VRAM"
-                raise TieredKVError(f"{what}; raise `device_size`")
-            core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
-            for arm, tier in TIER_OF_ARM.items():
-                if arm not in spec.arms:
-                    continue
-                if arm != "device" and not bench.llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
+            for arm in (arm for arm in ARMS if arm in ("cold", *spec.arms)):
+                tier = TIER_OF_ARM.get(arm, "device")
+                if tier != "device" and not bench.llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
                     raise TieredKVError(f"Not everything could be demoted to {tier}; see the log")
-                if arm != "restart":
-                    measured.samples.setdefault((arm, length), []).append(bench.serve(prompt))
-                    core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
+                if arm == "restart":
+                    continue
+                sample = bench.serve(prompt)
+                if arm == "cold" and sample.kv_digest is None:
+                    what = f"A prefix of {length} tokens does not stay in VRAM"
+                    raise TieredKVError(f"{what}; raise `device_size`")
+                measured.samples.setdefault((arm, length), []).append(sample)
+                core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
             core.evict()
     return measured
 
@@ -274,7 +273,7 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
     tier = TIER_OF_ARM.get(arm)
     sources = [sample.by_tier for sample in samples]
     by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
-    loaded = statistics.median(one["host"] + one["disk"] for one in sources)
+    loaded = statistics.median(one[Tier.HOST] + one[Tier.DISK] for one in sources)
     used = [{name for name, count in one.items() if count} for one in sources]
     computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, samples))
     return {

@@ -55,7 +55,7 @@ def measure(
     click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
     facts = {key: report[key] for key in ("model", "dtype", "block_size") if key in report}
     shown = {"raw limits of this run": limits, "served": facts}
-    shown |= {key: report[key] for key in ("promotion", "demotion", "disk") if key in report}
+    shown["disk"] = report.get("disk")
     for title in filter(shown.get, shown):
         click.echo(f"{title}: {_cell(shown[title])}")
     for problem in report["problems"]:
@@ -201,29 +201,23 @@ def attention(**options: Any) -> int:
 @_count("--tokens", default=200, help="Gaps behind an ITL.")
 @click.option("--workloads", help="Throughput, e.g. 128x1024+256,32x8192+128.")
 @_count("--repeats", default=3, help="Runs of a workload.")
-@click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
-@_count("--pairs", default=7, help="Demotion on and off.")
-@click.option("--promotion", type=int, default=0, help="Tokens that come up, e.g. 32768.")
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 @report_options
 def decode(loaded: LoadedSettings, **options: Any) -> int:
-    """Measure the time between tokens (ITL), throughput, and what moving blocks costs both.
+    """Measure the time between tokens (ITL), and throughput.
 
     \b
     --contexts   one request alone, at each context: its ITL
     --workloads  requests x input + output tokens, all given at once: their throughput
-    --demotion   a workload in VRAM for a quarter of it, with the host tier and without, in pairs
-    --promotion  a prefix comes up from host memory while 8 requests decode: their ITL
 
-    Without any of them, a small choice of the first two. The raw limit of a step is its weights and
+    Without any of them, a small choice of both. The raw limit of a step is its weights and
     KV over the copy bandwidth of the same run, that of a prompt its FLOPs over a matrix product's
-    rate. Exit 1 if two requests load one prefix twice, or a cancelled one keeps its share. Tiers
-    are sized for what is measured unless told.
+    rate. Tiers are sized for what is measured unless told.
 
     \b
     Example, a minute without a GPU:
-      tieredkv bench decode --model tiny-random --contexts 1024 --demotion 16x512+16
+      tieredkv bench decode --model tiny-random --contexts 1024 --workloads 16x512+16
     """
-    if not any(options[name] for name in ("contexts", "workloads", "demotion", "promotion")):
+    if not (options["contexts"] or options["workloads"]):
         options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
     return measure("decode", loaded.given(), **options)[0]

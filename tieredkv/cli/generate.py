@@ -1,6 +1,5 @@
 """`tieredkv generate`."""
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -58,7 +57,12 @@ def generate(
                 "token_ids": output.token_ids,
                 "finish_reason": output.finish_reason,
                 "ttft_ms": output.ttft_s * 1000,
-                "usage": dataclasses.asdict(output.usage),
+                "usage": {
+                    "prompt_tokens": output.usage.prompt_tokens,
+                    "completion_tokens": len(output.token_ids),
+                    "cached_tokens": output.usage.cached_tokens,
+                    "cached_tokens_by_tier": output.usage.cached_tokens_by_tier,
+                },
             }
             for output in outputs
         ]
@@ -71,7 +75,7 @@ def generate(
         by_tier = ", ".join(f"{count} {tier}" for tier, count in counts if count)
         click.echo(
             f"[{usage.prompt_tokens} prompt tokens, {usage.cached_tokens} cached"
-            f"{f' ({by_tier})' if by_tier else ''}, {usage.completion_tokens} made, "
+            f"{f' ({by_tier})' if by_tier else ''}, {len(output.token_ids)} made, "
             f"first after {output.ttft_s * 1000:.0f} ms]",
             err=True,
         )

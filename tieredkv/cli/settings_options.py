@@ -6,7 +6,7 @@ A flag's text goes to `load_settings` as it is, which parses it, checks it and n
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
@@ -24,20 +24,13 @@ _SPELLINGS = {
 }
 _EXAMPLES = {
     "api_keys": "sk-team-a; repeatable",
-    "device_size": "8GiB",
     "disk_dir": "/nvme/kv",
-    "disk_size": "500GiB",
     "disk_write_limit": "200MiB",
-    "drain_timeout": "2m",
-    "dtype": "bfloat16",
     "host": "0.0.0.0",
-    "host_size": "64GiB",
-    "load_timeout": "5s",
     "max_model_len": "32768",
     "max_num_batched_tokens": "4096",
     "port": "8080",
     "served_model_name": "llama",
-    "sweep_interval": "60s",
 }
 _LITERALS = {"auto", "sha256"}
 
@@ -68,7 +61,7 @@ def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[C
         @functools.wraps(command)
         def load_first(*, config_path: str | None, **options: Any) -> Any:
             told = {name: options.pop(name) for name in Settings.__slots__ if name in options}
-            given = {name: value for name, value in told.items() if value not in (None, ())}
+            given = {name: value for name, value in told.items() if value != ()}
             loaded = load_settings(arguments=given, config_path=config_path)
             return command(loaded=loaded, **options)
 
@@ -80,26 +73,24 @@ def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[C
 
 
 def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
-    default = setting.default
-    is_choice = get_origin(setting.type) is not None and isinstance(default, str)
+    default, kind, text = setting.default, kind_of(setting), setting.metadata["help"]
+    choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
     notes = []
     if default == ():
         notes.append("none by default")
     elif default not in (None, ""):
-        shown = kind_of(setting).show(default)
-        notes.append(f"default {shown.replace(' ', '')}")
-    if setting.metadata["unit"]:
-        notes.append(f"in {setting.metadata['unit']} or with a unit")
-    if setting.name in _EXAMPLES:
-        notes.append(f"e.g. {_EXAMPLES[setting.name]}")
-    text = setting.metadata["help"]
+        notes.append(f"default {kind.show(default).replace(' ', '')}")
+    if unit := setting.metadata["unit"]:
+        notes.append(f"in {unit} or with a unit")
+    if example := _EXAMPLES.get(setting.name, kind.example):
+        notes.append(f"e.g. {example}")
     if text.split()[0].strip(",") not in _LITERALS:
         text = f"{text[0].upper()}{text[1:]}"
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
         setting.name,
-        type=click.Choice(get_args(setting.type)) if is_choice else str,
+        type=click.Choice(choices) if choices else str,
         multiple=setting.type == tuple[str, ...],
-        metavar=None if is_choice else kind_of(setting).metavar,
+        metavar=None if choices else kind.metavar,
         help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
     )

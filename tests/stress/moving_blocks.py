@@ -1,0 +1,183 @@
+"""Measures what moving blocks between VRAM and host memory costs requests that run.
+
+    python -P -m tests.stress.moving_blocks --model random:llama-3.1-8b --promotion 32768
+
+--demotion   a workload in VRAM for a quarter of it, with the host tier and without, in pairs
+--promotion  a prefix comes up from host memory while 8 requests decode: their time between tokens
+
+A problem is reported if two requests load one prefix twice, or a cancelled one keeps its share.
+"""
+
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import click
+import numpy as np
+
+from tieredkv.bench import raw
+from tieredkv.bench.decode import Bench, Row, Workload, begin, itl, parse_workload
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.cli.settings_options import settings_options
+from tieredkv.config import LoadedSettings
+from tieredkv.errors import TieredKVError
+from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, RetentionPolicy
+from tieredkv.types import Progress, Tier, tracked
+
+DEVICE_ONLY = RetentionPolicy(
+    name="device_only", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE})
+)
+RETENTIONS = {"on": IN_MEMORY.name, "off": DEVICE_ONLY.name}
+NUM_DECODING, DECODING_TOKENS, SUFFIX_TOKENS, SPARE_TOKENS = 8, 1024, 64, 2000
+
+
+def run(
+    settings: Row,
+    progress: Progress,
+    *,
+    demotion: str | None,
+    promotion: int,
+    pairs: int = 7,
+    repeats: int = 3,
+    tokens: int = 200,
+) -> Row:
+    """Measure what the options tell, demotion in an engine with little VRAM."""
+    settings = settings | {"policies": (*DEFAULT_POLICIES, DEVICE_ONLY)}
+    report = begin(settings)
+    report["raw"]["h2d_GBps"] = raw.h2d_GBps()
+    if promotion:
+        room = (promotion + NUM_DECODING * (DECODING_TOKENS + SPARE_TOKENS)) * 3 // 2
+        with contextlib.closing(Moving(settings, report, progress, room, 2 * promotion)) as moving:
+            moving.promotion(promotion, tokens, tracked(progress, "promotion", range(repeats)))
+        del moving
+    if demotion:
+        workload = parse_workload(demotion)
+        room = workload.num_tokens
+        with contextlib.closing(Moving(settings, report, progress, room // 4, room)) as moving:
+            moving.demotion(workload, pairs, progress)
+    return report
+
+
+class Moving(Bench):
+    """An engine, and what is measured while its blocks move."""
+
+    def demotion(self, workload: Workload, pairs: int, progress: Progress) -> None:
+        """Serve a workload with demotion and without it, in pairs of changing order."""
+        runs: dict[str, list[Row]] = {mode: [] for mode in RETENTIONS}
+        for pair in tracked(progress, "pairs", range(pairs + 1)):  # the first warms up
+            for mode in sorted(runs, reverse=pair % 2 == 0):
+                runs[mode].append(self.serve_counted(mode, workload))
+        on, off = (self.add_median(several[1:]) for several in runs.values())
+        waits = sum(row["allocation_waits"] for row in runs["on"][1:])
+        shown = {"pairs": pairs, "demoted_GBps": on["demoted_GBps"], "allocation_waits": waits}
+        for name, over, under in (
+            ("throughput_ratio", off["wall_s_all"], on["wall_s_all"]),
+            ("itl_p99_ratio", on["itl_p99_ms_all"], off["itl_p99_ms_all"]),
+        ):
+            ratios = np.divide(over, under)
+            draws = np.median(np.random.default_rng(0).choice(ratios, (10_000, pairs)), axis=1)
+            shown[name] = float(np.median(ratios))
+            shown[f"{name}_95"] = np.percentile(draws, (2.5, 97.5)).tolist()
+        self.report["demotion"] = shown
+
+    def promotion(self, num_tokens: int, num_gaps: int, repeats: Iterable[int]) -> None:
+        """Cancel a request while its prefix loads; then let two load it while others decode."""
+        prefix, quiet, busy, loaded, waits_ms = self.prompt(num_tokens), [], [], set(), []
+        self.submit(prefix, 1)
+        self.run()
+        self.to_host()
+        before = self.counts()
+        self.submit([*prefix, *self.prompt(SUFFIX_TOKENS)], SPARE_TOKENS)
+        self.run(lambda: self.since(before, "promoted_host_blocks") > 0)
+        self.settle()
+        is_released = self.counts()["held"] == before["held"]
+        for _ in repeats:
+            self.to_host()
+            before = self.counts()
+            two = [[*prefix, *self.prompt(SUFFIX_TOKENS)] for _ in range(2)]
+            some = [self.prompt(DECODING_TOKENS) for _ in range(NUM_DECODING)]
+            decoding = [self.submit(prompt, SPARE_TOKENS, DEVICE_ONLY.name) for prompt in some]
+            began = self.run(partial(self.have, decoding, 0))
+            came = self.run(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
+            loading = [self.submit(prompt, 1) for prompt in two]
+            ended = self.run(partial(self.has_loaded, before))
+            self.run(partial(self.have, loading, 0))
+            quiet += self.gaps_ms(decoding, began, came)
+            busy += self.gaps_ms(decoding, came, ended)
+            loaded.add(self.since(before, "promoted_host_blocks"))
+            waits_ms.append((min(self.times[name][0] for name in loading) - came) * 1e3)
+        spec, rows = self.core.kv_spec, [itl(quiet), itl(busy)]
+        blocks, wait_ms = num_tokens // spec.block_size, statistics.median(waits_ms)
+        limit_ms = blocks * spec.block_bytes / self.report["raw"]["h2d_GBps"] / 1e6
+        for row, name in zip(rows, ("quiet", f"beside {num_tokens} tokens"), strict=True):
+            self.report["rows"].append({"part": "promotion", "requests": name, **row})
+        self.report["promotion"] = {
+            "itl_p99_ratio": rows[1]["itl_p99_ms"] / rows[0]["itl_p99_ms"],
+            "ttft_ms": wait_ms,
+            "limit_ms": limit_ms,
+            "ratio": limit_ms / wait_ms,
+            "prefix_bytes": blocks * spec.block_bytes,
+            "bytes_promoted": max(loaded) * spec.block_bytes,
+            "is_share_released": is_released,
+        }
+        if loaded != {blocks}:
+            self.report["problems"].append(f"two requests of one prefix loaded {loaded} blocks")
+        if not is_released:
+            self.report["problems"].append("a cancelled request still holds blocks")
+
+    def serve_counted(self, mode: str, workload: Workload) -> Row:
+        """Serve a workload with the host tier or without, and count what it has moved."""
+        self.settle()
+        before = self.counts()
+        row = self.serve(f"tiers {mode}", workload, RETENTIONS[mode])
+        moved = self.since(before, "demoted_host_blocks") * self.core.kv_spec.block_bytes
+        waits = self.since(before, "allocation_waits")
+        return {**row, "demoted_GBps": moved / row["wall_s"] / 1e9, "allocation_waits": waits}
+
+    def to_host(self) -> None:
+        """Cancel what runs and empty the device tier."""
+        self.settle()
+        if not self.core.demote(Tier.HOST):
+            raise TieredKVError("Not everything could be demoted to host memory; see the log")
+
+    def have(self, ids: Sequence[str], count: int) -> bool:
+        """Return whether each of some requests has more tokens than that."""
+        return all(len(self.times[name]) > count for name in ids)
+
+    def has_loaded(self, before: Row) -> bool:
+        """Return whether blocks have come up and none is on its way any longer."""
+        has_begun = self.since(before, "promoted_host_blocks") > 0
+        return has_begun and not self.core.tiers.transfer.has_pending
+
+    def counts(self) -> Row:
+        """Return the cache's counters, and what requests and copies hold in each RAM tier."""
+        stats: Row = self.core.tier_stats()
+        return {**stats["counters"], "held": [stats[t]["blocks_used"] for t in ("device", "host")]}
+
+    def since(self, before: Row, counter: str) -> int:
+        """Return how much a counter has grown."""
+        return int(self.counts()[counter] - before[counter])
+
+
+@click.command()
+@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
+@click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
+@click.option("--pairs", default=7, show_default=True, help="Demotion on and off.")
+@click.option("--promotion", default=0, help="Tokens that come up, e.g. 32768.")
+@click.option("--repeats", default=3, show_default=True, help="Of the promotion.")
+@click.option("--tokens", default=200, show_default=True, help="Gaps that count as quiet.")
+@click.option("--commit", help="Commit to report, for a tree without its history.")
+@settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
+def main(loaded: LoadedSettings, commit: str | None, **options: Any) -> None:
+    """Measure, and print JSON."""
+    report = run(loaded.given(), terminal_progress(), **options)
+    click.echo(json.dumps(raw.head(commit, None) | report))
+    sys.exit(1 if report["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main()
