@@ -266,3 +266,34 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert (result.returncode, result.stdout) == (2, "")
     assert "needs matplotlib: it is not here" in result.stderr
     assert "hint: pip install 'tieredkv[plot]'" in result.stderr
+
+
+def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "serve", "--model", "tiny-random"]
+    command += ["--rates", "2", "--duration", "3", "--turns", "3", "--think", "0.2"]
+    command += ["--system-tokens", "300", "--user-tokens", "100", "--answer-tokens", "20"]
+    command += ["--retentions", "device_only,in_memory", "--device-size", "4MiB", "--json"]
+    picture = tmp_path / "serve.png"
+    if find_spec("matplotlib"):
+        command += ["--plot", str(picture)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout.splitlines()[-1])
+    assert [row["retention"] for row in report["rows"]] == ["device_only", "in_memory"]
+    for row in report["rows"]:
+        sources = [row[f"{source}_answers"] for source in ("cold", "device", "host", "disk")]
+        assert sum(sources) == row["answers"] > 0
+        assert row["answers"] % 3 == row["failed"] == 0  # conversations of three turns
+        assert 0 < row["hit_rate"] < 1
+        assert row["ttft_p50_ms"] <= row["ttft_p99_ms"]
+    assert report["rows"][0]["host_answers"] == report["rows"][0]["disk_answers"] == 0
+    assert picture.exists() == bool(find_spec("matplotlib"))
+
+
+def test_bench_serve_fails_where_requests_fail(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "serve", "--model", "tiny-random"]
+    command += ["--rates", "9", "--duration", "1", "--retentions", "for_ever"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "error: for_ever at 9.0/s: 400 " in result.stderr
+    assert "Invalid value: 'for_ever'" in result.stderr

@@ -1,6 +1,6 @@
 """Measures what the engine's thread spends on a long prompt before and beside its kernels.
 
-    python -P -m tests.stress.engine_thread --prompt-tokens 32768 --cached-blocks 10000,100000
+    python -m tests.stress.engine_thread --prompt-tokens 32768 --cached-blocks 10000,100000
 
 The scheduler and the tiered cache are the real ones; the blocks are of a few bytes, so that what is
 measured is the work on hashes, blocks and tables. A prompt is measured in each state:
@@ -17,6 +17,7 @@ import itertools
 import json
 import random
 import statistics
+import sys
 import time
 from typing import Any
 
@@ -216,7 +217,8 @@ def _counts(_context: object, _option: object, text: str) -> list[int]:
 @click.option("--commit", help="Commit to report, for a tree without its history.")
 def main(commit: str | None, **options: Any) -> None:
     """Measure, and print JSON."""
-    click.echo(json.dumps(raw.head(commit, None) | run(terminal_progress(), **options)))
+    command = " ".join(["python -m tests.stress.engine_thread", *sys.argv[1:]])
+    click.echo(json.dumps(raw.head(commit, command) | run(terminal_progress(), **options)))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def draw(
     figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
     axes, rows = figure.subplots(), [row for row in rows if row.get(y) is not None]
     ticks = list(dict.fromkeys(row[x] for row in rows))
-    is_log = all(isinstance(tick, int) for tick in ticks)
+    is_log = all(isinstance(tick, int | float) for tick in ticks)
     for name in dict.fromkeys(row[by] for row in rows):
         points = [(row[x], row[y]) for row in rows if row[by] == name]
         axes.plot(*zip(*points, strict=True), "o-" if is_log else "o", label=name)

@@ -12,7 +12,7 @@ from tieredkv.cli.settings_options import settings_options
 from tieredkv.config import LoadedSettings
 
 ARMS = "cold,device,host,disk,restart"
-PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps"}
+PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "serve": "ttft_p50_ms"}
 """What `--plot` draws; the ratio to a raw limit where nothing is said."""
 
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -47,7 +47,7 @@ def measure(
     plots.check(plot)
     module = importlib.import_module(f"tieredkv.bench.{name}")
     report = raw.head(commit, command) | module.run(*arguments, terminal_progress(), **options)
-    rows = module.table(report["rows"]) if name == "ttft" else report["rows"]
+    rows = getattr(module, "table", list)(report["rows"])
     names = list(dict.fromkeys(key for row in rows for key in row if not key.endswith("_all")))
     cells = [{key.replace("_", " "): _cell(row.get(key)) for key in names} for row in rows]
     print_table(cells, numbers=len(names) - 2)
@@ -221,3 +221,42 @@ def decode(loaded: LoadedSettings, **options: Any) -> int:
     if not (options["contexts"] or options["workloads"]):
         options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
     return measure("decode", loaded.given(), **options)[0]
+
+
+@bench.command()
+@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
+@click.option("--url", metavar="URL", help="A server that runs, instead of one of its own.")
+@click.option("--rates", default="1,2,4", show_default=True, help="Conversations a second.")
+@click.option(
+    "--retentions", default="device_only,in_memory", show_default=True, help="A row each."
+)
+@click.option("--duration", type=float, default=60.0, show_default=True, help="Seconds a row.")
+@_count("--turns", default=4, help="Answers a conversation.")
+@click.option("--think", type=float, default=5.0, show_default=True, help="Seconds between turns.")
+@_count("--system-tokens", default=2000, help="Shared by all.")
+@_count("--user-tokens", default=200, help="New in each turn.")
+@_count("--answer-tokens", default=64, help="Of each answer.")
+@click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other texts.")
+@settings_options("model", "cache", "scheduler", without=("seed",))
+@report_options
+def serve(loaded: LoadedSettings, rates: str, retentions: str, **options: Any) -> int:
+    """Measure a server as its clients see it: conversations, arriving at a rate, with think times.
+
+    All share a system prompt; each turn sends what was said before. Rows tell the time to the first
+    token and between tokens, by the slowest tier that the prefix came from, and the share of prompt
+    tokens that were cached. The retention `device_only` keeps blocks in VRAM alone: the tiers off.
+    Conversations arrive whether or not the server keeps up. Exit 1 if a request fails.
+
+    \b
+    Example, a minute and a half without a GPU:
+      tieredkv bench serve --model tiny-random --rates 1,4 --duration 20 --device-size 16MiB
+    """
+    options |= {"rates": _numbers(rates), "retentions": [it for it in retentions.split(",") if it]}
+    return measure("serve", loaded.given(), **options)[0]
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        return [float(part) for part in text.split(",") if part]
+    except ValueError:
+        raise click.BadParameter(f"'{text}' is not a list of numbers such as 0.5,2.") from None

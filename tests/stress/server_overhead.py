@@ -1,0 +1,178 @@
+"""Measures what HTTP, text and the process between cost over the bare engine.
+
+    python -m tests.stress.server_overhead --model random:llama-3.1-8b --requests 128
+
+The engine runs in a process of its own in both arms. `bare` speaks to it over the socket that the
+server uses and makes no text; `server` is `tieredkv serve`, another process, spoken to over HTTP
+with streams by clients in processes of their own. Parts:
+
+    ttft         one request at a time, a prompt of so many tokens that VRAM has: p50 in ms
+    throughput   so many requests at once: tokens a second from the first to the last of them
+
+The arms take turns, so that a drift of the machine meets both.
+"""
+
+import asyncio
+import contextlib
+import json
+import random
+import statistics
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+
+import click
+import httpx
+
+from tieredkv.bench import raw
+from tieredkv.bench.serve import _server as running_server
+from tieredkv.config import load_settings
+from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.server.engine_client import EngineClient, OutputQueue
+from tieredkv.types import ignore_progress
+
+Prompts = list[list[int]]
+
+
+def prompts_of(num: int, length: int, vocab_size: int, seed: int) -> Prompts:
+    generator = random.Random(seed)
+    return [generator.choices(range(vocab_size), k=length) for _ in range(num)]
+
+
+async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, name: str) -> float:
+    """Return the seconds to the first token; the request runs to its end."""
+    queue: OutputQueue = asyncio.Queue()
+    start, first = time.perf_counter(), 0.0
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    engine.submit(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params), queue)
+    while True:
+        output = await queue.get()
+        assert output.error is None, output.error
+        if output.token_ids and not first:
+            first = time.perf_counter() - start
+        if output.finish_reason is not None:
+            return first
+
+
+async def http_one(
+    http: httpx.AsyncClient, model: str, prompt: list[int], num_tokens: int
+) -> tuple[float, int]:
+    """Return the seconds to the first text, and the pieces of it."""
+    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
+    body |= {"ignore_eos": True, "stream": True}
+    start, first, pieces = time.perf_counter(), 0.0, 0
+    async with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                first = first or time.perf_counter() - start
+                pieces += 1
+    return first, pieces
+
+
+def http_load(url: str, model: str, prompts: Prompts, num_tokens: int) -> tuple[float, float, int]:
+    """Send prompts at once; return begin, end, pieces. It runs in a process of its own."""
+
+    async def send() -> int:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
+            each = [http_one(http, model, prompt, num_tokens) for prompt in prompts]
+            return sum(pieces for _, pieces in await asyncio.gather(*each))
+
+    begin = time.time()
+    pieces = asyncio.run(send())
+    return begin, time.time(), pieces
+
+
+class Arms:
+    """Both arms over one model and one set of settings."""
+
+    def __init__(self, settings: dict[str, Any], told: dict[str, Any]) -> None:
+        self.settings, self.told = settings, told
+
+    async def bare(self) -> dict[str, Any]:
+        told, rows = self.told, dict[str, Any]()
+        engine = EngineClient(on_progress=ignore_progress)
+        try:
+            info = await engine.start(load_settings(arguments=self.settings).settings)
+            [prompt] = prompts_of(1, told["prompt_tokens"], info.vocab_size, 1)
+            await bare_one(engine, prompt, 8, "warm")
+            times = [
+                await bare_one(engine, prompt, 8, f"ttft-{i}") for i in range(told["repeats"] * 4)
+            ]
+            rows["ttft_ms"] = [1e3 * it for it in times]
+            rows["tok_s"] = []
+            for repeat in range(told["repeats"]):
+                many = prompts_of(told["requests"], 64, info.vocab_size, 2 + repeat)
+                start = time.perf_counter()
+                names = [f"{repeat}-{i}" for i in range(len(many))]
+                each = zip(many, names, strict=True)
+                await asyncio.gather(
+                    *(bare_one(engine, it, told["output_tokens"], name) for it, name in each)
+                )
+                took = time.perf_counter() - start
+                rows["tok_s"].append(told["requests"] * told["output_tokens"] / took)
+            rows["vocab_size"] = info.vocab_size
+        finally:
+            await engine.shutdown(1.0)
+        return rows
+
+    async def ttft_over_http(self, url: str, model: str, prompt: list[int]) -> list[float]:
+        async with httpx.AsyncClient(base_url=url, timeout=600) as http:
+            await http_one(http, model, prompt, 8)
+            count = self.told["repeats"] * 4
+            return [1e3 * (await http_one(http, model, prompt, 8))[0] for _ in range(count)]
+
+    def server(self, vocab_size: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
+        told, rows = self.told, dict[str, Any](tok_s=[])
+        with running_server(self.settings) as url:
+            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+            [prompt] = prompts_of(1, told["prompt_tokens"], vocab_size, 1)
+            rows["ttft_ms"] = asyncio.run(self.ttft_over_http(url, model, prompt))
+            for repeat in range(told["repeats"]):
+                many = prompts_of(told["requests"], 64, vocab_size, 2 + repeat)
+                share = [many[i :: told["clients"]] for i in range(told["clients"])]
+                futures = [
+                    pool.submit(http_load, url, model, it, told["output_tokens"]) for it in share
+                ]
+                done = [future.result() for future in futures]
+                took = max(end for _, end, _ in done) - min(begin for begin, _, _ in done)
+                rows["tok_s"].append(told["requests"] * told["output_tokens"] / took)
+        return rows
+
+
+@click.command(help=__doc__)
+@click.option("--model", default="tiny-random")
+@click.option("--prompt-tokens", default=1024)
+@click.option("--requests", default=128)
+@click.option("--output-tokens", default=256)
+@click.option("--clients", default=4)
+@click.option("--repeats", default=5)
+@click.option("--block-size", default=16)
+@click.option("--commit")
+def main(model: str, block_size: int, commit: str | None, **told: Any) -> None:
+    settings = {"model": model, "block_size": block_size, "host_size": 1 << 30}
+    arms = Arms(settings, told)
+    with ProcessPoolExecutor(told["clients"], mp_context=get_context("spawn")) as pool:
+        list(pool.map(abs, range(told["clients"])))  # their start is no part of a figure
+        bare = asyncio.run(arms.bare())
+        server = arms.server(bare["vocab_size"], pool)
+        again = asyncio.run(arms.bare())
+    bare["ttft_ms"] += again["ttft_ms"]
+    bare["tok_s"] += again["tok_s"]
+    median = statistics.median
+    overhead_ms = median(server["ttft_ms"]) - median(bare["ttft_ms"])
+    ratio = median(server["tok_s"]) / median(bare["tok_s"])
+    command = " ".join(["python -m tests.stress.server_overhead", *sys.argv[1:]])
+    figures = {"ttft_overhead_ms": overhead_ms, "throughput_ratio": ratio}
+    with contextlib.suppress(BrokenPipeError):
+        click.echo(f"TTFT + {overhead_ms:.2f} ms, throughput x {ratio:.3f}")
+        report = raw.head(commit, command) | {"model": model, "told": told, **figures}
+        click.echo(json.dumps(report | {"bare": bare, "server": server}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""`bench serve`: conversations with think times against a running server, as clients see it.
+
+Conversations begin at random moments, at a rate that does not care how the server keeps up (open
+loop). All have one system prompt; each turn adds what the user says to what was said before, waits
+for the whole streamed answer, and thinks. Which tier a prefix came from is what `usage` tells of
+the answer: the slowest one counts. Rows:
+
+    one retention at one rate; `device_only` is a policy of the bench's own server, whose blocks
+    never leave VRAM: the tiers off
+
+Texts are made of random words, as many as a first request shows to be wanted. Each row has a cache
+salt of its own, so that it finds nothing of the rows before, but their blocks in its way.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import string
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any
+
+import httpx
+import numpy as np
+
+from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
+from tieredkv.types import Progress, Tier, ignore_progress, tracked
+
+DEVICE_ONLY = RetentionPolicy(
+    name="device_only", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE})
+)
+START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 600.0, 60.0, 300.0
+CALIBRATION_CHARS = 1000
+PERCENTILES = (50, 90, 99)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """What clients do.
+
+    Attributes:
+        duration: seconds in which conversations begin; those that have begun go on to their end.
+        turns: answers in a conversation.
+        think: mean seconds between an answer's end and the next turn.
+        system_tokens, user_tokens, answer_tokens: about so many, by the server's tokenizer.
+    """
+
+    duration: float
+    turns: int
+    think: float
+    system_tokens: int
+    user_tokens: int
+    answer_tokens: int
+    bench_seed: int = 0
+
+
+@dataclass(slots=True)
+class Turn:
+    """One answer, as a client saw it; `error` is why there is none."""
+
+    began_at: float
+    chunk_times: list[float] = field(default_factory=list)
+    text: str = ""
+    usage: Row = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def source(self) -> str:
+        """The slowest tier that a part of its prefix came from; `cold` where nothing was cached."""
+        details = self.usage.get("prompt_tokens_details") or {}
+        by_tier = details.get("cached_tokens_by_tier") or {"cached": details.get("cached_tokens")}
+        return str([*["cold"], *(tier for tier, tokens in by_tier.items() if tokens)][-1])
+
+
+class Client:
+    """Makes conversations with one server."""
+
+    def __init__(self, url: str, model: str, workload: Workload) -> None:
+        limits = httpx.Limits(max_connections=None)
+        self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=limits)
+        self._model, self.workload, self._chars_a_token = model, workload, 1.0
+        self._words = _words(random.Random(0))
+
+    async def calibrate(self) -> None:
+        """Learn how long a text of so many tokens is; the server has then answered once.
+
+        Raises:
+            TieredKVError: it did not answer.
+        """
+        sizes = []
+        for num_chars in (0, CALIBRATION_CHARS):
+            message = {"role": "user", "content": "." + self._text(random.Random(1), num_chars)}
+            turn = await self.answer([message], max_completion_tokens=1)
+            if turn.error:
+                raise TieredKVError(f"The server does not answer: {turn.error}")
+            sizes.append(turn.usage["prompt_tokens"])
+        self._chars_a_token = CALIBRATION_CHARS / max(1, sizes[1] - sizes[0])
+
+    async def measure(self, rate: float, retention: str, salt: str) -> list[Turn]:
+        """Let conversations begin at a rate; return all their turns."""
+        generator, turns = random.Random(f"{self.workload.bench_seed}/{rate}"), list[Turn]()
+        system = self._text(random.Random(2), self.workload.system_tokens)
+        body = {"prompt_cache_retention": retention or None, "cache_salt": salt}
+        start, at_s = time.perf_counter(), 0.0
+        async with asyncio.TaskGroup() as group:
+            for number in itertools.count():
+                at_s += generator.expovariate(rate)
+                if at_s >= self.workload.duration:
+                    break
+                await asyncio.sleep(start + at_s - time.perf_counter())
+                seed = f"{self.workload.bench_seed}/{rate}/{number}"
+                group.create_task(self._converse(system, random.Random(seed), body, turns))
+        return turns
+
+    async def _converse(
+        self, system: str, generator: random.Random, body: Row, turns: list[Turn]
+    ) -> None:
+        messages = [{"role": "system", "content": system}]
+        for number in range(self.workload.turns):
+            if number:
+                await asyncio.sleep(generator.expovariate(1 / self.workload.think))
+            text = self._text(generator, self.workload.user_tokens)
+            messages.append({"role": "user", "content": text})
+            turns.append(turn := await self.answer(messages, **body))
+            if turn.error:
+                return
+            messages.append({"role": "assistant", "content": turn.text})
+
+    async def answer(self, messages: list[Row], **body: Any) -> Turn:
+        """Ask for one answer."""
+        length = {"max_completion_tokens": self.workload.answer_tokens, "ignore_eos": True}
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
+        asked = {"model": self._model, "messages": messages, **length, **stream, **body}
+        turn = Turn(time.perf_counter())
+        try:
+            async with self._http.stream("POST", "/v1/chat/completions", json=asked) as response:
+                if response.status_code != httpx.codes.OK:
+                    turn.error = f"{response.status_code} {(await response.aread()).decode()[:200]}"
+                    return turn
+                async for event in _events(response):
+                    turn.error = str(event.get("error") or "")
+                    turn.usage = event.get("usage") or turn.usage
+                    for choice in event.get("choices", ()):
+                        if "role" not in choice["delta"] and not choice["finish_reason"]:
+                            turn.chunk_times.append(time.perf_counter())
+                            turn.text += choice["delta"].get("content") or ""
+        except httpx.HTTPError as error:
+            turn.error = f"{type(error).__name__}: {error}"
+        if not (turn.error or turn.chunk_times):
+            turn.error = "an answer without text"
+        return turn
+
+    def _text(self, generator: random.Random, num_tokens: int) -> str:
+        num_chars = round(num_tokens * self._chars_a_token)
+        words = generator.choices(self._words, k=num_chars // 4 + 1)
+        return " ".join(words)[:num_chars]
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._http.aclose()
+
+
+def run(
+    settings: Row,
+    progress: Progress,
+    *,
+    url: str | None,
+    rates: list[float],
+    retentions: list[str],
+    **workload: Any,
+) -> Row:
+    """Measure a running server, or one that is started with `settings` and stopped again.
+
+    Raises:
+        ConfigError: a rate, a retention or a size makes no sense.
+        TieredKVError: the server does not start or answer.
+    """
+    asked = Workload(**workload)
+    if not rates or min(rates) <= 0 or asked.duration <= 0 or asked.think <= 0:
+        raise ConfigError("`rates`, `duration` and `think` must be above 0")
+    with contextlib.nullcontext(url) if url else _server(settings) as base:
+        rows = asyncio.run(_measure(base, asked, rates, retentions or [""], progress))
+    problems = [f"{row['retention']} at {row['rate']}/s: {row['error']}" for row in rows]
+    problems = [it for it, row in zip(problems, rows, strict=True) if row.pop("error")]
+    facts = {"model": settings["model"], "workload": asked.__dict__}
+    return {**facts, "raw": {}, "rows": rows, "problems": problems}
+
+
+async def _measure(
+    url: str, workload: Workload, rates: list[float], retentions: list[str], progress: Progress
+) -> list[Row]:
+    try:
+        async with httpx.AsyncClient(base_url=url) as http:
+            model = (await http.get("/v1/models")).json()["data"][0]["id"]
+    except (httpx.HTTPError, ValueError, LookupError) as error:
+        raise TieredKVError(f"`{url}` does not list its models: {error!r}") from None
+    client, rows = Client(url, model, workload), []
+    try:
+        await client.calibrate()
+        cases = [(rate, retention) for rate in rates for retention in retentions]
+        for rate, retention in tracked(progress, "measuring", cases):
+            salt = random.randbytes(8).hex()
+            start = time.perf_counter()
+            turns = await client.measure(rate, retention, salt)
+            rows.append(_row(rate, retention, turns, time.perf_counter() - start))
+    finally:
+        await client.close()
+    return rows
+
+
+def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
+    """Return what one rate and retention came to; times in ms."""
+    good = [turn for turn in turns if not turn.error]
+    firsts = [(turn.source, 1e3 * (turn.chunk_times[0] - turn.began_at)) for turn in good]
+    gaps = [1e3 * gap for turn in good for gap in np.diff(turn.chunk_times)]
+    prompt = sum(turn.usage["prompt_tokens"] for turn in good)
+    details = [turn.usage.get("prompt_tokens_details") or {} for turn in good]
+    cached = sum(it.get("cached_tokens") or 0 for it in details)
+    row: Row = {"retention": retention or "default", "rate": rate, "answers": len(good)}
+    row |= {"failed": len(turns) - len(good), "hit_rate": cached / max(1, prompt)}
+    row |= {"prompt_tok_s": prompt / wall_s, "output_tok_s": len(gaps) / wall_s}
+    row |= _percentiles("ttft", [ms for _, ms in firsts]) | _percentiles("itl", gaps)
+    for source in ("cold", *Tier):
+        of_source = [ms for name, ms in firsts if name == source]
+        row |= {f"{source}_answers": len(of_source)} | _percentiles(f"{source}_ttft", of_source)
+    return row | {"error": next((turn.error for turn in turns if turn.error), "")}
+
+
+def table(rows: list[Row]) -> list[Row]:
+    """Return rows for people: by tier the answers and their median TTFT."""
+    names = (
+        "retention rate answers failed hit_rate output_tok_s ttft_p50_ms ttft_p90_ms ttft_p99_ms"
+    )
+    names = f"{names} itl_p50_ms itl_p99_ms"
+    shown = []
+    for row in rows:
+        sources = {
+            source: f"{row[f'{source}_answers']} x {row[f'{source}_ttft_p50_ms']:.4g} ms"
+            for source in ("cold", *Tier)
+            if row[f"{source}_answers"]
+        }
+        none = dict.fromkeys(("cold", *Tier))
+        shown.append({name: row[name] for name in names.split()} | none | sources)
+    return shown
+
+
+def _percentiles(name: str, values: Sequence[float]) -> Row:
+    made = np.percentile(values, PERCENTILES).tolist() if values else [None] * len(PERCENTILES)
+    return {f"{name}_p{share}_ms": ms for share, ms in zip(PERCENTILES, made, strict=True)}
+
+
+async def _events(response: httpx.Response) -> AsyncIterator[Row]:
+    """Yield the JSON objects of a stream of server-sent events."""
+    async for line in response.aiter_lines():
+        if line.startswith("data: {"):
+            yield json.loads(line[len("data: ") :])
+
+
+def _words(generator: random.Random) -> list[str]:
+    sizes = (generator.randint(2, 9) for _ in range(4096))
+    return ["".join(generator.choices(string.ascii_lowercase, k=size)) for size in sizes]
+
+
+@contextlib.contextmanager
+def _server(settings: Row) -> Iterator[str]:
+    """Start a server in a process of its own; yield its URL."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(settings, theirs), name="server")
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(START_TIMEOUT_S):
+            raise TieredKVError("The server did not start in time")
+        try:
+            url, error = ours.recv()
+        except EOFError:
+            raise TieredKVError("The server ended before it was ready") from None
+        if error is not None:
+            raise error
+        yield url
+    finally:
+        process.terminate()
+        process.join(STOP_TIMEOUT_S)
+        process.kill()
+
+
+def _serve(settings: Row, ready: Connection) -> None:
+    """Run a server; its URL, or the error that it ends with, is sent to `ready`."""
+    from tieredkv.config import load_settings
+    from tieredkv.server.serve import Server
+
+    arguments = {"policies": [*DEFAULT_POLICIES, DEVICE_ONLY], **settings, "port": 0}
+    try:
+        Server(
+            settings=load_settings(arguments=arguments).settings,
+            on_progress=ignore_progress,
+            on_ready=lambda url, _info: ready.send((url, None)),
+            log_level="WARNING",
+        ).serve()
+    except TieredKVError as error:
+        ready.send(("", error))
