@@ -95,24 +95,16 @@ class ControlServer:
         selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
     def turn(self) -> None:
-        """Push what clients have not read yet and drop those that are silent for too long."""
+        """Drop clients that say or read nothing for too long."""
         now = time.monotonic()
         for client in list(self._clients):
-            if client.channel.has_queued and not client.channel.push_queued():
-                client.last_heard = now
             is_waiting = client.is_busy and not client.channel.has_queued
             if not is_waiting and now - client.last_heard > _SILENCE_S:
                 self._drop(client)
 
-    @property
-    def has_queued(self) -> bool:
-        """Whether a client has answers to read yet."""
-        return any(client.channel.has_queued for client in self._clients)
-
     def close(self) -> None:
         """Hang up and remove the socket."""
         for client in list(self._clients):
-            client.channel.push_queued()
             self._drop(client)
         self._selector.unregister(self._listener)
         self._listener.close()

@@ -158,7 +158,7 @@ class StoreService:
         self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
-        ask_engine = None if arena is None else self._send_later
+        ask_engine = None if arena is None else channel.send
         self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
         path = self._options.path
         self._server = ControlServer(path, self._changes.selector, self._verbs.begin)
@@ -179,7 +179,7 @@ class StoreService:
         self._front_turn()
         self._readers.shutdown()
         self._store.close()
-        while self._channel.push_queued() and not self._is_orphan:
+        while self._channel.has_queued and not self._is_orphan:
             self._front.wait(_TICK_S)
 
     # --- front thread: the engine's channel ----------------------------------------------------
@@ -189,22 +189,12 @@ class StoreService:
         self._start_reads()
         if self._loaded:
             stats = replace(self._stats, bytes_read=self._store.bytes_read)
-            self._send(messages.Completions([*self._loaded], stats))
+            self._channel.send(messages.Completions([*self._loaded], stats))
             self._loaded.clear()
         if os.getppid() != self._argument.parent_pid:
             self._abandon()
 
-    def _send(self, message: messages.WorkerMessage) -> None:
-        if self._channel.send(message):
-            self._listen(selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _listen(self, mask: int) -> None:
-        if not self._is_orphan:
-            self._front.selector.modify(self._channel, mask, self._hear_engine)
-
     def _hear_engine(self) -> None:
-        if not self._channel.push_queued():
-            self._listen(selectors.EVENT_READ)
         try:
             received = self._channel.receive()
         except EOFError:
@@ -219,7 +209,7 @@ class StoreService:
                 found = self._attempt("lookup", lambda: self._store.find(hashes)) or {}
                 for block_hash in self._doomed.keys() & found.keys():
                     del found[block_hash]
-                self._send(messages.LookupDone(job, found))
+                self._channel.send(messages.LookupDone(job, found))
             case messages.LoadCall(pages):
                 self._loads += pages
             case messages.CloseCall():
@@ -326,7 +316,7 @@ class StoreService:
         if self._verbs.has_work or self._sweep is not None or self._touches_are_due:
             return 0.0
         now = time.monotonic()
-        waits_s = [0.01 if self._server.has_queued else _TICK_S, self._next_sweep - now]
+        waits_s = [_TICK_S, self._next_sweep - now]
         if self._written:
             waits_s.append(self._written_since + _MAX_GROUP_AGE_S - now)
         if self._reserved and not self._num_writing:
@@ -367,13 +357,11 @@ class StoreService:
         waiting = self._writes or self._packed or self._reserved
         return bool(waiting or self._num_writing or self._written)
 
-    def _send_later(self, message: messages.WorkerMessage) -> None:
-        self._front.hand(lambda: self._send(message))
-
     def _send_stored(self) -> None:
         if self._stored:
             self._refresh_stats()
-            self._send_later(messages.Completions([*self._stored], self._stats))
+            done = messages.Completions([*self._stored], self._stats)
+            self._front.hand(lambda: self._channel.send(done))  # figures grow, as it sends some too
             self._stored.clear()
 
     def _refresh_stats(self) -> None:
