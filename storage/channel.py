@@ -74,9 +74,10 @@ class FrameChannel(Generic[Incoming]):
         return self._ready.fileno()
 
     def close(self) -> None:
-        """Close the socket; twice is fine."""
-        self._ready.close()
-        self._socket.close()
+        """Close the socket; twice is fine. Nothing comes in then, and what is sent is lost."""
+        with self._sending:
+            self._socket.close()
+            self._ready.close()
 
     def send(self, message: msgspec.Struct) -> None:
         """Send what the other side takes at once; `receive` sends the rest."""
@@ -110,6 +111,8 @@ class FrameChannel(Generic[Incoming]):
             EOFError: the other side is gone.
             StorageError: the other side does not speak this protocol.
         """
+        if self._ready.closed:
+            raise EOFError
         messages: list[Incoming] = []
         while not messages and (ready := self._ready.poll(timeout_s)):
             (_, events) = ready[0]

@@ -43,7 +43,7 @@ class ControlClient:
 
     def progress(self, done: int, total: int) -> None:
         """Report on a long verb; left out while the client does not read."""
-        if not self.is_gone and not self.channel.has_queued:
+        if not self.channel.has_queued:
             self.channel.send(ControlProgress(done, total))
 
     def answer(self, body: dict[str, object]) -> None:
@@ -60,8 +60,7 @@ class ControlClient:
     def _end(self, message: msgspec.Struct) -> None:
         self.is_busy = False
         self.last_heard = time.monotonic()
-        if not self.is_gone:
-            self.channel.send(message)
+        self.channel.send(message)
 
 
 OnCall = Callable[[ControlClient, ControlCall], None]

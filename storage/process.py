@@ -3,7 +3,7 @@
 It knows how the process is launched and buried, not what is said over its channel.
 """
 
-import contextlib
+import logging
 import os
 import signal
 import socket
@@ -27,6 +27,7 @@ EXIT_DAMAGED = 4
 """The index contradicts itself, or something broke that nobody foresaw; like two crashes."""
 
 _CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+logger = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
@@ -57,6 +58,16 @@ def start_process(
     finally:
         theirs.close()
     return process, ours
+
+
+def bury(process: subprocess.Popen[bytes], grace_s: float) -> int:
+    """Wait until a process is dead and reaped, and return its exit code; kill it if it lingers."""
+    try:
+        return process.wait(grace_s)
+    except subprocess.TimeoutExpired:
+        logger.error("process %d did not end in time and is killed", process.pid)
+        process.kill()
+        return process.wait()
 
 
 class WorkerProcess:
@@ -90,8 +101,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Send SIGKILL; `bury()` still has to be called."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        self._process.kill()
 
     def bury(self, grace_s: float = 2.0) -> int:
         """Wait until the process is dead and reaped; kill it after `grace_s`.
@@ -99,11 +109,7 @@ class WorkerProcess:
         NOTE: this may take as long as the kernel needs to end a stuck disk read. Only after it has
         returned can no byte of an arena page change any more by the worker's hand.
         """
-        try:
-            returncode = self._process.wait(grace_s)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            returncode = self._process.wait()
+        returncode = bury(self._process, grace_s)
         self.channel.close()
         return returncode
 

@@ -87,6 +87,11 @@ def test_what_nobody_will_read_is_not_kept() -> None:
         channel.receive()
     assert not channel.has_queued
     channel.close()
+    channel.close()
+    channel.send(LookupCall(2, []))
+    assert not channel.has_queued
+    with pytest.raises(EOFError):
+        channel.receive()
 
 
 def test_one_thread_waits_and_sends_on_what_another_left() -> None:

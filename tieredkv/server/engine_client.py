@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import logging
 import struct
-import subprocess
 import sys
 
 import msgspec
@@ -18,7 +17,7 @@ from tieredkv.engine import messages
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, encode_frame
-from tieredkv.storage.process import start_process
+from tieredkv.storage.process import bury, start_process
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -108,15 +107,7 @@ class EngineClient:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._reading, drain_timeout_s + EXIT_GRACE_S)
             self._writer.close()
-        return await asyncio.to_thread(self._bury)
-
-    def _bury(self) -> int:
-        try:
-            return self._process.wait(EXIT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            logger.error("the engine (pid %d) did not end in time and is killed", self.pid)
-            self._process.kill()
-            return self._process.wait()
+        return await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
 
     def _send(self, message: msgspec.Struct) -> None:
         assert self._writer is not None
