@@ -3,12 +3,12 @@
 Two threads share it, so that nothing that only looks ever waits for something that changes:
 
     front thread    hears the engine, looks blocks up, has them read, answers
-    index thread    makes every change: stores, touches, deletions, sweeps; and hears the command
-                    line, whose verbs change things or take long
+    index thread    makes every change: stores, touches, deletions, sweeps, and what the command
+                    line's verbs come to, which run on threads of their own
 
-Each has a `Loop`, and hands the other calls through it. Reader and writer threads only move
-payloads. LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep
-that takes ten seconds holds up no lookup, no load and no answer.
+Each has a `Loop`, and is handed calls through it. Reader and writer threads only move payloads.
+LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep that takes
+ten seconds holds up no lookup, no load and no answer.
 
 It knows the order of things: bytes before index, index before the answer. It knows no engine but as
 the other end of a channel, and neither models nor what a payload means.
@@ -159,9 +159,13 @@ class StoreService:
         self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
         ask_engine = None if arena is None else channel.send
-        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
-        path = self._options.path
-        self._server = ControlServer(path, self._changes.selector, self._verbs.begin)
+        self._verbs = Verbs(
+            store,
+            hand=self._changes.hand,
+            after_writes=lambda call: self._changes.hand(lambda: self._writes.append(call)),
+            ask_engine=ask_engine,
+        )
+        self._server = ControlServer(self._options.path, self._verbs.carry_out)
 
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
@@ -212,6 +216,8 @@ class StoreService:
                 self._channel.send(messages.LookupDone(job, found))
             case messages.LoadCall(pages):
                 self._loads += pages
+            case messages.EngineAnswer():
+                self._verbs.hear_engine(message)
             case messages.CloseCall():
                 self._is_closing = True
                 for page in self._loads:
@@ -308,12 +314,10 @@ class StoreService:
         if (sweep := self._sweep) is not None:
             is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
             self._sweep = None if is_over else sweep
-        self._verbs.turn()
-        self._server.turn()
         self._refresh_stats()
 
     def _idle_s(self) -> float:
-        if self._verbs.has_work or self._sweep is not None or self._touches_are_due:
+        if self._sweep is not None or self._touches_are_due:
             return 0.0
         now = time.monotonic()
         waits_s = [_TICK_S, self._next_sweep - now]
@@ -336,8 +340,6 @@ class StoreService:
                     self._writes.append(lambda: self._delete(hashes, reason))
                 end = partial(self._forget_doomed, hashes)
                 self._writes.append(lambda: self._front.hand(end))
-            case messages.EngineAnswer():
-                self._verbs.hear_engine(message)
 
     def _judge(self, task: ReadTask, error: StorageError) -> None:
         """Count a load that failed and drop the block if that is its fault."""
@@ -375,9 +377,6 @@ class StoreService:
             self._end_store(page, "retention")
         else:
             self._writes.append(page)
-
-    def _add_barrier(self, barrier: Callable[[], None]) -> None:
-        self._changes.hand(lambda: self._writes.append(barrier))
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
