@@ -9,13 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 
 import msgspec
 
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LaunchArgument, SetAside, StoreOptions, WorkerMessage
+from tieredkv.storage.messages import Launch, SetAside, StoreOptions, WorkerMessage
 
 EXIT_FAILED = 1
 """The worker cannot go on, for a reason that says nothing about the index."""
@@ -32,13 +31,12 @@ _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
 
 def start_process(
-    module: str, argument_of: Callable[[int], str], *fds: int, stdout: int = subprocess.DEVNULL
+    module: str, *fds: int, stdout: int = subprocess.DEVNULL
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
     """Run a module of ours in a session of its own, joined to this process by a socket pair.
 
     Args:
-        module: run with one argument.
-        argument_of: makes the argument from the module's end of the pair.
+        module: run with one argument, the descriptor of its end of the pair.
         fds: further descriptors that it inherits.
         stdout: where its output goes.
     """
@@ -46,7 +44,7 @@ def start_process(
     try:
         # -P: a `random.py` in the current folder must not shadow the standard library.
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", module, argument_of(theirs.fileno())],
+            [sys.executable, "-P", "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             pass_fds=[theirs.fileno(), *fds],
@@ -75,28 +73,25 @@ class WorkerProcess:
 
     Args:
         arena: the engine's; None for the command line, which has no tiers to be asked about.
-        set_aside: what killed the worker before; see `LaunchArgument`.
+        set_aside: what killed the worker before; see `Launch`.
     """
 
     def __init__(
         self, options: StoreOptions, arena: HostArena | None, *, set_aside: SetAside = ""
     ) -> None:
         fds = () if arena is None else (arena.fd,)
-
-        def argument_of(channel_fd: int) -> str:
-            launch = LaunchArgument(
+        # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
+        # ends when its channel does.
+        self._process, sock = start_process("tieredkv.storage.worker", *fds)
+        self.channel = FrameChannel(sock, _decoder)
+        self.channel.send(
+            Launch(
                 options=options,
-                channel_fd=channel_fd,
                 arena=None if arena is None else (arena.fd, arena.num_pages, arena.page_bytes),
                 parent_pid=os.getpid(),
                 set_aside=set_aside,
             )
-            return msgspec.json.encode(launch).decode()
-
-        # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
-        # ends when its channel does.
-        self._process, sock = start_process("tieredkv.storage.worker", argument_of, *fds)
-        self.channel = FrameChannel(sock, _decoder)
+        )
         self.pid = self._process.pid
 
     def kill(self) -> None:

@@ -119,14 +119,14 @@ class StoreService:
     def __init__(
         self,
         store: BlockStore,
-        argument: messages.LaunchArgument,
+        launch: messages.Launch,
         channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
         notes: list[str],
     ) -> None:
         self._store = store
-        self._argument = argument
-        self._options = argument.options
+        self._launch = launch
+        self._options = launch.options
         self._channel = channel
         self._arena = arena
         self._notes = notes
@@ -195,7 +195,7 @@ class StoreService:
             stats = replace(self._stats, bytes_read=self._store.bytes_read)
             self._channel.send(messages.Completions([*self._loaded], stats))
             self._loaded.clear()
-        if os.getppid() != self._argument.parent_pid:
+        if os.getppid() != self._launch.parent_pid:
             self._abandon()
 
     def _hear_engine(self) -> None:
@@ -359,11 +359,14 @@ class StoreService:
         waiting = self._writes or self._packed or self._reserved
         return bool(waiting or self._num_writing or self._written)
 
+    def _send_later(self, message: messages.WorkerMessage) -> None:
+        """Send in the order of what the front thread sends, so that figures only grow."""
+        self._front.hand(lambda: self._channel.send(message))
+
     def _send_stored(self) -> None:
         if self._stored:
             self._refresh_stats()
-            done = messages.Completions([*self._stored], self._stats)
-            self._front.hand(lambda: self._channel.send(done))  # figures grow, as it sends some too
+            self._send_later(messages.Completions([*self._stored], self._stats))
             self._stored.clear()
 
     def _refresh_stats(self) -> None:

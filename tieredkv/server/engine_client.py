@@ -44,7 +44,7 @@ class EngineClient:
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
         engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
-        self._process, self._socket = start_process(engine, str, stdout=stdout)
+        self._process, self._socket = start_process(engine, stdout=stdout)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._is_stopping = False
