@@ -4,13 +4,13 @@ It knows connections: who may connect, how long they may be silent, how much the
 verb does is told to it as a function.
 """
 
-import contextlib
 import logging
 import os
 import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any
 
@@ -50,9 +50,8 @@ class ControlServer:
         """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
         self._carry_out = carry_out
         self._room = threading.Semaphore(_MAX_CLIENTS)
-        self._idle: OrderedDict[socket.socket, None] = (
-            OrderedDict()
-        )  # without a call, longest first
+        # Those without a call, for longest first.
+        self._idle: OrderedDict[socket.socket, None] = OrderedDict()
         self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -79,7 +78,7 @@ class ControlServer:
         os.close(self._folder_fd)
 
     def _remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.unlink(SOCKET, dir_fd=self._folder_fd)
 
     def _accept(self) -> None:
@@ -98,7 +97,7 @@ class ControlServer:
         """Hang up on the longest idle client if there are too many; False if none is idle."""
         if self._room.acquire(blocking=False):
             return True
-        with contextlib.suppress(KeyError, OSError):
+        with suppress(KeyError, OSError):
             longest, _ = self._idle.popitem(last=False)
             longest.shutdown(socket.SHUT_RDWR)
         return self._room.acquire(timeout=_PAUSE_S)
@@ -106,9 +105,7 @@ class ControlServer:
     def _converse(self, sock: socket.socket) -> None:
         """Hear one call after another, with any number of reports and an answer to each."""
         try:
-            with contextlib.closing(
-                FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)
-            ) as channel:
+            with closing(FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
                 self._idle[sock] = None
                 while calls := channel.receive(_SILENCE_S):
                     self._idle.pop(sock, None)
@@ -117,7 +114,7 @@ class ControlServer:
                     self._idle[sock] = None
         except StorageError as error:
             logger.warning("a control client talks nonsense: %s", error)
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # it is gone, or there is no descriptor for it
             pass
         finally:
             self._idle.pop(sock, None)

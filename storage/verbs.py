@@ -29,6 +29,7 @@ _REPORT_INTERVAL_S = 0.1
 Hand = Callable[[Callable[[], None]], None]
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
+"""What the index thread does a little at a time."""
 
 
 class Verbs:
@@ -74,10 +75,7 @@ class Verbs:
             case "evict":
                 return self._evict(call)
             case "verify":
-                found: dict[str, Any] = msgspec.to_builtins(
-                    self._finish(self._verifying(report, call.repair))
-                )
-                return found
+                return dict(msgspec.to_builtins(self._finish(self._verifying(report, call.repair))))
 
     def _evict(self, call: ControlCall) -> dict[str, Any]:
         wanted, engine = call.wanted, dict[str, Any]()
