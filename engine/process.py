@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import queue
-import selectors
 import signal
 import socket
 import sys
@@ -41,7 +40,7 @@ class EngineProcess:
     """Drives a core by what arrives on a channel.
 
     The main thread steps the core and sends; a second thread receives, so that an abort is seen
-    while a step runs. They share `_inbox` alone.
+    while a step runs. They share `_inbox` and the channel.
     """
 
     def __init__(self, channel: FrameChannel[ToEngine]) -> None:
@@ -77,28 +76,22 @@ class EngineProcess:
             while not self._inbox.empty() and num_taken_tokens < MAX_ADMITTED_TOKENS:
                 num_taken_tokens += self._take(self._inbox.get())
             self._send_outputs(core.step())
-            wait_s = UNSENT_WAIT_S if self._channel.push_queued() else IDLE_WAIT_S
-            core.wait(wait_s if self._inbox.empty() else 0)
+            core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
         self._end(core, self._shutdown.drain_timeout_s)
         return 0
 
     def _receive(self) -> None:
         """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._channel, selectors.EVENT_READ)
+        try:
             while True:
-                selector.select()
-                try:
-                    received = self._channel.receive()
-                except (EOFError, StorageError) as error:
-                    if self._core is None:
-                        os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
-                    if isinstance(error, StorageError):
-                        logger.error("the server sent %s", error)
-                    self._post(Shutdown())
-                    return
-                for message in received:
+                for message in self._channel.receive(None):
                     self._post(message)
+        except (EOFError, StorageError) as error:
+            if self._core is None:
+                os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
+            if isinstance(error, StorageError):
+                logger.error("the server sent %s", error)
+            self._post(Shutdown())
 
     def _post(self, message: ToEngine) -> None:
         self._inbox.put(message)
@@ -140,9 +133,9 @@ class EngineProcess:
             self._channel.send(messages.ProgressReport(stage, done, total))
 
     def _push_everything(self) -> None:
-        """Send what is queued; a server that does not read is not waited for for long."""
+        """Let what is queued go out; a server that does not read is not waited for for long."""
         give_up_at = time.monotonic() + FAREWELL_S
-        while self._channel.push_queued() and time.monotonic() < give_up_at:
+        while self._channel.has_queued and time.monotonic() < give_up_at:
             time.sleep(UNSENT_WAIT_S)
 
 

@@ -1,11 +1,13 @@
-"""Frames over a stream socket, without ever waiting for the other side.
+"""Frames over a stream socket, sent without ever waiting for the other side.
 
 A frame is a little-endian u32 length and that many bytes of msgpack: one tagged struct of
 `tieredkv.storage.messages`. It knows bytes and limits, not what a message means.
 """
 
+import select
 import socket
 import struct
+import threading
 from collections import deque
 from typing import Generic, TypeVar
 
@@ -35,10 +37,10 @@ def encode_frame(message: msgspec.Struct) -> bytearray:
 
 
 class FrameChannel(Generic[Incoming]):
-    """One non-blocking end of a stream; takes ownership of the socket.
+    """One end of a stream; takes ownership of the socket.
 
-    `send` and `push_queued` need a common lock where several threads call them; `receive` is for
-    one thread.
+    Any thread may send, and one receives: it also sends on what the other side was too slow for, so
+    that `send` never waits. Its descriptor is ready when `receive` has something to do.
 
     Args:
         sock: a connected stream socket.
@@ -58,6 +60,9 @@ class FrameChannel(Generic[Incoming]):
         self._max_bytes = max_bytes
         self._inbound = bytearray()
         self._outbound: deque[memoryview] = deque()
+        self._sending = threading.Lock()
+        self._ready = select.epoll()
+        self._ready.register(sock, select.EPOLLIN)
 
     @property
     def has_queued(self) -> bool:
@@ -65,49 +70,68 @@ class FrameChannel(Generic[Incoming]):
         return bool(self._outbound)
 
     def fileno(self) -> int:
-        """Return the descriptor, for a selector."""
-        return self._socket.fileno()
+        """Return the descriptor, for a selector that waits for reading."""
+        return self._ready.fileno()
 
     def close(self) -> None:
-        """Close the socket; twice is fine."""
-        self._socket.close()
+        """Close the socket; twice is fine. Nothing comes in then, and what is sent is lost."""
+        with self._sending:
+            self._socket.close()
+            self._ready.close()
 
-    def send(self, message: msgspec.Struct) -> bool:
-        """Send what the other side takes at once, queue the rest; whether something is queued."""
-        self._outbound.append(memoryview(encode_frame(message)))
-        return len(self._outbound) > 1 or self.push_queued()
+    def send(self, message: msgspec.Struct) -> None:
+        """Send what the other side takes at once; `receive` sends the rest."""
+        frame = memoryview(encode_frame(message))
+        with self._sending:
+            self._outbound.append(frame)
+            if len(self._outbound) == 1 and not self._push():
+                self._ready.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
 
-    def push_queued(self) -> bool:
-        """Send what is queued, as far as it goes; whether something is left."""
+    def _push(self) -> bool:
+        """Send what is queued, as far as it goes; whether nothing is left."""
         while self._outbound:
             frame = self._outbound[0]
             try:
                 sent = self._socket.send(frame, socket.MSG_NOSIGNAL)
             except BlockingIOError:
-                return True
+                return False
             except OSError:  # the other side is gone, as `receive` will find out
                 self._outbound.clear()
-                return False
+                return True
             if sent == len(frame):
                 self._outbound.popleft()
             else:
                 self._outbound[0] = frame[sent:]
-        return False
+        return True
 
-    def receive(self) -> list[Incoming]:
-        """Return the messages that have arrived in whole.
+    def receive(self, timeout_s: float | None = 0.0) -> list[Incoming]:
+        """Return messages that have arrived in whole; none if nothing happens for `timeout_s`.
 
         Raises:
             EOFError: the other side is gone.
             StorageError: the other side does not speak this protocol.
         """
+        if self._ready.closed:
+            raise EOFError
+        messages: list[Incoming] = []
+        while not messages and (ready := self._ready.poll(timeout_s)):
+            (_, events) = ready[0]
+            if events & select.EPOLLOUT:
+                with self._sending:
+                    if self._push():
+                        self._ready.modify(self._socket, select.EPOLLIN)
+            if events & ~select.EPOLLOUT:
+                messages = self._read()
+        return messages
+
+    def _read(self) -> list[Incoming]:
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
-        except BlockingIOError:
-            return []
-        except OSError as error:
-            raise EOFError from error
+        except OSError:  # as when it was killed with our bytes unread
+            data = b""
         if not data:
+            with self._sending:
+                self._outbound.clear()
             raise EOFError
         self._inbound += data
         messages = []

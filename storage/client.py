@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import logging
 import os
-import selectors
 import threading
 import time
 from collections import deque
@@ -74,7 +73,6 @@ class StoreClient:
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
         self._folder_fd = -1  # of the store that is or was served
-        self._poke_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._started = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tieredkv-store", daemon=True)
@@ -151,7 +149,7 @@ class StoreClient:
             if self._accepts:
                 self._send(messages.CloseCall())
             self._stop.set()
-            self._poke()
+            self._kill_unborn()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             with self._lock:
@@ -187,12 +185,12 @@ class StoreClient:
     def _send(self, message: messages.EngineMessage) -> None:
         """Send without waiting, or a stopped worker would stop the engine; under the lock."""
         assert self._worker is not None, "nothing is sent while no worker is up"
-        if self._worker.channel.send(message):
-            self._poke()
+        self._worker.channel.send(message)
 
-    def _poke(self) -> None:
-        if self._poke_fd >= 0:
-            os.eventfd_write(self._poke_fd, 1)
+    def _kill_unborn(self) -> None:
+        """End a worker that is no longer wanted and was never ready; under the lock."""
+        if self._stop.is_set() and self._worker is not None and self._serves_since is None:
+            self._worker.kill()
 
     # --- the thread that talks ---------------------------------------------------------------
 
@@ -203,11 +201,8 @@ class StoreClient:
             logger.exception("the store client broke; the disk tier is off")
             self._failure = self._failure or StorageError(f"the store client broke: {error}")
         finally:
-            with self._lock:
-                os.close(self._poke_fd)
-                self._poke_fd = -1
-                if self._folder_fd >= 0:
-                    os.close(self._folder_fd)
+            if self._folder_fd >= 0:
+                os.close(self._folder_fd)
             self._started.set()
 
     def _keep_serving(self) -> None:
@@ -258,38 +253,25 @@ class StoreClient:
 
     def _serve(self, worker: WorkerProcess) -> float:
         """Talk until the channel ends; for how many seconds the worker served."""
-        channel = worker.channel
         with self._lock:
             self._worker = worker
             self._refused = None
-        with selectors.DefaultSelector() as selector:
-            selector.register(channel, selectors.EVENT_READ)
-            selector.register(self._poke_fd, selectors.EVENT_READ)
-            try:
-                while True:
-                    with self._lock:
-                        has_queued = channel.push_queued()
-                    mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if has_queued else 0)
-                    selector.modify(channel, mask)
-                    for key, ready in selector.select():
-                        if key.fileobj == self._poke_fd:
-                            os.eventfd_read(self._poke_fd)
-                            if self._stop.is_set() and self._serves_since is None:
-                                worker.kill()  # closed before it was ever ready
-                        elif ready & selectors.EVENT_READ:
-                            received = channel.receive()
-                            with self._lock:
-                                for message in received:
-                                    self._take(message)
-                            self._wake()
-            except EOFError:
-                pass
-            except StorageError as error:
-                logger.error("store worker %d talks nonsense: %s", worker.pid, error)
-                worker.kill()
-            finally:
+            self._kill_unborn()
+        try:
+            while True:
+                received = worker.channel.receive(None)
                 with self._lock:
-                    since, self._serves_since = self._serves_since, None
+                    for message in received:
+                        self._take(message)
+                self._wake()
+        except EOFError:
+            pass
+        except StorageError as error:
+            logger.error("store worker %d talks nonsense: %s", worker.pid, error)
+            worker.kill()
+        finally:
+            with self._lock:
+                since, self._serves_since = self._serves_since, None
         return time.monotonic() - since if since is not None else 0.0
 
     # --- in ----------------------------------------------------------------------------------
@@ -308,9 +290,7 @@ class StoreClient:
             case messages.Refused(kind, text):
                 self._refused = named(kind, text)
             case messages.WorkerUp(stats, notes):
-                if self._stop.is_set():
-                    self._poke()
-                else:
+                if not self._stop.is_set():
                     self._serves_since = time.monotonic()
                 for note in notes:
                     logger.warning("%s", note)

@@ -6,7 +6,6 @@ the same worker and talks to that. It knows no tables and no exit codes.
 
 import contextlib
 import os
-import select
 import socket
 import time
 from collections.abc import Callable
@@ -148,13 +147,12 @@ class StoreControl:
             EOFError: the worker has gone.
             StoreUnreachableError: it says nothing.
         """
-        while not (received := channel.receive()):
-            writers = [channel] if channel.push_queued() else []
-            if not any(select.select([channel], writers, [], self._answer_timeout_s)):
-                raise StoreUnreachableError(
-                    f"the store worker of `{self._path}` has said nothing for "
-                    f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
-                )
+        received = channel.receive(self._answer_timeout_s)
+        if not received:
+            raise StoreUnreachableError(
+                f"the store worker of `{self._path}` has said nothing for "
+                f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
+            )
         return received
 
 

@@ -4,14 +4,15 @@ It knows connections: who may connect, how long they may be silent, how much the
 verb does is told to it as a function.
 """
 
-import contextlib
 import logging
 import os
-import selectors
 import socket
-import time
+import threading
+from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
+from typing import Any
 
 import msgspec
 
@@ -24,7 +25,13 @@ logger = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
+_PAUSE_S = 0.1
 _decoder = msgspec.msgpack.Decoder(ControlCall)
+
+Report = Callable[[int, int], None]
+"""Called with (blocks done, blocks in all); EOFError once nobody listens any more."""
+
+CarryOut = Callable[[ControlCall, Report], dict[str, Any]]
 
 
 def socket_address(folder_fd: int) -> str:
@@ -32,53 +39,20 @@ def socket_address(folder_fd: int) -> str:
     return f"/proc/self/fd/{folder_fd}/{SOCKET}"
 
 
-class ControlClient:
-    """One connection: a call, any number of progress reports, an answer, and again."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.channel = FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)
-        self.is_busy = False
-        self.is_gone = False
-        self.last_heard = time.monotonic()
-
-    def progress(self, done: int, total: int) -> None:
-        """Report on a long verb; left out while the client does not read."""
-        if not self.is_gone and not self.channel.has_queued:
-            self.channel.send(ControlProgress(done, total))
-
-    def answer(self, body: dict[str, object]) -> None:
-        """End the call."""
-        self._end(ControlResult(body))
-
-    def fail(self, error: Exception) -> None:
-        """End the call with an error; a bug of ours ends the call, never the worker."""
-        if not isinstance(error, TieredKVError):
-            logger.error("a verb broke", exc_info=error)
-            error = StorageError(f"the store worker broke: {error!r}")
-        self._end(refusal(error))
-
-    def _end(self, message: msgspec.Struct) -> None:
-        self.is_busy = False
-        self.last_heard = time.monotonic()
-        if not self.is_gone:
-            self.channel.send(message)
-
-
-OnCall = Callable[[ControlClient, ControlCall], None]
-
-
 class ControlServer:
-    """Accepts clients and hands their calls on; used by the index thread alone.
+    """Accepts clients and has their calls carried out, each client on a thread of its own.
 
-    A client that says nothing, reads nothing or talks nonsense loses its connection and costs one
-    bounded buffer until then.
+    A client that says nothing, reads nothing or talks nonsense loses its connection and costs that
+    thread and one bounded buffer until then.
     """
 
-    def __init__(self, folder: str, selector: selectors.BaseSelector, on_call: OnCall) -> None:
+    def __init__(self, folder: str, carry_out: CarryOut) -> None:
         """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
-        self._selector = selector
-        self._on_call = on_call
-        self._clients: list[ControlClient] = []
+        self._carry_out = carry_out
+        self._room = threading.Semaphore(_MAX_CLIENTS)
+        # Those without a call, for longest first.
+        self._idle: OrderedDict[socket.socket, None] = OrderedDict()
+        self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -87,77 +61,80 @@ class ControlServer:
             self._listener.bind(socket_address(self._folder_fd))
             os.chmod(socket_address(self._folder_fd), 0o600)  # the umask took its part
             self._listener.listen(_MAX_CLIENTS)
-            self._listener.setblocking(False)
         except OSError as error:
             self._listener.close()
             os.close(self._folder_fd)
             raise StorageError(f"cannot listen on `{folder}/{SOCKET}`: {error}") from error
-        selector.register(self._listener, selectors.EVENT_READ, self._accept)
-
-    def turn(self) -> None:
-        """Push what clients have not read yet and drop those that are silent for too long."""
-        now = time.monotonic()
-        for client in list(self._clients):
-            if client.channel.has_queued and not client.channel.push_queued():
-                client.last_heard = now
-            is_waiting = client.is_busy and not client.channel.has_queued
-            if not is_waiting and now - client.last_heard > _SILENCE_S:
-                self._drop(client)
-
-    @property
-    def has_queued(self) -> bool:
-        """Whether a client has answers to read yet."""
-        return any(client.channel.has_queued for client in self._clients)
+        self._thread = threading.Thread(target=self._accept, name="control", daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """Hang up and remove the socket."""
-        for client in list(self._clients):
-            client.channel.push_queued()
-            self._drop(client)
-        self._selector.unregister(self._listener)
+        """Take no more clients and remove the socket; those that are left go with the process."""
+        self._is_over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # ends the `accept`
+        self._thread.join()
         self._listener.close()
         self._remove()
         os.close(self._folder_fd)
 
     def _remove(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             os.unlink(SOCKET, dir_fd=self._folder_fd)
 
     def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:  # the client has gone again
-            return
-        if len(self._clients) >= _MAX_CLIENTS:
-            idle = [client for client in self._clients if not client.is_busy]
-            if not idle:
+        while not self._is_over.is_set():
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:  # the client has gone again, or no descriptor is left
+                self._is_over.wait(_PAUSE_S)
+                continue
+            if self._make_room():
+                threading.Thread(target=self._converse, args=[sock], daemon=True).start()
+            else:
                 sock.close()
-                return
-            self._drop(min(idle, key=lambda client: client.last_heard))
-        client = ControlClient(sock)
-        self._clients.append(client)
-        receive = partial(self._receive_from, client)
-        self._selector.register(client.channel, selectors.EVENT_READ, receive)
 
-    def _receive_from(self, client: ControlClient) -> None:
+    def _make_room(self) -> bool:
+        """Hang up on the longest idle client if there are too many; False if none is idle."""
+        if self._room.acquire(blocking=False):
+            return True
+        with suppress(KeyError, OSError):
+            longest, _ = self._idle.popitem(last=False)
+            longest.shutdown(socket.SHUT_RDWR)
+        return self._room.acquire(timeout=_PAUSE_S)
+
+    def _converse(self, sock: socket.socket) -> None:
+        """Hear one call after another, with any number of reports and an answer to each."""
         try:
-            calls = client.channel.receive()
-        except (EOFError, StorageError) as error:
-            if isinstance(error, StorageError):
-                logger.warning("a control client talks nonsense: %s", error)
-            self._drop(client)
-            return
-        for call in calls:
-            if client.is_busy:
-                self._drop(client)
-                return
-            client.is_busy = True
-            client.last_heard = time.monotonic()
-            self._on_call(client, call)
+            with closing(FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
+                self._idle[sock] = None
+                while calls := channel.receive(_SILENCE_S):
+                    self._idle.pop(sock, None)
+                    for call in calls:
+                        channel.send(self._answer(call, partial(_report, channel)))
+                    self._idle[sock] = None
+        except StorageError as error:
+            logger.warning("a control client talks nonsense: %s", error)
+        except (EOFError, OSError):  # it is gone, or there is no descriptor for it
+            pass
+        finally:
+            self._idle.pop(sock, None)
+            sock.close()
+            self._room.release()
 
-    def _drop(self, client: ControlClient) -> None:
-        if not client.is_gone:
-            client.is_gone = True
-            self._clients.remove(client)
-            self._selector.unregister(client.channel)
-            client.channel.close()
+    def _answer(self, call: ControlCall, report: Report) -> msgspec.Struct:
+        """Have a call carried out; a bug of ours ends the call, never the worker."""
+        try:
+            return ControlResult(self._carry_out(call, report))
+        except EOFError:
+            raise
+        except TieredKVError as error:
+            return refusal(error)
+        except Exception as error:
+            logger.exception("a verb broke")
+            return refusal(StorageError(f"the store worker broke: {error!r}"))
+
+
+def _report(channel: FrameChannel[ControlCall], done: int, total: int) -> None:
+    channel.receive()  # if only the end of the client
+    if not channel.has_queued:  # else it does not read
+        channel.send(ControlProgress(done, total))

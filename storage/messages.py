@@ -55,11 +55,10 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 SetAside = Literal["", "index", "segments"]
 
 
-class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
-    """The worker's only command-line argument, as JSON.
+class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="launch"):
+    """The first message to a worker: what it is to serve.
 
     Attributes:
-        channel_fd: the worker's end of the engine's socket pair.
         arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
             line started on a stopped store: there is no engine to ask or to lend pages.
         parent_pid: ends the worker when it is no longer its parent.
@@ -68,7 +67,6 @@ class LaunchArgument(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     options: StoreOptions
-    channel_fd: int
     arena: tuple[int, int, int] | None
     parent_pid: int
     set_aside: SetAside = ""
@@ -152,7 +150,7 @@ class CloseCall(msgspec.Struct, frozen=True, array_like=True, tag="close"):
 
 
 _StoreCalls = LookupCall | LoadCall | StoreCall | TouchCall | DeleteCall
-EngineMessage = _StoreCalls | EngineAnswer | CloseCall
+EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 
 # --- Worker to engine ------------------------------------------------------------------------
 

@@ -3,12 +3,12 @@
 Two threads share it, so that nothing that only looks ever waits for something that changes:
 
     front thread    hears the engine, looks blocks up, has them read, answers
-    index thread    makes every change: stores, touches, deletions, sweeps; and hears the command
-                    line, whose verbs change things or take long
+    index thread    makes every change: stores, touches, deletions, sweeps, and what the command
+                    line's verbs come to, which run on threads of their own
 
-Each has a `Loop`, and hands the other calls through it. Reader and writer threads only move
-payloads. LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep
-that takes ten seconds holds up no lookup, no load and no answer.
+Each has a `Loop`, and is handed calls through it. Reader and writer threads only move payloads.
+LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep that takes
+ten seconds holds up no lookup, no load and no answer.
 
 It knows the order of things: bytes before index, index before the answer. It knows no engine but as
 the other end of a channel, and neither models nor what a payload means.
@@ -119,14 +119,14 @@ class StoreService:
     def __init__(
         self,
         store: BlockStore,
-        argument: messages.LaunchArgument,
+        launch: messages.Launch,
         channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
         notes: list[str],
     ) -> None:
         self._store = store
-        self._argument = argument
-        self._options = argument.options
+        self._launch = launch
+        self._options = launch.options
         self._channel = channel
         self._arena = arena
         self._notes = notes
@@ -158,10 +158,14 @@ class StoreService:
         self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
-        ask_engine = None if arena is None else self._send_later
-        self._verbs = Verbs(store, ask_engine=ask_engine, after_writes=self._add_barrier)
-        path = self._options.path
-        self._server = ControlServer(path, self._changes.selector, self._verbs.begin)
+        ask_engine = None if arena is None else channel.send
+        self._verbs = Verbs(
+            store,
+            hand=self._changes.hand,
+            after_writes=lambda call: self._changes.hand(lambda: self._writes.append(call)),
+            ask_engine=ask_engine,
+        )
+        self._server = ControlServer(self._options.path, self._verbs.carry_out)
 
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
@@ -179,7 +183,7 @@ class StoreService:
         self._front_turn()
         self._readers.shutdown()
         self._store.close()
-        while self._channel.push_queued() and not self._is_orphan:
+        while self._channel.has_queued and not self._is_orphan:
             self._front.wait(_TICK_S)
 
     # --- front thread: the engine's channel ----------------------------------------------------
@@ -189,22 +193,12 @@ class StoreService:
         self._start_reads()
         if self._loaded:
             stats = replace(self._stats, bytes_read=self._store.bytes_read)
-            self._send(messages.Completions([*self._loaded], stats))
+            self._channel.send(messages.Completions([*self._loaded], stats))
             self._loaded.clear()
-        if os.getppid() != self._argument.parent_pid:
+        if os.getppid() != self._launch.parent_pid:
             self._abandon()
 
-    def _send(self, message: messages.WorkerMessage) -> None:
-        if self._channel.send(message):
-            self._listen(selectors.EVENT_READ | selectors.EVENT_WRITE)
-
-    def _listen(self, mask: int) -> None:
-        if not self._is_orphan:
-            self._front.selector.modify(self._channel, mask, self._hear_engine)
-
     def _hear_engine(self) -> None:
-        if not self._channel.push_queued():
-            self._listen(selectors.EVENT_READ)
         try:
             received = self._channel.receive()
         except EOFError:
@@ -219,9 +213,11 @@ class StoreService:
                 found = self._attempt("lookup", lambda: self._store.find(hashes)) or {}
                 for block_hash in self._doomed.keys() & found.keys():
                     del found[block_hash]
-                self._send(messages.LookupDone(job, found))
+                self._channel.send(messages.LookupDone(job, found))
             case messages.LoadCall(pages):
                 self._loads += pages
+            case messages.EngineAnswer():
+                self._verbs.hear_engine(message)
             case messages.CloseCall():
                 self._is_closing = True
                 for page in self._loads:
@@ -318,15 +314,13 @@ class StoreService:
         if (sweep := self._sweep) is not None:
             is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
             self._sweep = None if is_over else sweep
-        self._verbs.turn()
-        self._server.turn()
         self._refresh_stats()
 
     def _idle_s(self) -> float:
-        if self._verbs.has_work or self._sweep is not None or self._touches_are_due:
+        if self._sweep is not None or self._touches_are_due:
             return 0.0
         now = time.monotonic()
-        waits_s = [0.01 if self._server.has_queued else _TICK_S, self._next_sweep - now]
+        waits_s = [_TICK_S, self._next_sweep - now]
         if self._written:
             waits_s.append(self._written_since + _MAX_GROUP_AGE_S - now)
         if self._reserved and not self._num_writing:
@@ -346,8 +340,6 @@ class StoreService:
                     self._writes.append(lambda: self._delete(hashes, reason))
                 end = partial(self._forget_doomed, hashes)
                 self._writes.append(lambda: self._front.hand(end))
-            case messages.EngineAnswer():
-                self._verbs.hear_engine(message)
 
     def _judge(self, task: ReadTask, error: StorageError) -> None:
         """Count a load that failed and drop the block if that is its fault."""
@@ -368,7 +360,8 @@ class StoreService:
         return bool(waiting or self._num_writing or self._written)
 
     def _send_later(self, message: messages.WorkerMessage) -> None:
-        self._front.hand(lambda: self._send(message))
+        """Send in the order of what the front thread sends, so that figures only grow."""
+        self._front.hand(lambda: self._channel.send(message))
 
     def _send_stored(self) -> None:
         if self._stored:
@@ -387,9 +380,6 @@ class StoreService:
             self._end_store(page, "retention")
         else:
             self._writes.append(page)
-
-    def _add_barrier(self, barrier: Callable[[], None]) -> None:
-        self._changes.hand(lambda: self._writes.append(barrier))
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.

@@ -1,6 +1,6 @@
 """The store worker: the one process that opens a store.
 
-`python -m tieredkv.storage.worker ARGUMENT` is started by `tieredkv.storage.process` and ends when
+`python -m tieredkv.storage.worker FD` is started by `tieredkv.storage.process` and ends when
 its channel does, so that nobody has to look after it. It knows how a store is opened, and what to
 do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 """
@@ -25,7 +25,7 @@ from tieredkv.storage.directory import SET_ASIDE, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import EngineMessage, LaunchArgument
+from tieredkv.storage.messages import EngineMessage, Launch
 from tieredkv.storage.process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
 from tieredkv.storage.service import StoreService
 
@@ -36,16 +36,17 @@ _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: list[str]) -> int:
     """Serve one store until the engine is done with it; the exit code is for the parent."""
-    argument = msgspec.json.decode(arguments[0], type=LaunchArgument)
     for number in _ENDINGS:  # the engine drains on these and needs its worker for it
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # only a name, for `ps`
         Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
-    sock = socket.socket(fileno=argument.channel_fd)
+    sock = socket.socket(fileno=int(arguments[0]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
+    (launch,) = channel.receive(None)
+    assert isinstance(launch, Launch), launch
     try:
-        service = _open(argument, channel)
+        service = _open(launch, channel)
     except TieredKVError as error:
         if is_damage(error):
             logger.error("%s", error)
@@ -53,26 +54,26 @@ def main(arguments: list[str]) -> int:
         channel.send(messages.refusal(error))
         return EXIT_REFUSED
     except Exception:  # a bug of ours, or bytes in the index that nobody thought of
-        logger.exception("the store of `%s` cannot be opened", argument.options.path)
+        logger.exception("the store of `%s` cannot be opened", launch.options.path)
         return EXIT_DAMAGED
     try:
         service.run()
     except (OSError, MemoryError) as error:  # the folder went away, its disk: try again
-        logger.error("the store of `%s` failed: %r", argument.options.path, error)
+        logger.error("the store of `%s` failed: %r", launch.options.path, error)
         return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
     except Exception:
-        logger.exception("serving `%s` broke", argument.options.path)
+        logger.exception("serving `%s` broke", launch.options.path)
         return EXIT_DAMAGED
     finally:
         channel.close()  # or a thread that its disk holds up would keep the engine waiting too
     return 0
 
 
-def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> StoreService:
-    options = argument.options
-    arena = HostArena.attach(*argument.arena) if argument.arena is not None else None
+def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
+    options = launch.options
+    arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
     clock = Clock(options.clock_offset_file)
-    notes = [set_aside(options.path, argument.set_aside)] if argument.set_aside else []
+    notes = [set_aside(options.path, launch.set_aside)] if launch.set_aside else []
     store = BlockStore.open(
         options.path,
         budget_bytes=options.budget_bytes,
@@ -83,7 +84,7 @@ def _open(argument: LaunchArgument, channel: FrameChannel[EngineMessage]) -> Sto
     store.write_limit.bytes_per_s = options.write_limit
     store.packing = Packing(options.compression, options.element_bytes)
     try:
-        return StoreService(store, argument, channel, arena, notes)
+        return StoreService(store, launch, channel, arena, notes)
     except BaseException:
         store.close()
         raise

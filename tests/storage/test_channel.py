@@ -1,6 +1,7 @@
 import os
 import socket
 import struct
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -21,10 +22,12 @@ def test_messages_larger_than_the_socket_arrive_in_order_and_nobody_waits() -> N
     left, sock = _pair()
     right = FrameChannel(sock, _decoder, 1 << 24)
     sent = [LookupCall(job, [os.urandom(32) for _ in range(50_000)]) for job in range(3)]
-    assert [left.send(message) for message in sent] == [True, True, True]
+    for message in sent:
+        left.send(message)
+    assert left.has_queued
     received: list[EngineMessage] = []
     while len(received) < 3:
-        left.push_queued()
+        assert left.receive() == []
         received += right.receive()
     assert received == sent
     assert not left.has_queued
@@ -68,7 +71,39 @@ def test_nonsense_is_an_error_and_nothing_is_kept_for_it(garbage: bytes) -> None
 def test_the_end_of_the_other_side_is_an_eof() -> None:
     channel, sock = _pair()
     sock.close()
-    assert channel.send(LookupCall(1, [])) is False
+    channel.send(LookupCall(1, []))
+    assert not channel.has_queued
     with pytest.raises(EOFError):
         channel.receive()
     channel.close()
+
+
+def test_what_nobody_will_read_is_not_kept() -> None:
+    channel, sock = _pair()
+    channel.send(LookupCall(1, [bytes(32)] * 50_000))
+    assert channel.has_queued
+    sock.close()
+    with pytest.raises(EOFError):
+        channel.receive()
+    assert not channel.has_queued
+    channel.close()
+    channel.close()
+    channel.send(LookupCall(2, []))
+    assert not channel.has_queued
+    with pytest.raises(EOFError):
+        channel.receive()
+
+
+def test_one_thread_waits_and_sends_on_what_another_left() -> None:
+    channel, sock = _pair()
+    other = FrameChannel(sock, _decoder)
+    with ThreadPoolExecutor(1) as pool:
+        received = pool.submit(channel.receive, None)
+        large = LookupCall(1, [os.urandom(32) for _ in range(50_000)])
+        channel.send(large)
+        assert other.receive(30.0) == [large]
+        other.send(LookupCall(2, []))
+        assert received.result(30.0) == [LookupCall(2, [])]
+    assert channel.receive(0.0) == []
+    channel.close()
+    other.close()

@@ -25,7 +25,7 @@ from tieredkv.storage.messages import (
     Completions,
     DeleteCall,
     EngineMessage,
-    LaunchArgument,
+    Launch,
     LentPage,
     LoadCall,
     LookupCall,
@@ -116,9 +116,8 @@ def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
     store: BlockStore = open_store(path, clock, failpoint=gate)  # type: ignore[arg-type]
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
-    argument = LaunchArgument(
+    argument = Launch(
         options=StoreOptions(path=str(path), num_readers=2, num_writers=2, sweep_interval_s=0.05),
-        channel_fd=-1,
         arena=None,
         parent_pid=os.getppid(),
     )

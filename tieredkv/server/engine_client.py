@@ -6,8 +6,6 @@ It knows frames and process ids, no HTTP and no text. Everything runs on the ser
 import asyncio
 import contextlib
 import logging
-import struct
-import subprocess
 import sys
 
 import msgspec
@@ -16,9 +14,9 @@ from tieredkv import errors
 from tieredkv.config import Settings
 from tieredkv.engine import messages
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, ToServer
-from tieredkv.errors import RequestError, TieredKVError
-from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, encode_frame
-from tieredkv.storage.process import start_process
+from tieredkv.errors import RequestError, StorageError, TieredKVError
+from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.process import bury, start_process
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -45,9 +43,9 @@ class EngineClient:
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
         engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
-        self._process, self._socket = start_process(engine, str, stdout=stdout)
-        self._writer: asyncio.StreamWriter | None = None
-        self._reading: asyncio.Task[None] | None = None
+        self._process, sock = start_process(engine, stdout=stdout)
+        self._channel = FrameChannel(sock, _decoder)
+        self._ended: asyncio.Event | None = None  # once it was told what to load
         self._is_stopping = False
         self.is_alive = True
 
@@ -57,9 +55,9 @@ class EngineClient:
         Raises:
             TieredKVError: of the type that the engine refused with.
         """
-        reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        self._send(messages.Start(settings=settings, log_level=log_level))
-        self._reading = asyncio.create_task(self._read(reader))
+        self._ended = asyncio.Event()
+        self._channel.send(messages.Start(settings=settings, log_level=log_level))
+        asyncio.get_running_loop().add_reader(self._channel, self._hear, self._ended)
         return await asyncio.shield(self._info)
 
     @property
@@ -81,18 +79,18 @@ class EngineClient:
             queue.put_nowait(_death_of(request.request_id))
             return
         self._queues[request.request_id] = queue
-        self._send(request)
+        self._channel.send(request)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; nothing more of it is put into its queue."""
         if self._queues.pop(request_id, None) is not None and self.is_alive:
-            self._send(messages.Abort(request_id))
+            self._channel.send(messages.Abort(request_id))
 
     def stop(self, drain_timeout_s: float) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
-        if self.is_alive and not self._is_stopping and self._writer is not None:
+        if self.is_alive and not self._is_stopping and self._ended is not None:
             self._is_stopping = True
-            self._send(messages.Shutdown(drain_timeout_s))
+            self._channel.send(messages.Shutdown(drain_timeout_s))
 
     def kill(self) -> None:
         """End an engine that is still starting and has promised nothing."""
@@ -100,40 +98,25 @@ class EngineClient:
 
     async def shutdown(self, drain_timeout_s: float) -> int:
         """Stop, wait for the engine's end, and return its exit code."""
-        if self._writer is None:
-            self._socket.close()
-        else:
+        if self._ended is not None:
             self.stop(drain_timeout_s)
-            if self._reading is not None:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._reading, drain_timeout_s + EXIT_GRACE_S)
-            self._writer.close()
-        return await asyncio.to_thread(self._bury)
-
-    def _bury(self) -> int:
-        try:
-            return self._process.wait(EXIT_GRACE_S)
-        except subprocess.TimeoutExpired:
-            logger.error("the engine (pid %d) did not end in time and is killed", self.pid)
-            self._process.kill()
-            return self._process.wait()
-
-    def _send(self, message: msgspec.Struct) -> None:
-        assert self._writer is not None
-        self._writer.write(encode_frame(message))
-
-    async def _read(self, reader: asyncio.StreamReader) -> None:
-        try:
-            while True:
-                (length,) = struct.unpack("<I", await reader.readexactly(4))
-                if length > MAX_ENGINE_FRAME_BYTES:
-                    logger.error("the engine sent a frame of %d bytes", length)
-                    break
-                self._take(_decoder.decode(await reader.readexactly(length)))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
+            asyncio.get_running_loop().remove_reader(self._channel)
             self._mark_dead()
+        self._channel.close()
+        return await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
+
+    def _hear(self, ended: asyncio.Event) -> None:
+        try:
+            for message in self._channel.receive():
+                self._take(message)
+        except (EOFError, StorageError) as error:
+            if isinstance(error, StorageError):
+                logger.error("the engine sent %s", error)
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._mark_dead()
+            ended.set()
 
     def _take(self, message: ToServer) -> None:
         match message:
