@@ -4,11 +4,13 @@ All but the rebuilding of a lost index costs in proportion to what was under way
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError
-from tieredkv.storage.allocator import SlotAllocator
+from tieredkv.storage.allocator import SlotAllocator, batches
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 CLOCK_TOLERANCE_S = 60.0
 _BLOCK_DBS = ("blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
 _INDEX_BYTES_A_BLOCK = 700  # with its keys, after random inserts
+_ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
+_ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
+_REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
 _FORMAT = FORMAT_VERSION.to_bytes(4, "big")
 
 
@@ -38,10 +43,14 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
     logger.warning(text, mark - now, num_blocks)
     with index.writing() as txn:
-        txn.clear(*_BLOCK_DBS)
-        txn.set_meta("totals", None)
+        _forget_blocks(txn)
         txn.set_clock_mark(now, is_empty=True)
     return num_blocks
+
+
+def _forget_blocks(txn: IndexTxn) -> None:
+    txn.clear(*_BLOCK_DBS)
+    txn.set_meta("totals", None)
 
 
 def settle_budget(index: Index, budget_bytes: int | None) -> tuple[int, int]:
@@ -137,32 +146,86 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
 
 
 def _adopt_slots(slots: SlotAllocator) -> None:
-    """Fill a new index from the headers of the slots that are there, if any."""
+    """Fill a new index from the headers of the slots that are there, some at a time.
+
+    The format comes last: a start after a kill half way begins again.
+    """
     files, now, latest = slots.files, slots.clock.now(), 0.0
-    found: list[Located] = []
     segments: dict[int, SegmentState] = {}
-    for segment, (name, slot_bytes) in files.names().items():
+    for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
-        logger.warning("the index is made again: reading %d slots of `%s`", num_slots, name)
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
-        for slot in range(num_slots):
-            located = files.header_at(Extent(segment, slot))
-            if located is not None and located.slot_bytes == slot_bytes:
-                latest = max(latest, located.record.computed_at, located.record.last_used)
-                if now < located.record.expires_at:
-                    found.append(located)
-    slots.measure()
-    if slots.room_bytes < len(found) * _INDEX_BYTES_A_BLOCK:
-        slots.directory.drop_set_aside()
-        slots.measure()
     with slots.index.writing() as txn:
+        _forget_blocks(txn)
         for segment, state in segments.items():
             txn.put_segment(segment, state)
         txn.set_meta("next_segment", (max(segments, default=0) + 1).to_bytes(4, "big"))
-        make_again(txn, slots, found)
-        txn.set_clock_mark(max(now, latest))
-        txn.set_meta("format", _FORMAT)
-        slots.failpoint("adopt:before")
-    if segments:
-        logger.warning("the index was made again from slot headers: %d blocks", len(found))
+    num_slots = sum(state.num_slots for state in segments.values())
+    extents = (Extent(number, slot) for number in segments for slot in range(segments[number][1]))
+
+    def read_headers(some: Sequence[Extent]) -> list[Located | None]:
+        return list(map(files.header_at, some))
+
+    with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
+        for first in range(0, num_slots + 1, _ADOPTED_SLOTS):
+            if num_slots and first % _REPORTED_SLOTS == 0:
+                of = f"{first} of {num_slots}"
+                logger.warning("the index is made again from slot headers: %s slots read", of)
+            batch = list(islice(extents, _ADOPTED_SLOTS))
+            found: list[Located] = []
+            unowned: list[Extent] = []
+            headers = chain.from_iterable(pool.map(read_headers, batches(batch)))
+            for extent, located in zip(batch, headers, strict=True):
+                if located is None or located.slot_bytes != segments[extent.segment].slot_bytes:
+                    unowned.append(extent)
+                    continue
+                latest = max(latest, located.record.computed_at, located.record.last_used)
+                is_alive = now < located.record.expires_at
+                found.append(located) if is_alive else unowned.append(extent)
+            with slots.index.writing() as txn:
+                for extent in unowned:
+                    txn.add_pending(extent)
+                _adopt(txn, found)
+                _make_room(txn, slots, len(found))
+                if first + _ADOPTED_SLOTS > num_slots:
+                    txn.set_clock_mark(max(now, latest))
+                    txn.set_meta("format", _FORMAT)
+                slots.failpoint("adopt:before")
+    if num_slots:
+        logger.warning("the index was made again from slot headers")
+
+
+def _adopt(txn: IndexTxn, found: Iterable[Located]) -> None:
+    """Insert blocks; of two copies the newer one is kept."""
+    for located in found:
+        old = txn.get(located.record.block_hash)
+        if old is not None and old.record.computed_at > located.record.computed_at:
+            txn.add_pending(located.extent)
+            continue
+        if old is not None:
+            txn.remove(old)
+        txn.insert(located)
+
+
+def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> None:
+    """Make room for the pages that a transaction with so many new blocks writes.
+
+    The index that was set aside goes first, then the longest unused blocks: their bytes at once.
+    """
+    slots.measure()
+    copied_bytes = min(4 * 4096 * num_blocks, slots.index.used_bytes())
+    needed_bytes = num_blocks * _INDEX_BYTES_A_BLOCK + copied_bytes
+    if slots.room_bytes < needed_bytes:
+        slots.directory.drop_set_aside()
+        slots.measure()
+    short_bytes, victims = needed_bytes - slots.room_bytes, list[Located]()
+    for block_hash in txn.longest_unused():
+        if short_bytes <= 0:
+            break
+        if (located := txn.get(block_hash)) is not None:
+            victims.append(located)
+            short_bytes -= located.slot_bytes
+    for victim in victims:
+        slots.erase(victim.extent)
+        txn.remove(victim)
