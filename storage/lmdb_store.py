@@ -609,8 +609,7 @@ class BlockStore:
     def _rebuild(self) -> None:
         """Make all databases of the index again from the sound records."""
         with self._slots.changing() as txn:
-            found = (located for _, located in txn.blocks() if located is not None)
-            recovery.make_again(txn, self._slots, found)
+            recovery.make_again(txn, self._slots)
         self._slots.reload()
         logger.warning("index of `%s`: its databases were made again", self.path)
 

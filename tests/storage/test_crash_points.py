@@ -25,6 +25,7 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
+from tieredkv.storage import recovery
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
@@ -254,17 +255,21 @@ def test_a_process_that_dies_while_it_recovers_does_no_more_harm(
     assert_whole(path, died)
 
 
-@pytest.mark.parametrize("label", ["adopt:before", "erase:before", "erase:committed"])
+@pytest.mark.parametrize(
+    ("label", "nth"),
+    [("adopt:before", 1), ("adopt:before", 3), ("erase:before", 1), ("erase:committed", 1)],
+)
 def test_a_process_that_dies_while_it_makes_a_lost_index_again_makes_it_the_next_time(
-    tmp_path: Path, label: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str, nth: int
 ) -> None:
+    monkeypatch.setattr(recovery, "_ADOPTED_SLOTS", 10)
     path = tmp_path / "store"
     finished = run_until(path, "never", 1)
     assert finished.exit_code == FINISHED
     os.truncate(path / "index" / "data.mdb", 0)
 
     def reopen(tell: Callable[[str], None]) -> None:
-        failpoint = dying_at(label, 1, tell)
+        failpoint = dying_at(label, nth, tell)
         open_store(path, FakeClock(finished.now), budget_bytes=BUDGET_BYTES, failpoint=failpoint)
 
     assert in_child(reopen) == (DIED, [])
