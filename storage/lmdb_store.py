@@ -417,7 +417,7 @@ class BlockStore:
 
         Answers what was found so far; what is bad is dropped if it is to be repaired.
         """
-        result, is_whole = VerifyResult(), True
+        result, is_whole, page = VerifyResult(), True, memoryview(b"")
         for block_hash in (key for entries in self._walking() for key, _ in entries):
             entry = dict(self._entries(block_hash, 1))
             if block_hash not in entry:  # gone since the walk came by
@@ -432,7 +432,8 @@ class BlockStore:
                 result.checked += 1
                 with self._index.reading() as txn:
                     is_whole = txn.is_whole(located) and is_whole
-                page = aligned_buffer(codec.padded_bytes(located.record.size_bytes))
+                if len(page) < (size := codec.padded_bytes(located.record.size_bytes)):
+                    page = aligned_buffer(size)
                 try:
                     self.read_payload(located, page)
                 except StorageError as error:
