@@ -307,6 +307,7 @@ class StoreService:
         if self._is_group_due(now):
             self._commit()
             self._start_writes()
+        self._refresh_stats()
         self._send_stored()
         if self._touches_are_due:
             self._flush_touches()
@@ -320,7 +321,6 @@ class StoreService:
             self._sweep = None if is_over else sweep
         self._verbs.turn()
         self._server.turn()
-        self._refresh_stats()
 
     def _idle_s(self) -> float:
         if self._verbs.has_work or self._sweep is not None or self._touches_are_due:
@@ -372,7 +372,6 @@ class StoreService:
 
     def _send_stored(self) -> None:
         if self._stored:
-            self._refresh_stats()
             self._send_later(messages.Completions([*self._stored], self._stats))
             self._stored.clear()
 
