@@ -422,10 +422,15 @@ class IndexTxn:
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
 
-    def clear(self, *names: str) -> None:
-        """Empty these databases."""
-        for name in names:
-            self._txn.drop(self._dbs[name], delete=False)
+    def clear(self, segments: dict[int, SegmentState]) -> None:
+        """Empty all databases but `meta`; these segments are known then, with nothing in them."""
+        for name in NAMES:
+            if name != "meta":
+                self._txn.drop(self._dbs[name], delete=False)
+        self.set_meta("totals", None)
+        self.set_meta("needs_rebuild", None)
+        for segment, state in segments.items():
+            self.put_segment(segment, state._replace(num_live=0))
 
     def _keys_with(self, prefix: bytes, name: str) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk(name, prefix))

@@ -378,9 +378,6 @@ class BlockStore:
         unknown_ids: tuple[str, ...] = ()
         source: Iterator[Sequence[Located | None]] = iter(())
 
-        def is_meant(record: BlockRecord) -> bool:
-            return which.matches(record.namespace, record.last_used, now)
-
         if which.ids:
             hashes, unknown_ids = yield from self.choosing(which.ids)
             source = (list(map(self.locate, batch)) for batch in batches(hashes))
@@ -388,7 +385,8 @@ class BlockStore:
             source = ([each for _, each in entries] for entries in self._walking())
         num_evicted = freed_bytes = 0
         for some in source:
-            doomed = [each for each in some if each and is_meant(each.record)]
+            records = ((each, each.record) for each in some if each)
+            doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
             freed_bytes += sum(located.slot_bytes for located in doomed)
             num_evicted += len(doomed)
             if not which.dry_run:

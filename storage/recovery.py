@@ -19,7 +19,6 @@ from tieredkv.storage.index import Index, IndexTxn, SegmentState
 logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S = 60.0
-_BLOCK_DBS = ("blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
 _MOST_BYTES_A_BLOCK = 4 * 4096  # of pages that one transaction writes
 _ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
 _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
@@ -44,7 +43,7 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
     logger.warning(text, mark - now, num_blocks)
     with index.writing() as txn:
-        _clear(txn, {})
+        txn.clear({})
         txn.set_clock_mark(now, is_empty=True)
     return num_blocks
 
@@ -106,18 +105,9 @@ def make_again(txn: IndexTxn, slots: SlotAllocator) -> None:
         for located in stored.values()
         if claims[located.extent] == 1 and located.extent.segment in segments
     }
-    _clear(txn, segments)
+    txn.clear(segments)
     used = (Extent(number, slot) for number in segments for slot in range(segments[number][2]))
     _fill(txn, slots, list(sound.values()), {*used, *slots.lent} - sound.keys())
-
-
-def _clear(txn: IndexTxn, segments: dict[int, SegmentState]) -> None:
-    """Empty all databases but `meta`; then these segments are known, and nothing in them."""
-    txn.clear(*_BLOCK_DBS)
-    txn.set_meta("totals", None)
-    txn.set_meta("needs_rebuild", None)
-    for segment, state in segments.items():
-        txn.put_segment(segment, state._replace(num_live=0))
 
 
 def _fill(
@@ -181,7 +171,7 @@ def _adopt_slots(slots: SlotAllocator) -> None:
         num_slots = files.size_bytes(segment) // slot_bytes
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
     with slots.index.writing() as txn:
-        _clear(txn, segments)
+        txn.clear(segments)
         txn.set_meta("next_segment", (max(segments, default=0) + 1).to_bytes(4, "big"))
     num_slots = sum(state.num_slots for state in segments.values())
     extents = (Extent(number, slot) for number in segments for slot in range(segments[number][1]))
@@ -195,16 +185,12 @@ def _adopt_slots(slots: SlotAllocator) -> None:
                 of = f"{first} of {num_slots}"
                 logger.warning("the index is made again from slot headers: %s slots read", of)
             batch = list(islice(extents, _ADOPTED_SLOTS))
-            found: list[Located] = []
-            unowned: list[Extent] = []
             headers = chain.from_iterable(pool.map(read_headers, batches(batch)))
-            for extent, located in zip(batch, headers, strict=True):
-                if located is None or located.slot_bytes != segments[extent.segment].slot_bytes:
-                    unowned.append(extent)
-                    continue
-                latest = max(latest, located.record.computed_at, located.record.last_used)
-                is_alive = now < located.record.expires_at
-                found.append(located) if is_alive else unowned.append(extent)
+            stored = [located for located in headers if located is not None]
+            times = ((each.record.computed_at, each.record.last_used) for each in stored)
+            latest = max(latest, *chain.from_iterable(times), 0.0)
+            found = [each for each in stored if now < each.record.expires_at]
+            unowned = set(batch) - {each.extent for each in found}
             slots.measure()
             with slots.index.writing() as txn:
                 _fill(txn, slots, found, unowned)
