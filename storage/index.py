@@ -384,16 +384,12 @@ class IndexTxn:
 
     # --- whole databases --------------------------------------------------------------------
 
-    def stat(self, name: str) -> dict[str, int]:
-        """What LMDB counts of one database: `entries` and its pages."""
-        return dict(self._txn.stat(self._dbs[name]))
-
     def used_bytes(self) -> int:
         """What all pages in use take, those of this transaction's changes as well."""
-        stats = [self.stat(name) for name in NAMES]
+        stats = list(map(self._txn.stat, self._dbs.values()))
         pages = ("branch_pages", "leaf_pages", "overflow_pages")
         num_pages = sum(stat[name] for stat in stats for name in pages)
-        return stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages)
+        return int(stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages))
 
     def is_whole(self, located: Located) -> bool:
         """Whether a record has its keys, and a slot in use that is on no other list."""
@@ -409,7 +405,7 @@ class IndexTxn:
 
     def contradictions(self) -> list[str]:
         """Compare all counters; with `is_whole` of every record none goes unseen."""
-        num = {name: self.stat(name)["entries"] for name in NAMES}
+        num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
         num_blocks, segments = num["blocks"], self.segments().values()
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]

@@ -11,7 +11,7 @@ from itertools import chain, islice
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError
-from tieredkv.storage.allocator import SlotAllocator, batches
+from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
@@ -175,18 +175,13 @@ def _adopt_slots(slots: SlotAllocator) -> None:
         txn.set_meta("next_segment", (max(segments, default=0) + 1).to_bytes(4, "big"))
     num_slots = sum(state.num_slots for state in segments.values())
     extents = (Extent(number, slot) for number in segments for slot in range(segments[number][1]))
-
-    def read_headers(some: Sequence[Extent]) -> list[Located | None]:
-        return list(map(files.header_at, some))
-
     with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
         for first in range(0, num_slots + 1, _ADOPTED_SLOTS):
             if num_slots and first % _REPORTED_SLOTS == 0:
                 of = f"{first} of {num_slots}"
                 logger.warning("the index is made again from slot headers: %s slots read", of)
             batch = list(islice(extents, _ADOPTED_SLOTS))
-            headers = chain.from_iterable(pool.map(read_headers, batches(batch)))
-            stored = [located for located in headers if located is not None]
+            stored = [located for located in pool.map(files.header_at, batch) if located]
             times = ((each.record.computed_at, each.record.last_used) for each in stored)
             latest = max(latest, *chain.from_iterable(times), 0.0)
             found = [each for each in stored if now < each.record.expires_at]
