@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from tests.storage.test_crash_points import DIED, assert_whole, count_labels, ru
 from tests.storage.test_power_loss import compile_shim, lose_power
 
 ROUNDS = 32  # kills of one store, cuts of one recording
+MEMORY_BYTES = 4 << 30
 FIGURES = (
     "kills",
     "cuts",
@@ -52,6 +54,7 @@ def kill_at_labels(count: int, seed: int, folder: Path) -> Counter[str]:
         assert died.exit_code == DIED, "it did not die"
         counted += Counter({"kills": 1, "blocks acknowledged": len(died.stored)})
         counted["blocks verified"] += assert_whole(path, died)
+        shutil.rmtree(path)
     return counted
 
 
@@ -86,7 +89,8 @@ def run_shard(kills: int, cuts: int, seed: int, folder: str) -> dict[str, Any]:
                 failures.append(f"seed {seed}: {traceback.format_exc()}")
                 counted.update(name for name in ("wrong", "lost") if name in str(error))
 
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else folder
+    has_room = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MEMORY_BYTES
+    memory = "/dev/shm" if has_room else folder
     attempt(partial(kill_at_labels, kills // 2, seed), memory)  # forks: no thread yet
     for number, count in enumerate(_rounds(kills - kills // 2)):
         attempt(partial(kill_worker, count, seed + number), folder)
