@@ -249,7 +249,8 @@ class SegmentFiles:
         header = scratch(HEADER_BYTES)
         self._read(extent, [header])
         found = codec.decode_header(header)
-        return found if found and found.extent == extent else None
+        place = (extent, self.slot_bytes(extent.segment))
+        return found if found and (found.extent, found.slot_bytes) == place else None
 
     def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
         """Fill aligned buffers from the start of a slot; answer how many bytes there were."""

@@ -28,7 +28,7 @@ _SEGMENT = struct.Struct("<4I")
 _FREE_CLASS = struct.Struct(">I")
 _TIME = struct.Struct("<d")
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM)
-_NUM_META_PAGES = 2
+_NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
 _READ_AHEAD_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22
 
@@ -168,10 +168,7 @@ class Index:
     def used_bytes(self) -> int:
         """What a copy takes: pages in use; it has none of the free pages' own tree."""
         with self.reading() as txn:
-            stats = [self._env.stat(), *map(txn.stat, NAMES)]
-        pages = ("branch_pages", "leaf_pages", "overflow_pages")
-        num_pages = sum(stat[name] for stat in stats for name in pages)
-        return int(stats[0]["psize"]) * (_NUM_META_PAGES + int(num_pages))
+            return txn.used_bytes()
 
     def close(self) -> None:
         """Close the environment."""
@@ -237,7 +234,7 @@ class IndexTxn:
         self.add_pending(located.extent)
 
     def remove_damaged(self, block_hash: bytes) -> None:
-        """Drop an entry whose fields cannot be trusted; `rebuild` finds its slot and keys again."""
+        """Drop an entry whose fields cannot be trusted; a rebuild finds its slot and keys again."""
         self._txn.delete(block_hash, db=self._blocks)
         self.set_meta("needs_rebuild", b"1")
 
@@ -387,9 +384,12 @@ class IndexTxn:
 
     # --- whole databases --------------------------------------------------------------------
 
-    def stat(self, name: str) -> dict[str, int]:
-        """What LMDB counts of one database: `entries` and its pages."""
-        return dict(self._txn.stat(self._dbs[name]))
+    def used_bytes(self) -> int:
+        """What all pages in use take, those of this transaction's changes as well."""
+        stats = list(map(self._txn.stat, self._dbs.values()))
+        pages = ("branch_pages", "leaf_pages", "overflow_pages")
+        num_pages = sum(stat[name] for stat in stats for name in pages)
+        return int(stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages))
 
     def is_whole(self, located: Located) -> bool:
         """Whether a record has its keys, and a slot in use that is on no other list."""
@@ -405,7 +405,7 @@ class IndexTxn:
 
     def contradictions(self) -> list[str]:
         """Compare all counters; with `is_whole` of every record none goes unseen."""
-        num = {name: self.stat(name)["entries"] for name in NAMES}
+        num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
         num_blocks, segments = num["blocks"], self.segments().values()
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]
@@ -418,32 +418,15 @@ class IndexTxn:
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
 
-    def clear(self, *names: str) -> None:
-        """Empty these databases."""
-        for name in names:
-            self._txn.drop(self._dbs[name], delete=False)
-
-    def rebuild(self, stored: list[Located], lent: set[Extent]) -> None:
-        """Make every secondary key, counter and slot list again from the sound records.
-
-        Slots that were handed out once and are neither a block's nor lent become pending.
-        """
-        segments = self.segments()
-        self.clear("blocks", "expiry", "lru", "namespaces", "free", "pending")
+    def clear(self, segments: dict[int, SegmentState]) -> None:
+        """Empty all databases but `meta`; these segments are known then, with nothing in them."""
+        for name in NAMES:
+            if name != "meta":
+                self._txn.drop(self._dbs[name], delete=False)
         self.set_meta("totals", None)
         self.set_meta("needs_rebuild", None)
         for segment, state in segments.items():
             self.put_segment(segment, state._replace(num_live=0))
-        for located in stored:
-            self._put_keys(located)
-            self._count(located, 1)
-        owned = {located.extent for located in stored}
-        for segment, state in segments.items():
-            for slot in range(state.num_used):
-                if (extent := Extent(segment, slot)) not in owned:
-                    self.add_pending(extent)
-        for extent in lent - owned:
-            self.add_pending(extent)
 
     def _keys_with(self, prefix: bytes, name: str) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk(name, prefix))

@@ -70,16 +70,16 @@ def sum_up(
     txn: IndexTxn, chains: Chains, leaf: bytes, shared: dict[bytes, ChainInfo], now: float
 ) -> list[ChainInfo]:
     """Describe a chain, if it is there; where chains part, what they share is summed up once."""
-    path: list[BlockRecord] = []
+    path: list[Located] = []
     info = None
     for located in climb(txn, leaf, now):
         if (info := shared.get(located.record.block_hash)) is not None:
             break
-        path.append(located.record)
-    for record in reversed(path):
-        info = _extend(info, record)
-        if chains.num_children(record.block_hash) > 1:
-            shared[record.block_hash] = info
+        path.append(located)
+    for located in reversed(path):
+        info = _extend(info, located)
+        if chains.num_children(located.record.block_hash) > 1:
+            shared[located.record.block_hash] = info
     return [info] if info else []
 
 
@@ -87,7 +87,8 @@ def _key(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0"), "big")
 
 
-def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
+def _extend(before: ChainInfo | None, located: Located) -> ChainInfo:
+    record = located.record
     return ChainInfo(
         id=record.block_hash.hex(),
         namespace=record.namespace.hex(),
@@ -95,6 +96,7 @@ def _extend(before: ChainInfo | None, record: BlockRecord) -> ChainInfo:
         blocks=1 + (before.blocks if before else 0),
         last_position=record.position,
         bytes=record.size_bytes + (before.bytes if before else 0),
+        stored_bytes=located.payload_bytes + (before.stored_bytes if before else 0),
         retention=record.retention,
         computed_at_min=min(record.computed_at, before.computed_at_min if before else 1e300),
         computed_at_max=max(record.computed_at, before.computed_at_max if before else 0.0),

@@ -378,9 +378,6 @@ class BlockStore:
         unknown_ids: tuple[str, ...] = ()
         source: Iterator[Sequence[Located | None]] = iter(())
 
-        def is_meant(record: BlockRecord) -> bool:
-            return which.matches(record.namespace, record.last_used, now)
-
         if which.ids:
             hashes, unknown_ids = yield from self.choosing(which.ids)
             source = (list(map(self.locate, batch)) for batch in batches(hashes))
@@ -388,7 +385,8 @@ class BlockStore:
             source = ([each for _, each in entries] for entries in self._walking())
         num_evicted = freed_bytes = 0
         for some in source:
-            doomed = [each for each in some if each and is_meant(each.record)]
+            records = ((each, each.record) for each in some if each)
+            doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
             freed_bytes += sum(located.slot_bytes for located in doomed)
             num_evicted += len(doomed)
             if not which.dry_run:
@@ -417,7 +415,7 @@ class BlockStore:
 
         Answers what was found so far; what is bad is dropped if it is to be repaired.
         """
-        result, is_whole = VerifyResult(), True
+        result, is_whole, page = VerifyResult(), True, memoryview(b"")
         for block_hash in (key for entries in self._walking() for key, _ in entries):
             entry = dict(self._entries(block_hash, 1))
             if block_hash not in entry:  # gone since the walk came by
@@ -432,7 +430,8 @@ class BlockStore:
                 result.checked += 1
                 with self._index.reading() as txn:
                     is_whole = txn.is_whole(located) and is_whole
-                page = aligned_buffer(codec.padded_bytes(located.record.size_bytes))
+                if len(page) < (size := codec.padded_bytes(located.record.size_bytes)):
+                    page = aligned_buffer(size)
                 try:
                     self.read_payload(located, page)
                 except StorageError as error:
@@ -609,8 +608,7 @@ class BlockStore:
     def _rebuild(self) -> None:
         """Make all databases of the index again from the sound records."""
         with self._slots.changing() as txn:
-            found = (located for _, located in txn.blocks() if located is not None)
-            recovery.make_again(txn, self._slots, found)
+            recovery.make_again(txn, self._slots)
         self._slots.reload()
         logger.warning("index of `%s`: its databases were made again", self.path)
 

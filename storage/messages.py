@@ -46,7 +46,7 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     disk_retentions: tuple[str, ...] = ("24h",)
     clock_offset_file: str | None = None
     num_readers: int = 32
-    num_writers: int = 4
+    num_writers: int = 8
     backoff_s: float = 0.1
     max_backoff_s: float = 30.0
     busy_patience_s: float = 5.0

@@ -4,7 +4,10 @@ All but the rebuilding of a lost index costs in proportion to what was under way
 """
 
 import logging
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError
@@ -16,8 +19,10 @@ from tieredkv.storage.index import Index, IndexTxn, SegmentState
 logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S = 60.0
-_BLOCK_DBS = ("blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
-_INDEX_BYTES_A_BLOCK = 700  # with its keys, after random inserts
+_MOST_BYTES_A_BLOCK = 4 * 4096  # of pages that one transaction writes
+_ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
+_ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
+_REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
 _FORMAT = FORMAT_VERSION.to_bytes(4, "big")
 
 
@@ -38,8 +43,7 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
     logger.warning(text, mark - now, num_blocks)
     with index.writing() as txn:
-        txn.clear(*_BLOCK_DBS)
-        txn.set_meta("totals", None)
+        txn.clear({})
         txn.set_clock_mark(now, is_empty=True)
     return num_blocks
 
@@ -88,37 +92,56 @@ def recover(slots: SlotAllocator) -> int:
     return num_expired
 
 
-def make_again(txn: IndexTxn, slots: SlotAllocator, found: Iterable[Located]) -> None:
-    """Make all databases but `meta` and `segments` again from what was found to be stored.
+def make_again(txn: IndexTxn, slots: SlotAllocator) -> None:
+    """Make all databases but `meta` again from the records that are sound.
 
-    Of blocks that claim one slot none is kept: at most one of them is right. Of two copies of a
-    block the newer one is. Where the budget has no room for the new pages beside the old ones, the
-    longest unused blocks give way: their bytes at once, their slots as pending ones.
+    Of blocks that claim one slot none is kept: at most one of them is right.
     """
-    owners: dict[Extent, Located | None] = dict.fromkeys(slots.lent)
-    newest: dict[bytes, Located] = {}
-    for located in found:
-        block_hash = located.record.block_hash
-        other = owners.setdefault(located.extent, located)
-        if other is None or other.record.block_hash != block_hash:
-            owners[located.extent] = None
-        elif (
-            located.record.computed_at >= newest.setdefault(block_hash, located).record.computed_at
-        ):
-            newest[block_hash] = located
+    stored = {located.record.block_hash: located for _, located in txn.blocks() if located}
+    claims = Counter(chain(slots.lent, (located.extent for located in stored.values())))
     segments = txn.segments()
-    sound = [
-        each
-        for each in newest.values()
-        if each.extent.segment in segments and owners[each.extent] is not None
-    ]
-    sound.sort(key=lambda each: -each.record.last_used)
-    short_bytes = len(sound) * _INDEX_BYTES_A_BLOCK - slots.room_bytes
-    while sound and short_bytes > 0:
-        victim = sound.pop()
+    sound = {
+        located.extent: located
+        for located in stored.values()
+        if claims[located.extent] == 1 and located.extent.segment in segments
+    }
+    txn.clear(segments)
+    used = (Extent(number, slot) for number in segments for slot in range(segments[number][2]))
+    _fill(txn, slots, list(sound.values()), {*used, *slots.lent} - sound.keys())
+
+
+def _fill(
+    txn: IndexTxn, slots: SlotAllocator, found: Sequence[Located], unowned: Iterable[Extent]
+) -> None:
+    """Insert blocks and list slots that are none's; of two copies of a block the newer one is kept.
+
+    Where the budget has no room for the pages that this writes, the index that was set aside goes,
+    then the longest unused blocks: their bytes at once, their slots as pending ones.
+    """
+    for extent in unowned:
+        txn.add_pending(extent)
+    for located in found:
+        old = txn.get(located.record.block_hash)
+        if old is not None and old.record.computed_at > located.record.computed_at:
+            txn.add_pending(located.extent)
+            continue
+        if old is not None:
+            txn.remove(old)
+        txn.insert(located)
+    needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * len(found))
+    if slots.room_bytes < needed_bytes:
+        slots.directory.drop_set_aside()
+        slots.measure()
+    short_bytes, victims = needed_bytes - slots.room_bytes, list[Located]()
+    for block_hash in txn.longest_unused():
+        if short_bytes <= 0:
+            break
+        if (victim := txn.get(block_hash)) is not None:
+            victims.append(victim)
+            short_bytes -= victim.slot_bytes
+    for victim in victims:
         slots.erase(victim.extent)
-        short_bytes -= victim.slot_bytes
-    txn.rebuild(sound, set(slots.lent))
+        txn.remove(victim)
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
@@ -137,32 +160,38 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
 
 
 def _adopt_slots(slots: SlotAllocator) -> None:
-    """Fill a new index from the headers of the slots that are there, if any."""
+    """Fill a new index from the headers of the slots that are there, some at a time.
+
+    The format comes last: a start after a kill half way begins again.
+    """
     files, now, latest = slots.files, slots.clock.now(), 0.0
-    found: list[Located] = []
     segments: dict[int, SegmentState] = {}
-    for segment, (name, slot_bytes) in files.names().items():
+    for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
-        logger.warning("the index is made again: reading %d slots of `%s`", num_slots, name)
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
-        for slot in range(num_slots):
-            located = files.header_at(Extent(segment, slot))
-            if located is not None and located.slot_bytes == slot_bytes:
-                latest = max(latest, located.record.computed_at, located.record.last_used)
-                if now < located.record.expires_at:
-                    found.append(located)
-    slots.measure()
-    if slots.room_bytes < len(found) * _INDEX_BYTES_A_BLOCK:
-        slots.directory.drop_set_aside()
-        slots.measure()
     with slots.index.writing() as txn:
-        for segment, state in segments.items():
-            txn.put_segment(segment, state)
+        txn.clear(segments)
         txn.set_meta("next_segment", (max(segments, default=0) + 1).to_bytes(4, "big"))
-        make_again(txn, slots, found)
-        txn.set_clock_mark(max(now, latest))
-        txn.set_meta("format", _FORMAT)
-        slots.failpoint("adopt:before")
-    if segments:
-        logger.warning("the index was made again from slot headers: %d blocks", len(found))
+    num_slots = sum(state.num_slots for state in segments.values())
+    extents = (Extent(number, slot) for number in segments for slot in range(segments[number][1]))
+    with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
+        for first in range(0, num_slots + 1, _ADOPTED_SLOTS):
+            if num_slots and first % _REPORTED_SLOTS == 0:
+                of = f"{first} of {num_slots}"
+                logger.warning("the index is made again from slot headers: %s slots read", of)
+            batch = list(islice(extents, _ADOPTED_SLOTS))
+            stored = [located for located in pool.map(files.header_at, batch) if located]
+            times = ((each.record.computed_at, each.record.last_used) for each in stored)
+            latest = max(latest, *chain.from_iterable(times), 0.0)
+            found = [each for each in stored if now < each.record.expires_at]
+            unowned = set(batch) - {each.extent for each in found}
+            slots.measure()
+            with slots.index.writing() as txn:
+                _fill(txn, slots, found, unowned)
+                if first + _ADOPTED_SLOTS > num_slots:
+                    txn.set_clock_mark(max(now, latest))
+                    txn.set_meta("format", _FORMAT)
+                slots.failpoint("adopt:before")
+    if num_slots:
+        logger.warning("the index was made again from slot headers")

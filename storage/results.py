@@ -51,10 +51,10 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         id: hex of the last block's hash.
-        namespace, root: hex digests.
+        namespace, root: hex digests; chains of one model, in one namespace, share their root.
         blocks: stored blocks, those shared with other chains included.
         last_position: position of the last block; `blocks - 1` where there is no hole.
-        bytes: payload bytes of these blocks.
+        bytes, stored_bytes: of these blocks, and of their payloads as they are on disk.
         retention: retention policy of the last block.
     """
 
@@ -64,6 +64,7 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     last_position: int
     bytes: int
+    stored_bytes: int
     retention: str
     computed_at_min: float
     computed_at_max: float

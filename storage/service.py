@@ -303,6 +303,7 @@ class StoreService:
         if self._is_group_due(now):
             self._commit()
             self._start_writes()
+        self._refresh_stats()
         self._send_stored()
         if self._touches_are_due:
             self._flush_touches()
@@ -314,7 +315,6 @@ class StoreService:
         if (sweep := self._sweep) is not None:
             is_over = self._attempt("sweep", lambda: next(sweep, _OVER)) is _OVER
             self._sweep = None if is_over else sweep
-        self._refresh_stats()
 
     def _idle_s(self) -> float:
         if self._sweep is not None or self._touches_are_due:
@@ -365,7 +365,6 @@ class StoreService:
 
     def _send_stored(self) -> None:
         if self._stored:
-            self._refresh_stats()
             self._send_later(messages.Completions([*self._stored], self._stats))
             self._stored.clear()
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from tests.storage.blocks import (
     sweep,
     verify,
 )
+from tieredkv.storage import recovery
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.types import BlockRecord
 
@@ -46,7 +48,7 @@ LABELS = [
 ]
 START = 1_800_000_000.0
 BUDGET_BYTES = 2 << 20
-DIED, FINISHED, FAILED = 9, 0, 1
+DIED, FINISHED, FAILED = -signal.SIGKILL, 0, 1
 
 Step = tuple[Literal["put", "delete"], Sequence[BlockRecord]] | tuple[Literal["wait"], float]
 
@@ -167,7 +169,7 @@ def dying_at(label: str, nth: int, tell: Callable[[str], None]) -> Callable[[str
         if at == "commit:done":
             tell("committed")
         if at == label and seen[at] == nth:
-            os._exit(DIED)
+            os.kill(os.getpid(), signal.SIGKILL)
 
     return failpoint
 
@@ -204,9 +206,12 @@ def run_until(path: Path, label: str, nth: int) -> Outcome:
 
 @pytest.fixture(scope="module")
 def num_reached(tmp_path_factory: pytest.TempPathFactory) -> Counter[str]:
+    return count_labels(tmp_path_factory.mktemp("counted") / "store")
+
+
+def count_labels(path: Path) -> Counter[str]:
     """How often a process that lives to the end passes each label."""
     seen = Counter[str]()
-    path = tmp_path_factory.mktemp("counted") / "store"
     live(path, lambda label: seen.update([label]), lambda line: None)
     return seen
 
@@ -250,17 +255,21 @@ def test_a_process_that_dies_while_it_recovers_does_no_more_harm(
     assert_whole(path, died)
 
 
-@pytest.mark.parametrize("label", ["adopt:before", "erase:before", "erase:committed"])
+@pytest.mark.parametrize(
+    ("label", "nth"),
+    [("adopt:before", 1), ("adopt:before", 3), ("erase:before", 1), ("erase:committed", 1)],
+)
 def test_a_process_that_dies_while_it_makes_a_lost_index_again_makes_it_the_next_time(
-    tmp_path: Path, label: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str, nth: int
 ) -> None:
+    monkeypatch.setattr(recovery, "_ADOPTED_SLOTS", 10)
     path = tmp_path / "store"
     finished = run_until(path, "never", 1)
     assert finished.exit_code == FINISHED
     os.truncate(path / "index" / "data.mdb", 0)
 
     def reopen(tell: Callable[[str], None]) -> None:
-        failpoint = dying_at(label, 1, tell)
+        failpoint = dying_at(label, nth, tell)
         open_store(path, FakeClock(finished.now), budget_bytes=BUDGET_BYTES, failpoint=failpoint)
 
     assert in_child(reopen) == (DIED, [])
@@ -283,13 +292,13 @@ def test_a_process_that_dies_while_it_shrinks_a_store_shrinks_it_the_next_time(
     assert_whole(path, finished, budget_bytes=smaller)
 
 
-def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES) -> None:
-    """Open what a dead process left, and look at all of it."""
+def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES) -> int:
+    """Open what a dead process left, and look at all of it; how many blocks are right."""
     assert occupied_bytes(path) <= BUDGET_BYTES
     with open_store(path, FakeClock(died.now), budget_bytes=budget_bytes) as store:
         store.check()
         assert occupied_bytes(path) <= budget_bytes
-        assert_right_blocks(store, died)
+        num_right = assert_right_blocks(store, died)
         sweep(store)
         store.check()
         assert_right_blocks(store, died)
@@ -300,10 +309,14 @@ def assert_whole(path: Path, died: Outcome, *, budget_bytes: int = BUDGET_BYTES)
         assert all(put(store, *blocks("after", 20, 500)))
         store.check()
         assert occupied_bytes(path) <= budget_bytes
+    return num_right
 
 
-def assert_right_blocks(store: CheckedStore, died: Outcome) -> None:
-    """What was acknowledged is there, but for what was evicted in order; nothing else is."""
+def assert_right_blocks(store: CheckedStore, died: Outcome) -> int:
+    """What was acknowledged is there, but for what was evicted in order; nothing else is.
+
+    Answers how many blocks that are.
+    """
     served = {}
     for block_hash in {record.block_hash for record in TRIED}:
         (found,) = store.lookup([block_hash])
@@ -324,8 +337,9 @@ def assert_right_blocks(store: CheckedStore, died: Outcome) -> None:
     ]
     kept.sort(key=lambda record: record.last_used)
     is_there = [record.block_hash in served for record in kept]
-    assert is_there == sorted(is_there), "a block is gone that was not the longest unused"
-    assert sum(is_there) >= min(len(kept), 20), "more is gone than had to be"
+    assert is_there == sorted(is_there), "a block is lost that was not the longest unused"
+    assert sum(is_there) >= min(len(kept), 20), "more is lost than had to be"
+    return len(served)
 
 
 def assert_no_strangers_bytes(path: Path, store: CheckedStore) -> None:

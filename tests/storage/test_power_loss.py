@@ -1,5 +1,6 @@
 """After a power loss the store opens; blocks may be missing, never wrong."""
 
+import os
 import random
 import shutil
 import subprocess
@@ -27,10 +28,17 @@ class NeverServesError(Exception):
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compile what logs the writes."""
-    if (compiler := shutil.which("cc")) is None:
+    if shutil.which("cc") is None:
         pytest.skip("there is no C compiler `cc` to build the write log with")
-    target = tmp_path_factory.mktemp("shim") / "power_loss.so"
-    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(target), str(SOURCE), "-ldl"]
+    return compile_shim(tmp_path_factory.mktemp("shim"))
+
+
+def compile_shim(folder: Path) -> Path:
+    """Build what logs the writes; without a compiler, `POWER_LOSS_SHIM` names a built one."""
+    if built := os.environ.get("POWER_LOSS_SHIM"):
+        return Path(built)
+    target = folder / "power_loss.so"
+    command = ["cc", "-shared", "-fPIC", "-O1", "-o", str(target), str(SOURCE), "-ldl"]
     subprocess.run(command, check=True)
     return target
 
@@ -71,7 +79,9 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
                 elif done.reason != "missing":
                     outcome[f"a load says {done.reason}"] += 1
                 if sync == "commit" and not done.ok:
-                    assert block not in certain, f"synced, acknowledged and {done.reason}"
+                    assert block not in certain, (
+                        f"lost, though synced and acknowledged: {done.reason}"
+                    )
         outcome["certain"] += len(certain)
         late = make_chain("late", 8)
 
@@ -111,19 +121,4 @@ def test_a_power_loss_costs_blocks_at_most(ram_path: Path, shim: Path, sync: str
     outcome = lose_power(ram_path, shim, sync, seed=1, num_cuts=10)
     assert outcome["opened"] == 10
     assert outcome["right"] > (100 if sync == "commit" else 0), outcome
-    expect_all_usable(outcome)
-
-
-@pytest.mark.stress
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("sync", ["commit", "none"])
-def test_many_power_losses_cost_blocks_at_most(
-    ram_path: Path, shim: Path, sync: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome: Counter[str] = Counter()
-    for seed in range(25):
-        outcome += lose_power(ram_path, shim, sync, seed, num_cuts=20)
-        with capsys.disabled():
-            print(f"sync {sync}: {dict(outcome)}")  # noqa: T201
-    assert outcome["opened"] == 500
     expect_all_usable(outcome)

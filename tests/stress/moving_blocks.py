@@ -1,6 +1,6 @@
 """Measures what moving blocks between VRAM and host memory costs requests that run.
 
-    python -P -m tests.stress.moving_blocks --model random:llama-3.1-8b --promotion 32768
+    python -m tests.stress.moving_blocks --model random:llama-3.1-8b --promotion 32768
 
 --demotion   a workload in VRAM for a quarter of it, with the host tier and without, in pairs
 --promotion  a prefix comes up from host memory while 8 requests decode: their time between tokens

@@ -153,16 +153,19 @@ class _Disk:
         raw.drop_cached(path)
         picks = [self._random.sample(range(count), size) for _ in range(LOOKUP_CALLS)]
         calls = [[_hash(number) for number in numbers] for numbers in picks]
+        misses = [[it[::-1] for it in each] for each in calls]
         start = time.perf_counter()
         with open_store(clock=Clock()) as store:
             open_s = time.perf_counter() - start
             cold_us, warm_us = (self._us(store.find, calls, size) for _ in range(2))
-            miss_us = self._us(store.find, [[it[::-1] for it in each] for each in calls], 0)
+            miss_us = self._us(store.find, misses, 0)
         with closing(self._serve(path=str(path), budget_bytes=UNBOUNDED_BYTES)) as client:
             lookup = partial(self._lookup, client)
             _, client_us = (self._us(lookup, calls, size) for _ in range(2))
-        every_us = zip(warm_us, miss_us, client_us, strict=True)
-        samples = [{"hit_us": a, "miss_us": b, "client_us": c} for a, b, c in every_us]
+            client_miss_us = self._us(lookup, misses, 0)
+        names = ("hit_us", "miss_us", "client_us", "client_miss_us")
+        every_us = zip(warm_us, miss_us, client_us, client_miss_us, strict=True)
+        samples = [dict(zip(names, each, strict=True)) for each in every_us]
         firsts = {"first_us": cold_us[0], "first_us_all": cold_us, "open_s": open_s}
         return _row("index", f"{count} blocks", samples) | firsts
 

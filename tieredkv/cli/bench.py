@@ -148,7 +148,7 @@ def transfer(**options: Any) -> int:
 @_several("--index-blocks", default="10000,1000000", help="Blocks in an index that is looked up.")
 @_count("--repeats", default=3, help="Samples of a rate.")
 @_count("--readers", default=32, help="Threads, as the worker has.")
-@_count("--writers", default=4, help="Threads, as the worker has.")
+@_count("--writers", default=8, help="Threads, as the worker has.")
 @report_options
 def disk(**options: Any) -> int:
     """Measure what the disk tier makes of a disk, beside what the disk does without it.

@@ -91,13 +91,14 @@ def ls(loaded: LoadedSettings, as_json: bool) -> None:
             "retention": chain["retention"],
             "blocks": str(chain["blocks"]),
             "size": format_bytes(chain["bytes"]),
+            "ratio": f"{chain['bytes'] / chain['stored_bytes']:.2f}",
             "idle": format_duration(max(0.0, now - chain["last_used_max"])),
             "expires in": format_duration(max(0.0, chain["expires_at_min"] - now)),
             "hits": str(chain["hits"]),
         }
         for chain in answer["chains"]
     ]
-    print_table(rows, numbers=5)
+    print_table(rows, numbers=6)
 
 
 @click.command()

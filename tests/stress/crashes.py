@@ -1,0 +1,151 @@
+"""Kills and power losses by the thousand: what a store acknowledged is there, and no byte is wrong.
+
+`python -m tests.stress.crashes --shards 16 --kills 1000 --cuts 1000 --json OUT`
+
+Half of the kills are `kill -9` at labelled points of the write path, half hit the real worker at
+random times under load at capacity. Every store that is left is opened, read and verified. Shards
+run at the same time, each with a seed of its own; the last line sums them up. Exit 1 if anything
+was lost or wrong.
+"""
+
+import argparse
+import json
+import logging
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from tests.storage.conftest import Harness
+from tests.storage.test_crash import survive_kills
+from tests.storage.test_crash_points import DIED, assert_whole, count_labels, run_until
+from tests.storage.test_power_loss import compile_shim, lose_power
+
+ROUNDS = 32  # kills of one store, cuts of one recording
+MEMORY_BYTES = 4 << 30
+FIGURES = (
+    "kills",
+    "cuts",
+    "stores cut off",
+    "blocks acknowledged",
+    "blocks verified",
+    "wrong",
+    "lost",
+)
+
+
+def kill_at_labels(count: int, seed: int, folder: Path) -> Counter[str]:
+    """Kill processes at labelled points and look at what they leave."""
+    reached = count_labels(folder / "counted")
+    random_, counted = random.Random(seed), Counter[str]()
+    for number in range(count):
+        label = random_.choice(sorted(reached))
+        path = folder / str(number)
+        died = run_until(path, label, random_.randint(1, reached[label]))
+        assert died.exit_code == DIED, "it did not die"
+        counted += Counter({"kills": 1, "blocks acknowledged": len(died.stored)})
+        counted["blocks verified"] += assert_whole(path, died)
+        shutil.rmtree(path)
+    return counted
+
+
+def kill_worker(count: int, seed: int, folder: Path) -> Counter[str]:
+    """Kill the worker at random times."""
+    harness = Harness(folder / "store")
+    try:
+        return survive_kills(harness, count, seed)
+    finally:
+        harness.close()
+
+
+def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
+    """Lose the power at random moments, every other seed without flushes."""
+    outcome = lose_power(folder, shim, ("commit", "none")[seed % 2], seed, count)
+    assert not outcome["unusable"], "a store does not serve again"
+    verified, certain = outcome["right"], outcome["certain"]
+    return Counter(
+        {"cuts": outcome["opened"], "blocks acknowledged": certain, "blocks verified": verified}
+    )
+
+
+def run_shard(kills: int, cuts: int, seed: int, folder: str) -> dict[str, Any]:
+    """One shard's part, in this process; what fails is counted, and the rest goes on."""
+    counted, failures = Counter[str](), list[str]()
+
+    def attempt(trial: Callable[[Path], Counter[str]], where: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="tieredkv-crashes-", dir=where) as made:
+            try:
+                counted.update(trial(Path(made)))
+            except Exception as error:
+                failures.append(f"seed {seed}: {traceback.format_exc()}")
+                counted.update(name for name in ("wrong", "lost") if name in str(error))
+
+    has_room = os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > MEMORY_BYTES
+    memory = "/dev/shm" if has_room else folder
+    attempt(partial(kill_at_labels, kills // 2, seed), memory)  # forks: no thread yet
+    for number, count in enumerate(_rounds(kills - kills // 2)):
+        attempt(partial(kill_worker, count, seed + number), folder)
+    if cuts:
+        shim = compile_shim(Path(tempfile.mkdtemp()))
+        for number, count in enumerate(_rounds(cuts)):
+            attempt(partial(cut_power, shim, count, seed + number), memory)
+    return {**counted, "failures": failures}
+
+
+def _rounds(total: int) -> list[int]:
+    return [min(ROUNDS, total - start) for start in range(0, total, ROUNDS)]
+
+
+def main(arguments: list[str]) -> int:
+    """Run all shards, or be one of them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, default in (("shards", 1), ("kills", 1000), ("cuts", 1000), ("seed", 1)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dir", default=tempfile.gettempdir(), help="where kills happen")
+    parser.add_argument("--json", help="write the figures there")
+    parser.add_argument("--shard", action="store_true", help="be one")
+    given = parser.parse_args(arguments)
+    logging.disable()
+    if given.shard:
+        print(json.dumps(run_shard(given.kills, given.cuts, given.seed, given.dir)))  # noqa: T201
+        return 0
+    start, shards = time.monotonic(), []
+    for i in range(given.shards):
+        parts = [
+            (count * (i + 1)) // given.shards - (count * i) // given.shards
+            for count in (given.kills, given.cuts)
+        ]
+        options = ["--kills", parts[0], "--cuts", parts[1], "--seed", 1000 * given.seed + 100 * i]
+        command = [sys.executable, *(["-P"] if sys.flags.safe_path else []), "-m", __spec__.name]
+        command += ["--shard", "--dir", given.dir, *map(str, options)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        shards.append(subprocess.Popen(command, **pipes))  # type: ignore[call-overload]
+    counted, failures = Counter[str](), list[str]()
+    for shard in shards:
+        out, err = shard.communicate()
+        found = json.loads(out.splitlines()[-1]) if shard.returncode == 0 else {"failures": [err]}
+        failures += found.pop("failures")
+        counted.update(found)
+    report: dict[str, Any] = {name.replace(" ", "_"): counted[name] for name in FIGURES}
+    report |= {"shards": given.shards, "seed": given.seed, "failures": failures}
+    report["seconds"] = round(time.monotonic() - start, 1)
+    if given.json:
+        Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
+    for failure in failures:
+        print(failure, file=sys.stderr)  # noqa: T201
+    print(", ".join(f"{name} {counted[name]}" for name in FIGURES))  # noqa: T201
+    print(json.dumps(report))  # noqa: T201
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
