@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import random
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -22,12 +23,12 @@ import xxhash
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
-from tieredkv.cache.tiered import Prefix, TieredCache
+from tieredkv.cache.tiered import BlockClaim, Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
@@ -83,7 +84,7 @@ class EngineCore:
     def __init__(self, settings: Settings, *, progress: Progress = ignore_progress) -> None:
         self._settings = settings
         self._policies = settings.retention_policies()
-        self._policies.get(settings.default_retention)
+        self._policies.get(settings.default_retention, is_any=True)
         self._clock = Clock(settings.clock_offset_file)
         self._wake = threading.Event()
         self._requests: dict[str, Request] = {}
@@ -363,9 +364,10 @@ class EngineCore:
     # Inside
 
     def _prefix(self, request: EngineRequest, token_ids: Sequence[int]) -> Prefix:
-        """Hash a prompt's full blocks, in the tenant's own namespace."""
-        settings = self._settings
-        retention = self._policies.get(request.retention or settings.default_retention).name
+        """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
+        settings, size = self._settings, self.kv_spec.block_size
+        most_tokens = request.cacheable_tokens
+        max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
         isolate_by = settings.isolate_by
         namespace = namespace_digest(
             request.tenant if isolate_by != "none" else "",
@@ -377,12 +379,35 @@ class EngineCore:
             fingerprint=self.model.fingerprint,
             kv_dtype=self.kv_spec.dtype,
             layout=LAYOUT,
-            block_size=self.kv_spec.block_size,
+            block_size=size,
             namespace=namespace,
             algo=settings.hash_algo,
         )
-        hashes = chain_hashes(root, token_ids, self.kv_spec.block_size, algo=settings.hash_algo)
-        return Prefix(root=root, namespace=namespace, hashes=hashes, retention=retention)
+        cacheable, ends = token_ids[: max_blocks * size], request.read_ends
+        retention = request.retention or settings.default_retention
+        return Prefix(
+            root=root,
+            namespace=namespace,
+            hashes=chain_hashes(root, cacheable, size, algo=settings.hash_algo),
+            retention=self._policies.get(retention, is_any=True).name,
+            claims=self._block_claims(request.claims),
+            max_blocks=max_blocks,
+            read_ends=None if ends is None else [end // size for end in ends],
+        )
+
+    def _block_claims(self, claims: Sequence[Claim]) -> list[BlockClaim]:
+        """Cut a prompt where claims end; of those that cover a stretch, the longest wishes count.
+
+        A protection counts from now on.
+        """
+        now, size = self._clock.now(), self.kv_spec.block_size
+        made = []
+        for end in sorted({claim.end_token // size for claim in claims}):
+            over = [claim for claim in claims if claim.end_token // size >= end]
+            names = {self._policies.get(claim.retention, is_any=True).name for claim in over}
+            protect_s = max(claim.protect_s for claim in over)
+            made.append(BlockClaim(end, frozenset(names), now + protect_s if protect_s else 0.0))
+        return made
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step, and do what does not need its tokens while the device computes it."""

@@ -72,12 +72,18 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the tokens of a prompt came from; the parts never count a recomputed token.
+    """Where the tokens of a prompt came from; each of them counts once.
+
+    `cached_tokens + written_tokens + recomputed_tokens` is the prompt's full blocks within
+    `EngineRequest.cacheable_tokens`; the rest of `prompt_tokens` cannot be cached.
 
     Attributes:
         prompt_tokens: length of the prompt.
         cached_tokens_by_tier: prompt tokens whose keys and values were found in each tier.
-        written_tokens: prompt tokens that this request computed into cached blocks.
+        written_tokens: prompt tokens that this request computed into cached blocks, also where
+            `EngineRequest.read_ends` kept it from using those that were there.
+        recomputed_tokens: prompt tokens that were found and computed again for their logits: the
+            last one of a wholly cached prompt.
     """
 
     prompt_tokens: int
@@ -85,6 +91,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=lambda: dict.fromkeys(Tier, 0)
     )
     written_tokens: int = 0
+    recomputed_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:

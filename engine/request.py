@@ -103,15 +103,15 @@ class Request:
                 for source, block_hash in zip(sources, self.prefix.hashes, strict=False)
             ]
         counts = {tier: block_size * sources.count(tier) for tier in Tier}
+        written = block_size * sources.count(None)
         last = sources[-1] if sources else None
         if last is not None:
             counts[last] -= num_recomputed_tokens
-        num_full_tokens = self.num_prompt_tokens // block_size * block_size
-        cached = sum(counts.values()) + (num_recomputed_tokens if last is not None else 0)
         return RequestUsage(
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens_by_tier=counts,
-            written_tokens=num_full_tokens - cached,
+            written_tokens=written,
+            recomputed_tokens=block_size * len(sources) - sum(counts.values()) - written,
         )
 
 

@@ -144,6 +144,7 @@ class Scheduler:
     def _hash_behind(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """Hash the blocks behind a request's chain, up to so many in all."""
         prefix, size = request.prefix, self._block_size
+        num_blocks = min(num_blocks, prefix.max_blocks)
         if len(prefix.hashes) >= num_blocks:
             return []
         tokens = request.token_ids[len(prefix.hashes) * size : num_blocks * size]
@@ -274,6 +275,8 @@ class Scheduler:
         if request.usage is None:
             found = zip(prefix.hashes, prefix.sources, prefix.blocks, strict=False)
             request.own_hashes.update(h for h, source, b in found if source is None and b.is_ready)
+        if prefix.read_ends is not None:  # what it has computed itself is no hit
+            prefix.read_ends.append(request.num_computed_tokens // self._block_size)
         self.cache.release(prefix)
         prefix.asked.clear()
         prefix.records.clear()

@@ -98,7 +98,7 @@ def check_record(record: BlockRecord) -> None:
         raise StorageError(f"digests must have 1 to {MAX_DIGEST_BYTES} bytes, got {digests}")
     if len(record.retention.encode()) > 32:
         raise StorageError(f"retention name `{record.retention}` is longer than 32 bytes")
-    times = (record.computed_at, record.expires_at, record.last_used)
+    times = (record.computed_at, record.expires_at, record.protect_until, record.last_used)
     if not all(math.isfinite(time) for time in times):
         raise StorageError(f"times must be finite, got {times}")
     if not 0 < record.size_bytes <= _MAX_U32 - 2 * PAGE_ALIGNMENT_BYTES:
@@ -253,8 +253,12 @@ def split_expiry_key(key: bytes) -> tuple[int, bytes]:
 
 
 def lru_key(record: BlockRecord) -> bytes:
-    """Key of `lru`: per namespace the longest unused first, the tail of a chain before its head."""
-    order = _LRU.pack(record.namespace, to_us(record.last_used), _MAX_U32 - record.position)
+    """Key of `lru`: per namespace the longest unused first, the tail of a chain before its head.
+
+    A protected block counts as used until its protection ends.
+    """
+    used_until = to_us(max(record.last_used, record.protect_until))
+    order = _LRU.pack(record.namespace, used_until, _MAX_U32 - record.position)
     return order + record.block_hash
 
 

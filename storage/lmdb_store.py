@@ -600,6 +600,7 @@ class BlockStore:
             expires_at=later,
             retention=claim if claim and later > record.expires_at else record.retention,
             last_used=max(record.last_used, item.last_used),
+            protect_until=max(record.protect_until, item.protect_until),
             hits=record.hits + 1,
         )
         check_record(new)

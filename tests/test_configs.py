@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tieredkv.config import Settings, load_settings
-from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
+from tieredkv.retention import DEFAULT_POLICIES
 from tieredkv.types import Tier
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -26,8 +26,8 @@ def test_these_are_all_the_files_there_are() -> None:
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.iterdir()), ids=lambda path: path.name)
-def test_every_file_loads_and_keeps_the_contract_of_the_two_policies(path: Path) -> None:
-    assert load(path.name).policies == (IN_MEMORY, TWENTY_FOUR_HOURS)
+def test_every_file_loads_and_keeps_the_contract_of_the_default_policies(path: Path) -> None:
+    assert load(path.name).policies == DEFAULT_POLICIES
 
 
 def test_in_memory_keeps_prompts_in_ram_for_an_hour_at_most_and_has_no_disk() -> None:

@@ -6,7 +6,8 @@ somebody else owns. It knows hashes as opaque keys; it does not know tokens, byt
 Called by the engine's thread only.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
@@ -47,9 +48,11 @@ def _ignore_eviction(_block: Block, _block_hash: BlockHash) -> None:
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
-    The free list is two doubly linked lists through the blocks themselves, empty blocks and
-    evictable ones: taking a block out of the middle, as every hit does, is O(1). Empty blocks are
-    handed out first, then the evictable ones, least recently used first.
+    The free list is three doubly linked lists through the blocks themselves, empty blocks,
+    evictable ones and protected ones: taking a block out of the middle, as every hit does, is O(1).
+    Empty blocks are handed out first, then the evictable ones, least recently used first, then the
+    protected ones in the same order. What would make more than half of the pool protected stands
+    among the others.
 
     Invariants (`check`):
         1. links are consistent both ways, and no block is in the list twice;
@@ -64,18 +67,22 @@ class BlockPool:
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
 
     Attributes:
+        protected: what is to be evicted last; a change counts for a block from its next use on.
         num_empty: blocks that nobody uses and that hold nothing.
-        num_evictable: blocks that nobody uses and that hold cached content.
+        num_evictable: blocks that nobody uses and that hold cached content, protected or not.
     """
 
     def __init__(
         self, num_blocks: int, *, on_evict: Callable[[Block, BlockHash], None] = _ignore_eviction
     ) -> None:
         self._on_evict = on_evict
+        self.protected: Collection[BlockHash] = ()
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = Block(-1)
         self._evictable = Block(-2)
+        self._last = Block(-3)
+        self._last_ids: set[int] = set()  # of the blocks of the third list
         self.num_empty = 0
         self.num_evictable = 0
         for block in self._blocks:
@@ -105,12 +112,10 @@ class BlockPool:
         """Return the block of this hash, ready or not; no side effect."""
         return self._index.get(block_hash)
 
-    def evictable(self) -> Iterator[Block]:
+    def evictable(self, most_protected: int | None = None) -> Iterator[Block]:
         """Yield the blocks that may be evicted, in that order; do not change the pool meanwhile."""
-        block = self._evictable._next
-        while block is not self._evictable:
-            yield block
-            block = block._next
+        yield from self._walk(self._evictable)
+        yield from islice(self._walk(self._last), most_protected)
 
     def allocate(
         self,
@@ -134,7 +139,9 @@ class BlockPool:
         if num_needed > self.num_evictable and not is_partial:
             return None
         if num_needed > 0:
-            for block in self.evictable():
+            # What is not protected is waited for where `can_evict` refuses it for now.
+            num_others = self.num_evictable - len(self._last_ids)
+            for block in self.evictable(max(0, num_needed - num_others)):
                 if not block.pin_count and (can_evict is None or can_evict(block)):
                     victims.append(block)
                     if len(victims) == num_needed:
@@ -206,21 +213,23 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        tail, count = self._evictable._prev, 0
+        tail, count, is_plain = self._evictable._prev, 0, not self.protected
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if block.is_ready and block.block_hash is not None:
+            if not block.is_ready or block.block_hash is None:
+                self._unindex(block)
+            elif is_plain:
                 block._prev, tail._next = tail, block
                 tail = block
                 count += 1
                 continue
-            self._unindex(block)
             self._append(block)
-        tail._next, self._evictable._prev = self._evictable, tail
-        self.num_evictable += count
+        if count:
+            tail._next, self._evictable._prev = self._evictable, tail
+            self.num_evictable += count
 
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""
@@ -254,7 +263,8 @@ class BlockPool:
         free: set[int] = set()
         for head, is_evictable, count in (
             (self._empty, False, self.num_empty),
-            (self._evictable, True, self.num_evictable),
+            (self._evictable, True, self.num_evictable - len(self._last_ids)),
+            (self._last, True, len(self._last_ids)),
         ):
             seen, block = 0, head._next
             while block is not head:
@@ -264,6 +274,8 @@ class BlockPool:
                     raise IntegrityError(f"{block} is in the free list twice")
                 if is_evictable != (block.block_hash is not None):
                     raise IntegrityError(f"{block} is in the wrong part of the free list")
+                if (block.block_id in self._last_ids) != (head is self._last):
+                    raise IntegrityError(f"{block} is counted in the wrong part of the free list")
                 if is_evictable and not block.is_ready:
                     raise IntegrityError(f"{block} is evictable but was never filled")
                 free.add(block.block_id)
@@ -284,10 +296,21 @@ class BlockPool:
             if self._index.get(block.block_hash) is not block:
                 raise IntegrityError(f"{block} is not in the index under its hash")
 
+    @staticmethod
+    def _walk(head: Block) -> Iterator[Block]:
+        block = head._next
+        while block is not head:
+            yield block
+            block = block._next
+
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            self._link(block, self._evictable._prev)
+            home, most = self._evictable, len(self._blocks) // 2
+            if block.block_hash in self.protected and len(self._last_ids) < most:
+                home = self._last
+                self._last_ids.add(block.block_id)
+            self._link(block, home._prev)
             self.num_evictable += 1
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
@@ -305,6 +328,7 @@ class BlockPool:
             self.num_empty -= 1
         else:
             self.num_evictable -= 1
+            self._last_ids.discard(block.block_id)
         block._prev._next, block._next._prev = block._next, block._prev
         block._prev = block._next = block
 

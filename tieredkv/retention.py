@@ -22,12 +22,15 @@ class RetentionPolicy:
         idle_s: unreachable this long after the last use.
         absolute_s: unreachable this long after its keys and values were computed, whatever happens.
         tiers: where a block may be that only this policy asked for.
+        is_public: whether `prompt_cache_retention` may name it; else it is for what APIs ask for by
+            other means, such as `cache_control`.
     """
 
     name: str
     idle_s: float
     absolute_s: float
     tiers: frozenset[Tier]
+    is_public: bool = True
 
     def __post_init__(self) -> None:
         if self.name in ALIASES:
@@ -58,18 +61,24 @@ class RetentionPolicy:
         """Whether blocks of this policy may be written to disk."""
         return Tier.DISK in self.tiers
 
-    def deadline(self, computed_at: float, last_used: float) -> float:
-        """Return when a block that only this policy asked for becomes unreachable."""
-        return min(computed_at + self.absolute_s, last_used + self.idle_s)
+    def deadline(self, computed_at: float, last_used: float, protect_until: float = 0.0) -> float:
+        """Return when a block that only this policy asked for becomes unreachable.
+
+        While it is protected it is not idle, but it grows old.
+        """
+        return min(computed_at + self.absolute_s, max(last_used + self.idle_s, protect_until))
 
 
-IN_MEMORY = RetentionPolicy(
-    name="in_memory", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE, Tier.HOST})
-)
+_RAM = frozenset({Tier.DEVICE, Tier.HOST})
+IN_MEMORY = RetentionPolicy(name="in_memory", idle_s=600.0, absolute_s=3600.0, tiers=_RAM)
 TWENTY_FOUR_HOURS = RetentionPolicy(
     name="24h", idle_s=86400.0, absolute_s=86400.0, tiers=frozenset(Tier)
 )
-DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS)
+_TTLS = (
+    RetentionPolicy(name=name, idle_s=idle_s, absolute_s=3600.0, tiers=_RAM, is_public=False)
+    for name, idle_s in (("5m", 300.0), ("1h", 3600.0))
+)
+DEFAULT_POLICIES = (IN_MEMORY, TWENTY_FOUR_HOURS, *_TTLS)
 
 
 class RetentionPolicies:
@@ -83,31 +92,39 @@ class RetentionPolicies:
         """Names of all policies."""
         return frozenset(self._policies)
 
-    def get(self, name: str, *, is_strict: bool = False) -> RetentionPolicy:
+    def get(self, name: str, *, is_strict: bool = False, is_any: bool = False) -> RetentionPolicy:
         """Return the policy of this name; `in-memory` is an alias of `in_memory`, if not strict.
+
+        Args:
+            name: what a request says.
+            is_strict: refuse the alias.
+            is_any: accept the policies that are not public, too.
 
         Raises:
             RequestError: there is none; the text is OpenAI's.
         """
         policy = self._policies.get(name if is_strict else ALIASES.get(name, name))
-        if policy is None:
-            *rest, last = (f"'{known}'" for known in self._policies)
+        if policy is None or not (policy.is_public or is_any):
+            *rest, last = (f"'{each.name}'" for each in self._policies.values() if each.is_public)
             joint = " and " if len(rest) == 1 else ", and "
             supported = joint.join([", ".join(rest), last]) if rest else last
             text = f"Invalid value: '{name}'. Supported values are: {supported}."
             raise RequestError(text, param="prompt_cache_retention", code="invalid_value")
         return policy
 
-    def deadline(self, claims: Collection[str], computed_at: float, last_used: float) -> float:
-        """Return when a block becomes unreachable: the longest of the claims counts."""
-        return max(self._policies[name].deadline(computed_at, last_used) for name in claims)
+    def deadline(self, claims: Collection[str], *times: float) -> float:
+        """Return when a block becomes unreachable: the longest of the claims counts.
 
-    def disk_deadline(
-        self, claims: Collection[str], computed_at: float, last_used: float
-    ) -> float | None:
+        Args:
+            claims: names of policies.
+            times: as `RetentionPolicy.deadline` takes them.
+        """
+        return max(self._policies[name].deadline(*times) for name in claims)
+
+    def disk_deadline(self, claims: Collection[str], *times: float) -> float | None:
         """Return until when the disk may keep a block; None if no claim lets it go there."""
         may = [name for name in claims if self._policies[name].may_use_disk]
-        return self.deadline(may, computed_at, last_used) if may else None
+        return self.deadline(may, *times) if may else None
 
     def longest(self, claims: Collection[str]) -> str:
         """Return the name of the claim that keeps a block longest, one that has a disk first."""

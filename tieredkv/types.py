@@ -85,7 +85,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         computed_at: when its keys and values were computed; its age counts from here for ever.
         expires_at: unreachable from this moment on.
         last_used: last hit or store.
-        protect_until: kept in the format; nothing sets or heeds it.
+        protect_until: until then it gives way only when all that is not protected has.
         hits: times it was loaded or touched.
     """
 

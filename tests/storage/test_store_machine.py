@@ -40,6 +40,11 @@ def hash_of(chain: str, position: int) -> bytes:
     return make_record(chain, position).block_hash
 
 
+def used_until(record: BlockRecord) -> tuple[float, int]:
+    """What orders blocks for eviction."""
+    return max(record.last_used, record.protect_until), -record.position
+
+
 class StoreMachine(RuleBasedStateMachine):
     """`model` holds what must be stored unless it was evicted.
 
@@ -95,28 +100,41 @@ class StoreMachine(RuleBasedStateMachine):
             self.model[block_hash] = record
         self._forget_evicted(fresh)
 
-    @rule(picked=picks, longer_s=st.sampled_from([None, 1.0, 600.0]))
-    def touch(self, picked: list[tuple[str, int]], longer_s: float | None) -> None:
+    @rule(
+        picked=picks,
+        longer_s=st.sampled_from([None, 1.0, 600.0]),
+        protect_s=st.sampled_from([0.0, 30.0]),
+    )
+    def touch(
+        self, picked: list[tuple[str, int]], longer_s: float | None, protect_s: float
+    ) -> None:
         now = self.clock.now()
         expires_at = None if longer_s is None else now + longer_s
         hashes = [hash_of(*each) for each in picked]
         there = [block_hash for block_hash in hashes if block_hash in self.model]
-        touched = [TouchItem(block_hash, now, expires_at, "long") for block_hash in hashes]
+        until = now + protect_s if protect_s else 0.0
+        touched = [TouchItem(each, now, expires_at, "long", until) for each in hashes]
         self.store.claim_or_touch(touched)
         for block_hash in there:
             self.model[block_hash] = self._refreshed(
-                self.model[block_hash], now, expires_at, "long"
+                self.model[block_hash], now, expires_at, "long", until
             )
         self._forget_evicted()
 
     def _refreshed(
-        self, old: BlockRecord, now: float, expires_at: float | None, retention: str = "24h"
+        self,
+        old: BlockRecord,
+        now: float,
+        expires_at: float | None,
+        retention: str = "24h",
+        protect_until: float = 0.0,
     ) -> BlockRecord:
         later = max(old.expires_at, expires_at or 0.0)
         return msgspec.structs.replace(
             old,
             expires_at=later,
             last_used=now,
+            protect_until=max(old.protect_until, protect_until),
             hits=old.hits + 1,
             retention=retention if later > old.expires_at else old.retention,
         )
@@ -209,7 +227,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = {each.block_hash: each for each in found if each is not None}
 
     def _forget_evicted(self, fresh: Mapping[bytes, BlockRecord] | None = None) -> None:
-        """Take over what was evicted: nothing that was used later than what stayed.
+        """Take over what was evicted: nothing that was used or protected later than what stayed.
 
         A block that was stored again may have been evicted just before: then it is as `fresh`.
         """
@@ -221,8 +239,7 @@ class StoreMachine(RuleBasedStateMachine):
         gone = [record for key, record in before.items() if key not in self.model]
         assert len(gone) <= num_evicted - self.num_evicted
         if gone and self.model:
-            stayed = min((each.last_used, -each.position) for each in self.model.values())
-            assert max((each.last_used, -each.position) for each in gone) <= stayed
+            assert max(map(used_until, gone)) <= min(map(used_until, self.model.values()))
         self.num_evicted = num_evicted
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from tieredkv.config import LoadedSettings, Settings, load_settings
 from tieredkv.errors import ConfigError
-from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicy
+from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicy
 from tieredkv.types import Tier
 
 WriteToml = Callable[[str | bytes], Path]
@@ -54,7 +54,7 @@ def test_nothing_given_is_all_defaults() -> None:
         "on_evict",
         "commit",
     )
-    assert settings.policies == (IN_MEMORY, TWENTY_FOUR_HOURS)
+    assert settings.policies == DEFAULT_POLICIES
 
 
 def test_an_argument_beats_the_environment_which_beats_the_file(write_toml: WriteToml) -> None:
@@ -343,7 +343,7 @@ def test_a_file_is_utf8_whatever_the_locale_says(load_toml: Load) -> None:
 
 def test_a_row_of_a_known_policy_may_leave_out_what_stays(load_toml: Load) -> None:
     loaded = load_toml("[retention.in_memory]\nidle = '20s'\n[retention.24h]\nabsolute = '24h'")
-    short, day = loaded.settings.policies
+    short, day, *_ = loaded.settings.policies
     assert (short.idle_s, short.absolute_s, short.tiers) == (20.0, 3600.0, IN_MEMORY.tiers)
     assert day == TWENTY_FOUR_HOURS
 
@@ -351,7 +351,7 @@ def test_a_row_of_a_known_policy_may_leave_out_what_stays(load_toml: Load) -> No
 def test_a_further_policy_needs_a_whole_row_and_can_then_be_chosen(load_toml: Load) -> None:
     row = "[retention.30d]\nidle = '24h'\nabsolute = '30d'\ntiers = ['device', 'host', 'disk']\n"
     settings = load_toml(row + "[cache]\ndefault_retention = '30d'").settings
-    assert settings.policies == (IN_MEMORY, TWENTY_FOUR_HOURS, MONTH)
+    assert settings.policies == (*DEFAULT_POLICIES, MONTH)
     assert settings.default_retention == "30d"
     assert settings.retention_policies().get("30d") == MONTH
 

@@ -31,7 +31,7 @@ def test_the_two_policies_are_those_of_the_contract() -> None:
     day = TWENTY_FOUR_HOURS
     assert (day.idle_s, day.absolute_s, day.tiers) == (24 * HOUR, 24 * HOUR, ALL)
     assert day.may_use_disk
-    assert RetentionPolicies().names == {"in_memory", "24h"}
+    assert RetentionPolicies().names == {"in_memory", "24h", "5m", "1h"}
 
 
 @pytest.mark.parametrize(

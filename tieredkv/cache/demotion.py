@@ -18,7 +18,7 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.messages import LentPage, PageStored
-from tieredkv.types import BlockHash, BlockId, PageId, Tier
+from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
 
 POLL_S = 0.0005
 
@@ -29,7 +29,7 @@ class _Write:
 
     page: Block
     entry: Entry
-    expires_at: float
+    record: BlockRecord
 
 
 class Demoter:
@@ -166,7 +166,7 @@ class Demoter:
         if event.ok:
             tiers.counters.demoted_disk_blocks += 1
             if tiers.directory.get(entry.block_hash) is entry:
-                self._settle_on_disk(entry, write.expires_at)
+                self._settle_on_disk(entry, write.record)
             else:  # expired or evicted by hand while it was written
                 assert tiers.store is not None
                 tiers.store.delete([entry.block_hash], "evicted")
@@ -337,22 +337,23 @@ class Demoter:
             if expires_at is None:
                 continue
             tiers.host.pin(page)
-            self._writing[entry.block_hash] = _Write(page, entry, expires_at)
             record = tiers.directory.record(
                 entry, size_bytes=tiers.block_bytes, expires_at=expires_at
             )
+            self._writing[entry.block_hash] = _Write(page, entry, record)
             items.append(LentPage(record, page.block_id))
         if items:
             tiers.store.store(items)
         return len(items)
 
-    def _settle_on_disk(self, entry: Entry, expires_at: float) -> None:
+    def _settle_on_disk(self, entry: Entry, record: BlockRecord) -> None:
         """Note an acknowledged copy; tell the disk at once if a claim has come in the meantime."""
         tiers = self._tiers
         assert tiers.store is not None
-        entry.disk_expires_at = expires_at
+        entry.disk_expires_at = record.expires_at
         item = tiers.touch_item(entry, tiers.clock.now())
-        if entry.disk_expires_at > expires_at:
+        told = record.expires_at, record.protect_until
+        if (entry.disk_expires_at, entry.protect_until) != told:
             tiers.store.touch([item])
 
     def _drop_clean(

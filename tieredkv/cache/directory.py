@@ -6,7 +6,7 @@ Called by the engine's thread only.
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from tieredkv.types import BlockHash, BlockRecord, Tier
 SLACK = 64
 _SHARED = (
     *("block_hash", "parent_hash", "root", "namespace", "position"),
-    *("computed_at", "last_used", "hits"),
+    *("computed_at", "last_used", "protect_until", "hits"),
 )
 
 
@@ -27,6 +27,8 @@ class Entry:
 
     Attributes:
         claims: names of the retention policies that asked for it; it lives by the longest.
+        protect_until: evicted only after all that is not protected, and not idle, until then; 0.0
+            for no such wish. What makes it old counts all the same.
         disk_expires_at: what the disk was last told, 0.0 while no acknowledged copy is there.
         is_droppable: its demotion was given up, so that it may be evicted without a copy below.
     """
@@ -39,6 +41,7 @@ class Entry:
     computed_at: float
     last_used: float
     claims: frozenset[str]
+    protect_until: float = 0.0
     disk_expires_at: float = 0.0
     is_droppable: bool = False
     hits: int = 0
@@ -47,6 +50,11 @@ class Entry:
     def is_on_disk(self) -> bool:
         """Whether the store has acknowledged a copy."""
         return self.disk_expires_at > 0.0
+
+    @property
+    def times(self) -> tuple[float, float, float]:
+        """What its deadline follows from, beside its claims."""
+        return self.computed_at, self.last_used, self.protect_until
 
 
 def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
@@ -59,15 +67,17 @@ class Directory:
 
     Invariants (`check`): every entry is under its own hash; every entry has a deadline queued no
     later than its own, so that the sweep cannot miss it; few of those queued are of entries that
-    have left.
+    have left; `protected` holds the blocks of those entries that have a protection.
 
     Attributes:
+        protected: blocks that pools are to evict last.
         num_queued: deadlines queued, those of entries that have left included.
     """
 
     def __init__(self, policies: RetentionPolicies) -> None:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
+        self.protected: set[BlockHash] = set()
         self._deadlines: list[tuple[float, int, list[BlockHash]]] = []
         self.num_queued = 0
         self._sequence = itertools.count()
@@ -96,6 +106,7 @@ class Directory:
                 known.claims |= entry.claims
                 known.computed_at = min(known.computed_at, entry.computed_at)
                 known.last_used = max(known.last_used, entry.last_used)
+                known.protect_until = max(known.protect_until, entry.protect_until)
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
         self._queue(added)
@@ -104,15 +115,33 @@ class Directory:
             self._queue(self._entries.values())
         return added
 
+    def protect(self, entries: Sequence[Entry], claims: frozenset[str], until: float) -> None:
+        """Have blocks evicted last until then, but for no longer than these claims let them live.
+
+        What was promised before is not shortened.
+        """
+        for entry in entries:
+            entry.claims |= claims
+            entry.protect_until = max(entry.protect_until, until)
+        self.add_all(entries)
+
     def _queue(self, entries: Iterable[Entry]) -> None:
-        """Queue the deadlines of entries, grouped, as a prompt's blocks mostly share theirs."""
+        """Queue the deadlines of entries, grouped, as a prompt's blocks mostly share theirs.
+
+        The end of a protection is queued in its place; it comes no later.
+        """
         groups: dict[float, list[BlockHash]] = {}
         lives: dict[tuple[object, ...], float] = {}
         for entry in entries:
-            life = (entry.claims, entry.computed_at, entry.last_used, entry.disk_expires_at)
+            until = entry.protect_until
+            life = (entry.claims, entry.computed_at, entry.last_used, entry.disk_expires_at, until)
             deadline = lives.get(life)
             if deadline is None:
-                deadline = lives[life] = self.deadline(entry)
+                deadline = self.deadline(entry)
+                deadline = lives[life] = min(deadline, until) if until else deadline
+            if until:
+                entry.protect_until = deadline
+                self.protected.add(entry.block_hash)
             groups.setdefault(deadline, []).append(entry.block_hash)
         for deadline, hashes in groups.items():
             self.num_queued += len(hashes)
@@ -127,10 +156,10 @@ class Directory:
         claims = frozenset({record.retention}) & self._policies.names
         return Entry(**_shared(record), claims=claims, disk_expires_at=record.expires_at)
 
-    def claim(self, entry: Entry, retention: str, now: float) -> None:
-        """Note that a request with this retention used the block now."""
-        if retention not in entry.claims:
-            entry.claims |= {retention}
+    def claim(self, entry: Entry, claims: Set[str], now: float) -> None:
+        """Note that a request with these retentions used the block now."""
+        if not claims <= entry.claims:
+            entry.claims |= claims
         entry.is_droppable = False
         if now > entry.last_used:
             entry.last_used = now
@@ -139,12 +168,13 @@ class Directory:
     def forget(self, block_hash: BlockHash) -> None:
         """Drop an entry that no RAM tier holds any longer; unknown hashes are ignored."""
         self._entries.pop(block_hash, None)
+        self.protected.discard(block_hash)
 
     def deadline(self, entry: Entry) -> float:
         """Return when the entry becomes unreachable."""
         if not entry.claims:
             return entry.disk_expires_at
-        until = self._policies.deadline(entry.claims, entry.computed_at, entry.last_used)
+        until = self._policies.deadline(entry.claims, *entry.times)
         return max(until, entry.disk_expires_at)
 
     def is_expired(self, entry: Entry, now: float) -> bool:
@@ -153,12 +183,12 @@ class Directory:
 
     def disk_deadline(self, entry: Entry, now: float) -> float | None:
         """Return until when the disk may keep the block, or None where it may not have it."""
-        until = self._policies.disk_deadline(entry.claims, entry.computed_at, entry.last_used)
+        until = self._policies.disk_deadline(entry.claims, *entry.times)
         return until if until is not None and until > now else None
 
     def may_enter(self, entry: Entry, tier: Tier) -> bool:
         """Return whether a policy that asked for the block lets it into this tier."""
-        return any(tier in self._policies.get(name).tiers for name in entry.claims)
+        return any(tier in self._policies.get(each, is_any=True).tiers for each in entry.claims)
 
     def disk_retention(self, entry: Entry) -> str:
         """Return the name of the longest of its policies that allow the disk; there is one."""
@@ -204,18 +234,27 @@ class Directory:
         return found
 
     def has_due(self, now: float) -> bool:
-        """Return whether some entry may have expired; if not, none has."""
+        """Return whether the time of some entry may have come; if not, no entry's has."""
         return bool(self._deadlines) and self._deadlines[0][0] <= now
 
     def due(self, now: float) -> list[Entry]:
-        """Return the entries whose time has come; cost follows what expires, not what is held."""
+        """Return the entries that have expired, and those whose protection has just ended.
+
+        Cost follows what ends, not what is held.
+        """
         due: dict[BlockHash, Entry] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
             _, _, hashes = heapq.heappop(self._deadlines)
             self.num_queued -= len(hashes)
             held = [entry for each in hashes if (entry := self._entries.get(each)) is not None]
-            due |= {entry.block_hash: entry for entry in held if self.is_expired(entry, now)}
-            self._queue(entry for entry in held if entry.block_hash not in due)
+            for entry in held:
+                is_over = 0.0 < entry.protect_until <= now
+                if is_over:
+                    entry.protect_until = 0.0
+                    self.protected.discard(entry.block_hash)
+                if is_over or self.is_expired(entry, now):
+                    due[entry.block_hash] = entry
+            self._queue(entry for entry in held if not self.is_expired(entry, now))
         return list(due.values())
 
     def check(self) -> None:
@@ -231,3 +270,5 @@ class Directory:
                 )
             if queued.get(block_hash, float("inf")) > self.deadline(entry):
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
+        if self.protected != {each for each, e in self._entries.items() if e.protect_until}:
+            raise IntegrityError("`protected` is not what the entries say")

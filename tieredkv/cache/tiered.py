@@ -15,11 +15,13 @@ Called by the engine's thread only.
 """
 
 import logging
+import sys
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 from tieredkv.block_pool import Block
 from tieredkv.cache.demotion import Demoter
@@ -38,13 +40,30 @@ LOOKUP_TIMEOUT_S = 1.0
 PATIENCE_S = 0.25
 
 
+class BlockClaim(NamedTuple):
+    """What a request wants for the blocks from the end of the claim before it to its own.
+
+    Attributes:
+        end: index of the first block behind it.
+        retentions: names of policies; a block lives by the longest.
+        protect_until: see `Entry`.
+    """
+
+    end: int
+    retentions: frozenset[str]
+    protect_until: float = 0.0
+
+
 @dataclass(slots=True, eq=False)
 class Prefix:
     """One request's chain of full blocks, and what it holds in the tiers.
 
     Attributes:
         hashes: block hashes of the full blocks of its tokens, head first.
-        retention: the policy that the request asked for.
+        retention: the policy that the request asked for, for blocks behind all claims.
+        claims: ascending ends.
+        max_blocks: no block behind so many is hashed.
+        read_ends: numbers of blocks at which a hit may end; None for any.
         blocks: its block table; the first `len(hashes)` are the chain. Empty before `admit`.
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
@@ -57,6 +76,9 @@ class Prefix:
     namespace: bytes
     hashes: list[BlockHash]
     retention: str
+    claims: Sequence[BlockClaim] = ()
+    max_blocks: int = sys.maxsize
+    read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
     block_ids: "array[int]" = field(default_factory=lambda: array("i"))
     sources: list[Tier | None] = field(default_factory=list)
@@ -77,6 +99,14 @@ class Prefix:
     def is_protected(self) -> bool:
         """Whether something is held for it while it waits."""
         return bool(self.held_blocks or self.held_pages)
+
+    def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
+        """Yield the claims and, of these ascending indices of blocks, those that each covers."""
+        start = 0
+        for claim in (*self.claims, BlockClaim(sys.maxsize, frozenset({self.retention}))):
+            end = bisect_left(indices, claim.end)
+            yield claim, indices[start:end]
+            start = end
 
 
 class TieredCache:
@@ -151,7 +181,7 @@ class TieredCache:
         if not any(device.find(head) + host.find(head)):
             return  # without its head a chain is hardly ever cached
         self.expire_due()
-        for block_hash in prefix.hashes:
+        for block_hash in self._readable(prefix):
             block = device.lookup(block_hash)
             if block is not None:
                 if self._num_held_blocks < device.num_blocks // 2:
@@ -194,7 +224,7 @@ class TieredCache:
         if prefix.lookup_job is not None:
             return False
         self.expire_due()
-        chain = device.acquire_chain(prefix.hashes)
+        chain = device.acquire_chain(self._readable(prefix))
         found = [block for block in chain if block is not None]
         fresh = self._allocate(prefix, num_blocks - len(found))
         if fresh is None:
@@ -205,7 +235,7 @@ class TieredCache:
                 prefix.refused_at = device.num_free, device.num_cached
             return False
         prefix.refused_at = None
-        if len(found) == len(chain) and not self.promoter.num_loading:
+        if len(found) == len(prefix.hashes) and not self.promoter.num_loading:
             prefix.blocks = found
             prefix.sources = [Tier.DEVICE] * len(found)
         else:
@@ -271,19 +301,24 @@ class TieredCache:
             prefix.block_ids[index] = known.block_id
 
     def touch(self, prefix: Prefix) -> None:
-        """Refresh the whole chain in every tier that has it, and note the request's retention."""
+        """Refresh the whole chain in every tier that has it, and note what the request claims."""
         tiers, now = self.tiers, self.tiers.clock.now()
         items: list[TouchItem] = []
-        claim = tiers.directory.claim
-        for entry in map(tiers.directory.get, prefix.hashes):
-            if entry is None:
-                continue
-            claim(entry, prefix.retention, now)
-            if entry.is_on_disk:
-                items.append(tiers.touch_item(entry, now))
-            else:
-                self.demoter.note_computed(entry)
+        directory, hashes = tiers.directory, prefix.hashes
+        for claim, part in prefix.by_claim(range(len(hashes))):
+            known = map(directory.get, map(hashes.__getitem__, part))
+            entries = [entry for entry in known if entry is not None]
+            if claim.protect_until > now:
+                directory.protect(entries, claim.retentions, claim.protect_until)
+            for entry in entries:
+                directory.claim(entry, claim.retentions, now)
+                if entry.is_on_disk:
+                    items.append(tiers.touch_item(entry, now))
+                else:
+                    self.demoter.note_computed(entry)
         tiers.host.touch(self._pages(prefix))
+        if prefix.read_ends is not None:  # blocks that it computed again and does not hold
+            tiers.device.touch(filter(None, tiers.device.find(hashes)))
         if items and tiers.store is not None:
             tiers.store.touch(items)
 
@@ -342,10 +377,17 @@ class TieredCache:
         self.demoter.pump()
 
     def expire_due(self) -> None:
-        """Make every block unreachable whose time has come."""
-        for entry in self.tiers.directory.due(self.tiers.clock.now()):
-            self.tiers.drop(entry.block_hash)
-            self.tiers.counters.expired_blocks += 1
+        """Make every block unreachable whose time has come; end the protection of others."""
+        tiers, now = self.tiers, self.tiers.clock.now()
+        aged: list[BlockHash] = []
+        for entry in tiers.directory.due(now):
+            if tiers.directory.is_expired(entry, now):
+                tiers.drop(entry.block_hash)
+                tiers.counters.expired_blocks += 1
+            else:
+                aged.append(entry.block_hash)
+        for pool in (tiers.device, tiers.host):
+            pool.touch(filter(None, pool.find(aged)))
 
     def take_control_requests(self) -> list[ControlRequest]:
         """Return what the store's worker wants to know for an operator."""
@@ -402,7 +444,8 @@ class TieredCache:
             return
         if self._overdue:
             return
-        unknown = tiers.host.missing(tiers.device.missing(prefix.hashes))
+        end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
+        unknown = tiers.host.missing(tiers.device.missing(prefix.hashes[:end]))
         if prefix.asked:
             unknown = [block_hash for block_hash in unknown if block_hash not in prefix.asked]
         if not unknown:
@@ -422,7 +465,7 @@ class TieredCache:
         prefix.records |= found
         if found and not prefix.is_admitted:
             room = self.tiers.host.num_blocks // 4 - self._num_held_pages
-            wanted = {each: found[each] for each in prefix.hashes if each in found}
+            wanted = {each: found[each] for each in self._readable(prefix) if each in found}
             pages = self.promoter.prefetch(wanted, max_pages=room)
             prefix.held_pages.extend(pages)
             self._num_held_pages += len(pages)
@@ -441,13 +484,15 @@ class TieredCache:
     def _take_chain(self, prefix: Prefix, chain: list[Block | None], fresh: list[Block]) -> None:
         """Fill a request's table from the blocks that were found and, from the end, fresh ones.
 
-        Fresh blocks are filled from the fastest tier that has them, if any does.
+        Fresh blocks are filled from the fastest tier that has them, if any does; those behind
+        `chain`, where no hit may end, are computed.
         """
         tiers, now = self.tiers, self.tiers.clock.now()
         copies: list[tuple[Block, Block]] = []
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
-        pages = tiers.host.find(prefix.hashes) if self._can_load else [None] * len(chain)
-        for block, block_hash, page in zip(chain, prefix.hashes, pages, strict=True):
+        hashes = prefix.hashes[: len(chain)]
+        pages = tiers.host.find(hashes) if self._can_load else [None] * len(chain)
+        for block, block_hash, page in zip(chain, hashes, pages, strict=True):
             record = records.get(block_hash) if records else None
             source: Tier | None = Tier.HOST if record is None else Tier.DISK
             if block is not None:
@@ -466,7 +511,25 @@ class TieredCache:
                     source = None
             blocks.append(block)
             sources.append(source)
+        for block_hash in prefix.hashes[len(chain) :]:
+            blocks.append(fresh.pop())
+            sources.append(None)
+            tiers.device.insert(blocks[-1], block_hash)  # known already, it stays private
         self.promoter.copy(copies)
+
+    def _readable(self, prefix: Prefix) -> list[BlockHash]:
+        """Return the part of a chain that may be a hit: to the last end that is all in the tiers.
+
+        What is being computed or loaded for others counts as there.
+        """
+        if prefix.read_ends is None:
+            return prefix.hashes
+        tiers, hashes = self.tiers, prefix.hashes
+        missing = tiers.device.missing(hashes)
+        if self._can_load:
+            missing = [each for each in tiers.host.missing(missing) if each not in prefix.records]
+        num_found = hashes.index(missing[0]) if missing else len(hashes)
+        return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
 
     def _pages(self, prefix: Prefix) -> list[Block]:
         """Return the host pages of a chain, head first."""
@@ -475,7 +538,7 @@ class TieredCache:
 
     def _add_computed(self, prefix: Prefix, indices: Sequence[int]) -> None:
         """Enter blocks that were computed just now."""
-        now, claims = self.tiers.clock.now(), frozenset({prefix.retention})
+        now = self.tiers.clock.now()
         hashes, directory = prefix.hashes, self.tiers.directory
         if directory.has_due(now):  # an old copy's life has ended while this one was computed
             for known in map(directory.get, [hashes[index] for index in indices]):
@@ -491,9 +554,11 @@ class TieredCache:
                 position=index,
                 computed_at=now,
                 last_used=now,
-                claims=claims,
+                claims=claim.retentions,
+                protect_until=claim.protect_until,
             )
-            for index in indices
+            for claim, part in prefix.by_claim(indices)
+            for index in part
         ]
         for entry in directory.add_all(entries):
             self.demoter.note_computed(entry)

@@ -64,13 +64,16 @@ class Tiers:
     block_bytes: int
     counters: CacheCounters = field(default_factory=CacheCounters)
 
+    def __post_init__(self) -> None:
+        self.device.protected = self.host.protected = self.directory.protected
+
     def touch_item(self, entry: Entry, now: float) -> TouchItem:
         """Return what the disk is to be told of a use of a block that it has, and note it."""
         until, retention = self.directory.disk_deadline(entry, now), None
         if until is not None:
             entry.disk_expires_at = max(entry.disk_expires_at, until)
             retention = self.directory.disk_retention(entry)
-        return TouchItem(entry.block_hash, entry.last_used, until, retention)
+        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.protect_until)
 
     def forget_if_absent(self, block_hash: BlockHash) -> None:
         """Drop the entry once neither RAM tier holds the block's bytes."""

@@ -1,0 +1,340 @@
+"""Protected blocks in the pools, in the cache and on the way to disk and back."""
+
+import pytest
+
+from tests.fake_store import START, Rig, chain_of
+from tieredkv.block_pool import BlockPool
+from tieredkv.cache.tiered import BlockClaim, Prefix
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies
+from tieredkv.types import BlockHash, Tier
+
+HOUR_S = 3600.0
+
+
+def protected_run(
+    rig: Rig, name: str, length: int, *, protect_s: float = 1800.0, retention: str = "24h"
+) -> int:
+    """Serve a request whose blocks are all claimed and protected; count what it computed."""
+    prefix = rig.prefix(name, length, retention)
+    until = rig.clock.now() + protect_s
+    prefix.claims = [BlockClaim(length, frozenset({retention}), until)]
+    return serve(rig, prefix)
+
+
+def serve(rig: Rig, prefix: Prefix) -> int:
+    rig.cache.arrive(prefix)
+    for _ in range(100):
+        if rig.admit(prefix):
+            return rig.finish(prefix)
+        rig.turn()
+    raise AssertionError("not admitted in 100 steps")
+
+
+def hashes(*names: str) -> list[BlockHash]:
+    return [BlockHash(name.encode()) for name in names]
+
+
+def filled_pool(protected: set[BlockHash], *names: str) -> BlockPool:
+    """A pool of blocks that nobody uses, the first released the oldest."""
+    pool = BlockPool(len(names))
+    pool.protected = protected
+    for block_hash in hashes(*names):
+        [block] = pool.allocate(1) or []
+        pool.insert(block, block_hash)
+        pool.mark_ready(block)
+        pool.release([block])
+        pool.check()
+    return pool
+
+
+def order(pool: BlockPool) -> str:
+    return b"".join(block.block_hash or b"-" for block in pool.evictable()).decode()
+
+
+# --- the pool
+
+
+def test_protected_blocks_are_evicted_last_and_then_the_oldest_first() -> None:
+    pool = filled_pool(set(hashes("a", "c")), "a", "b", "c", "d")
+    assert order(pool) == "bdac"
+    for left in ("dac", "ac", "c", ""):
+        assert pool.allocate(1) is not None, "never stuck, even where all is protected"
+        pool.check()
+        assert order(pool) == left
+
+
+def test_no_more_than_half_of_a_pool_is_held_back() -> None:
+    pool = filled_pool(set(hashes("a", "b", "c", "d")), "a", "b", "c", "d")
+    assert order(pool) == "cdab"
+
+
+def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
+    pool = filled_pool(protected := set(hashes("a", "b")), "a", "b", "c", "d")
+    pool.touch([block for block in pool.find(hashes("a")) if block])
+    assert order(pool) == "cdba"
+    protected.discard(hashes("b")[0])
+    pool.touch([block for block in pool.find(hashes("b", "c")) if block])
+    assert order(pool) == "dcba"
+    pool.check()
+    chain = [block for block in pool.acquire_chain(hashes("a", "d")) if block]
+    assert order(pool) == "cb"
+    pool.release(chain)
+    assert order(pool) == "cbda"
+    pool.check()
+
+
+def test_a_protected_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> None:
+    pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
+    dirty = set(hashes("c", "d"))
+
+    def is_clean(block: object) -> bool:
+        return getattr(block, "block_hash", None) not in dirty
+
+    assert pool.allocate(2, can_evict=is_clean) is None
+    dirty.discard(hashes("c")[0])
+    assert pool.allocate(1, can_evict=is_clean) is not None
+    assert order(pool) == "dab"
+    assert len(pool.allocate(3, can_evict=is_clean, is_partial=True) or []) == 2
+    assert order(pool) == "d"
+
+
+# --- the cache
+
+
+def test_a_flood_takes_what_is_not_protected_from_vram() -> None:
+    rig = Rig(num_blocks=16, num_pages=64, has_store=False)
+    assert protected_run(rig, "kept", 4) == 4
+    rig.run("plain", 4)
+    for number in range(10):
+        rig.run(f"flood{number}", 3)
+    assert rig.on_device("kept", 4) == [0, 1, 2, 3]
+    assert rig.on_device("plain", 4) == []
+
+
+@pytest.mark.parametrize("retention", ["in_memory", "24h"])
+def test_a_flood_takes_what_is_not_protected_from_host_memory(retention: str) -> None:
+    rig = Rig(num_blocks=16, num_pages=16, has_store=retention == "24h")
+    protected_run(rig, "kept", 4, retention=retention)
+    rig.run("plain", 4, retention)
+    assert rig.cache.demoter.flush(to=Tier.HOST, deadline=1e12)
+    assert rig.on_host("kept", 4) == rig.on_host("plain", 4) == [0, 1, 2, 3]
+    for number in range(20):
+        rig.run(f"flood{number}", 4, retention)
+        rig.turn(3)
+    assert rig.on_host("kept", 4) == [0, 1, 2, 3]
+    assert rig.on_host("plain", 4) == []
+    rig.check_nothing_is_held()
+
+
+def test_one_request_cannot_pin_a_pool() -> None:
+    rig = Rig(num_blocks=16, num_pages=16, has_store=False)
+    protected_run(rig, "greedy", 16)
+    for number in range(20):
+        assert rig.run(f"flood{number}", 6) == 6
+    assert len(rig.on_device("greedy", 16)) <= 8
+    assert rig.run("flood19", 6) == 0
+
+
+def test_a_protection_ends_to_the_second_and_its_blocks_are_as_if_just_used() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False)
+    protected_run(rig, "kept", 3, protect_s=60)
+    rig.run("other", 3)
+    rig.clock.moment = START + 59
+    rig.turn()
+    assert rig.tiers.directory.protected == set(chain_of("kept", 3))
+    rig.clock.moment = START + 60
+    rig.turn()
+    assert rig.tiers.directory.protected == set()
+    names = [block.block_hash for block in rig.tiers.device.evictable()]
+    assert names == [*chain_of("other", 3)[::-1], *chain_of("kept", 3)[::-1]]
+    assert rig.run("kept", 3) == 0, "evictable is not expired"
+
+
+def test_protection_outlives_idleness_but_not_age() -> None:
+    rig = Rig(has_store=False, policies=DEFAULT_POLICIES)
+    protected_run(rig, "kept", 2, retention="in_memory")
+    protected_run(rig, "old", 2, retention="in_memory", protect_s=12 * HOUR_S)
+    rig.run("plain", 2, "in_memory")
+    for moment, left in ((601, {"kept", "old"}), (1799, {"kept", "old"}), (1800, {"old"})):
+        rig.clock.moment = START + moment
+        rig.turn()
+        names = {name for name in ("kept", "old", "plain") if rig.on_device(name, 2)}
+        assert names == left, moment
+    rig.clock.moment = START + HOUR_S - 1
+    protected_run(rig, "old", 2, retention="in_memory")
+    rig.clock.moment = START + HOUR_S
+    rig.turn()
+    assert rig.on_device("old", 2) == []
+
+
+def test_a_hit_moves_protection_forward_and_never_back() -> None:
+    rig = Rig(has_store=False)
+    entry_of = rig.tiers.directory.get
+    head = chain_of("kept", 2)[0]
+
+    def until() -> float:
+        entry = entry_of(head)
+        assert entry is not None
+        return entry.protect_until - START
+
+    protected_run(rig, "kept", 2, protect_s=1800)
+    rig.clock.moment = START + 100
+    protected_run(rig, "kept", 2, protect_s=300)
+    assert until() == 1800
+    rig.run("kept", 2)
+    assert until() == 1800
+    protected_run(rig, "kept", 2, protect_s=1800)
+    assert until() == 1900
+    protected_run(rig, "kept", 2, protect_s=48 * HOUR_S)
+    assert until() == 24 * HOUR_S, "never past the end of the longest policy"
+
+
+def test_hits_without_end_do_not_fill_the_queue_of_deadlines() -> None:
+    rig = Rig(has_store=False)
+    for number in range(200):
+        rig.clock.moment = START + number
+        protected_run(rig, "kept", 8)
+    assert rig.tiers.directory.num_queued < 200
+
+
+def test_protection_travels_to_the_disk_and_back() -> None:
+    rig = Rig(num_blocks=8, num_pages=8)
+    protected_run(rig, "kept", 2)
+    assert rig.cache.demoter.flush(to=Tier.DISK, deadline=1e12)
+    records = [record for record, _ in rig.store.blocks.values()]
+    assert [record.protect_until for record in records] == [START + 1800] * 2
+    assert rig.tiers.directory.entries() == []
+    rig.clock.moment = START + 10
+    assert rig.run("kept", 2) == 0
+    entries = rig.tiers.directory.entries()
+    assert {entry.protect_until for entry in entries} == {START + 1800}
+    protected_run(rig, "kept", 2)
+    assert rig.store.touched[-1].protect_until == START + 1810
+
+
+def test_protection_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
+    rig = Rig(is_write_behind=True)
+    rig.store.is_held = True
+    rig.run_without_disk("kept", 1)
+    rig.turn(3)
+    assert len(rig.store.jobs) == 1
+    prefix = rig.prefix("kept", 1)
+    prefix.asked.update(prefix.hashes)
+    prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60)]
+    serve(rig, prefix)
+    rig.store.is_held = False
+    rig.turn(2)
+    assert [item.protect_until for item in rig.store.touched] == [START + 60]
+
+
+def test_each_block_lives_by_the_claims_that_cover_it() -> None:
+    rig = Rig(policies=DEFAULT_POLICIES)
+    prefix = rig.prefix("mixed", 4, "in_memory")
+    prefix.claims = [
+        BlockClaim(1, frozenset({"24h", "5m"})),
+        BlockClaim(2, frozenset({"5m"})),
+        BlockClaim(3, frozenset({"1h"})),
+    ]
+    serve(rig, prefix)
+    for moment, left in ((299, [0, 1, 2, 3]), (300, [0, 2, 3]), (600, [0, 2]), (3600, [0])):
+        rig.clock.moment = START + moment
+        rig.turn()
+        assert rig.on_device("mixed", 4) == left, moment
+    assert rig.cache.demoter.flush(to=Tier.DISK, deadline=1e12)
+    assert rig.on_disk("mixed", 4) == [0]
+
+
+# --- where a hit may end
+
+
+def read(rig: Rig, name: str, length: int, ends: list[int] | None) -> tuple[int, Prefix]:
+    """Serve a request that may read up to these ends; return what it computed."""
+    prefix = rig.prefix(name, length)
+    prefix.read_ends = ends
+    return serve(rig, prefix), prefix
+
+
+@pytest.mark.parametrize(
+    ("ends", "computed"), [([], 6), ([2], 4), ([2, 4], 2), ([4, 9], 2), ([6], 0), ([7], 6)]
+)
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_hit_ends_at_the_last_end_that_is_there(
+    tier: str, ends: list[int], computed: int
+) -> None:
+    rig = Rig()
+    rig.run("chain", 6)
+    if tier != "device":
+        assert rig.cache.demoter.flush(to=Tier(tier), deadline=1e12)
+    counters = rig.tiers.counters
+    before = counters.promoted_host_blocks
+    assert read(rig, "chain", 6, ends)[0] == computed
+    loaded = {"device": 0, "host": 6 - computed, "disk": 6 - computed}[tier]
+    assert counters.promoted_host_blocks - before == loaded, "nothing is loaded in vain"
+    assert len(rig.store.loaded) == (loaded if tier == "disk" else 0)
+    rig.check_nothing_is_held()
+    assert rig.run("chain", 6) == 0, "all of it is there, each block once"
+
+
+def test_a_chain_with_a_hole_is_read_to_an_end_before_it() -> None:
+    rig = Rig()
+    rig.run("chain", 6)
+    rig.tiers.drop(chain_of("chain", 6)[3])
+    assert read(rig, "chain", 6, [2, 4, 6])[0] == 4
+
+
+def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() -> None:
+    rig = Rig()
+    rig.store.put("disk", 6)
+    rig.run("vram", 6)
+    for name in ("disk", "vram"):
+        prefix = rig.prefix(name, 6)
+        prefix.read_ends = [2, 9]
+        rig.cache.arrive(prefix)
+        rig.turn(3)
+        rig.cache.protect(prefix)
+        assert len(prefix.held_blocks) + len(prefix.held_pages) == 2
+        rig.cache.release(prefix)
+    assert len(rig.store.loaded) == 2
+    rig.check_nothing_is_held()
+
+
+def test_what_was_computed_again_is_claimed_and_protected_too() -> None:
+    rig = Rig(num_blocks=8, num_pages=8, has_store=False)
+    rig.run("chain", 4)
+    prefix = rig.prefix("chain", 4)
+    prefix.read_ends = []
+    prefix.claims = [BlockClaim(4, frozenset({"24h"}), START + 60)]
+    assert serve(rig, prefix) == 4
+    assert rig.tiers.directory.protected == set(chain_of("chain", 4))
+    rig.run("flood", 4)
+    assert rig.on_device("chain", 4) == [0, 1, 2, 3]
+
+
+# --- policies
+
+
+def test_the_policies_of_ttls_are_there_but_cannot_be_named() -> None:
+    policies = RetentionPolicies()
+    for name, idle_s in (("5m", 300.0), ("1h", HOUR_S)):
+        policy = policies.get(name, is_any=True)
+        assert (policy.idle_s, policy.absolute_s, policy.may_use_disk) == (idle_s, HOUR_S, False)
+        with pytest.raises(Exception, match=r"are: 'in_memory' and '24h'\."):
+            policies.get(name)
+
+
+@pytest.mark.parametrize(
+    ("claims", "used", "until", "deadline"),
+    [
+        ({"5m"}, 0, 0, 300),
+        ({"5m"}, 3400, 0, 3600),
+        ({"1h"}, 3400, 0, 3600),
+        ({"in_memory"}, 0, 1800, 1800),
+        ({"in_memory"}, 1500, 1800, 2100),
+        ({"in_memory"}, 0, 9999, 3600),
+        ({"in_memory", "24h"}, 0, 43200, 86400),
+    ],
+)
+def test_the_deadline_of_a_protected_block(
+    claims: set[str], used: float, until: float, deadline: float
+) -> None:
+    assert RetentionPolicies().deadline(claims, 0.0, used, until) == deadline
