@@ -12,8 +12,9 @@ from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.retention import RetentionPolicies
 from tieredkv.server import openai_requests as requests
+from tieredkv.server.asked import Rules, check_prompt, params_of
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_responses import ChatShape, CompletionShape, usage_body
+from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form, usage_body
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
@@ -23,14 +24,14 @@ USER = {"role": "user", "content": "hi"}
 
 def completion(*, is_strict: bool = False, **fields: Any) -> requests.CompletionRequest:
     asked = read(requests.CompletionRequest, {"model": "m", "prompt": "a", **fields})
-    asked.check(POLICIES, is_strict=is_strict)
+    asked.check(Rules(policies=POLICIES, is_strict=is_strict))
     return asked
 
 
 def chat(*messages: object, **fields: Any) -> requests.ChatRequest:
     body = {"model": "m", "messages": list(messages), **fields}
     asked = read(requests.ChatRequest, body)
-    asked.check(POLICIES, is_strict=False)
+    asked.check(Rules(policies=POLICIES))
     return asked
 
 
@@ -279,9 +280,9 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 
 
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
-    asked = completion(seed=7, n=3)
-    assert [asked.params_of(j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
-    assert completion(n=2).params_of(1, 16, fallback_seed=99).seed == 100
+    params = completion(seed=7, n=3).params
+    assert [params_of(params, j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
+    assert params_of(completion(n=2).params, 1, 16, fallback_seed=99).seed == 100
 
 
 def test_messages_take_the_form_that_templates_know() -> None:
@@ -314,12 +315,12 @@ def test_messages_take_the_form_that_templates_know() -> None:
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        completion().check_prompt(prompt, 8, 9)
+        check_prompt("prompt", prompt, 8, 9)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
-    completion().check_prompt([1] * 7, 8, 9)
+    check_prompt("prompt", [1] * 7, 8, 9)
 
 
 def test_usage_sums_the_tiers_and_names_each() -> None:
@@ -351,13 +352,13 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
     text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert CompletionShape("m", text).logprobs(tokens, 3) == {
+    assert CompletionShape("m", text, Form()).logprobs(tokens, 3) == {
         "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
         "token_logprobs": [-0.5, -1.0],
         "top_logprobs": [{"a": -0.5, "b": -9999.0}, {}],
         "text_offset": [3, 4],
     }
-    content = ChatShape("m", text).logprobs(tokens, 0)["content"]
+    content = ChatShape("m", text, Form()).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     assert content[1]["bytes"] is None
@@ -401,4 +402,4 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 def test_the_operators_policies_are_the_supported_values() -> None:
     only_memory = RetentionPolicies([POLICIES.get("in_memory")])
     with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
-        completion(prompt_cache_retention="24h").check(only_memory, is_strict=False)
+        completion(prompt_cache_retention="24h").check(Rules(policies=only_memory))

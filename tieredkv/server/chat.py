@@ -13,11 +13,11 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.errors import RequestError
-from tieredkv.server.openai_requests import Prompt
 
 NUM_THREADS = 4
 CACHED_TOKEN_TEXTS = 65_536
 
+Prompt = str | list[int]
 Result = TypeVar("Result")
 
 

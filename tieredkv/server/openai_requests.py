@@ -18,10 +18,11 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value, unknown_parameter
-from tieredkv.retention import RetentionPolicies
+from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
+from tieredkv.server.chat import Prompt, Tokenization
+from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form
 
 MAX_PROMPTS = 2048
-MAX_SEED = 2**63
 
 
 def _names(text: str) -> frozenset[str]:
@@ -33,8 +34,6 @@ _IGNORED_FIELDS = _names("user metadata store safety_identifier service_tier pro
 
 _SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
 
-Prompt = str | list[int]
-Text = Annotated[str, Field(min_length=1)]
 _FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], _FAIL_FAST]
 
@@ -49,14 +48,8 @@ class StreamOptions(Object):
     include_usage: bool = False
 
 
-class ModelRequest(Object):
-    """What is known before anything else: which model is asked for."""
-
-    model: Text
-
-
-class ApiRequest(ModelRequest):
-    """What both endpoints have in common.
+class OpenAIRequest(ApiRequest):
+    """What OpenAI's endpoints have in common.
 
     How to sample is told by the fields of `SamplingParams`, which checks them; those whose ranges
     are others in OpenAI's API are here, too.
@@ -100,9 +93,10 @@ class ApiRequest(ModelRequest):
         raise NotImplementedError
 
     @property
-    def wants_stream_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+    def form(self) -> Form:
+        """What the client wants to see of the answers."""
+        wants_usage = self.stream_options is not None and self.stream_options.include_usage
+        return Form(self.n, has_logprobs=self.num_logprobs is not None, wants_usage=wants_usage)
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -115,48 +109,34 @@ class ApiRequest(ModelRequest):
         # Of no probability at all, the smallest set of tokens is the likeliest one.
         return replace(params, temperature=0.0) if self.top_p == 0 else params
 
-    def params_of(self, choice: int, max_tokens: int, fallback_seed: int) -> SamplingParams:
-        """Return the parameters of one answer; equal seeds give equal answers, in their order."""
-        seed = self.params.seed if self.params.seed is not None else fallback_seed
-        seed = (seed + choice) % MAX_SEED
-        min_tokens = min(self.params.min_tokens, max_tokens)
-        return replace(self.params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
-
-    def check_prompt(self, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
-        """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
-        what, text, code = self.prompt_field, "", "invalid_value"
-        if not prompt:
-            text = f"Invalid '{what}': the prompt is empty. At least one token is needed."
-        elif len(prompt) >= max_model_len:
-            code = "context_length_exceeded"
-            text = (
-                f"This model's maximum context length is {max_model_len} tokens. However, your "
-                f"{what} resulted in {len(prompt)} tokens and at least one must be generated. "
-                f"Please reduce the length of the {what}."
-            )
-        elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
-            vocabulary = f"the model's vocabulary of {vocab_size} tokens"
-            text = f"Invalid '{what}': token id {bad[0]} is not in {vocabulary}."
-        if text:
-            raise RequestError(text, param=what, code=code)
-
-    def check(self, policies: RetentionPolicies, *, is_strict: bool) -> None:
-        """Refuse what the fields cannot mean together, or on this server.
-
-        Args:
-            policies: what `prompt_cache_retention` may name.
-            is_strict: refuse unknown fields and other spellings, too.
-        """
+    def check(self, rules: Rules) -> None:
+        """Refuse what the fields cannot mean together, or on this server."""
         if self.stream_options is not None and not self.stream:
             text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
-            policies.get(self.prompt_cache_retention, is_strict=is_strict)
+            rules.policies.get(self.prompt_cache_retention, is_strict=rules.is_strict)
         _ = self.params  # refuses what it must
         known = self.ignored | _SAMPLING_FIELDS
         unknown = [name for name in self.model_extra or () if name not in known]
-        if is_strict and unknown:
+        if rules.is_strict and unknown:
             raise unknown_parameter(unknown[0])
+
+    def asked(self, prompts: list[list[int]], shape: Shape) -> Asked:
+        """Return what is asked for, now that the prompts are known."""
+        return Asked(
+            prompts=prompts,
+            params=self.params,
+            shape=shape,
+            n=self.n,
+            stream=self.stream,
+            limit=self.limit,
+            default_tokens=self.default_tokens,
+            prompt_field=self.prompt_field,
+            plan=CachePlan(retention=self.prompt_cache_retention),
+            cache_salt=self.cache_salt,
+            prompt_cache_key=self.prompt_cache_key,
+        )
 
 
 def _read_prompts(value: Any) -> Sequence[Prompt]:
@@ -176,7 +156,7 @@ _SEVERAL_TEXTS = TypeAdapter(Annotated[list[str], Field(max_length=MAX_PROMPTS)]
 _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)])
 
 
-class CompletionRequest(ApiRequest):
+class CompletionRequest(OpenAIRequest):
     """`POST /v1/completions`."""
 
     prompt_field = "prompt"
@@ -193,7 +173,7 @@ class CompletionRequest(ApiRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return self.logprobs
 
-    def check(self, policies: RetentionPolicies, *, is_strict: bool) -> None:
+    def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.echo and self.logprobs is not None:
             raise _unsupported("'echo' together with 'logprobs' is not supported.", "echo")
@@ -201,7 +181,15 @@ class CompletionRequest(ApiRequest):
             raise _unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
             raise _unsupported("'best_of' must be equal to 'n'.", "best_of")
-        super().check(policies, is_strict=is_strict)
+        super().check(rules)
+
+    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+        """Encode the texts, and decode what is echoed."""
+        prompts = await tokenization.encode_prompts(self.prompt)
+        echoed = self.prompt if self.echo else ()
+        echoes = [await tokenization.decode(prompt) for prompt in echoed]
+        shape = CompletionShape(self.model, tokenization.token_text, self.form, echoes)
+        return self.asked(prompts, shape)
 
 
 class ContentPart(Object):
@@ -304,7 +292,7 @@ class ResponseFormat(Object):
     type: Literal["text"]
 
 
-class ChatRequest(ApiRequest):
+class ChatRequest(OpenAIRequest):
     """`POST /v1/chat/completions`."""
 
     prompt_field = "messages"
@@ -330,7 +318,7 @@ class ChatRequest(ApiRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def check(self, policies: RetentionPolicies, *, is_strict: bool) -> None:
+    def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.top_logprobs is not None and not self.logprobs:
             text = "'top_logprobs' is only allowed when 'logprobs' is true."
@@ -344,19 +332,20 @@ class ChatRequest(ApiRequest):
                 raise unknown_parameter(f"chat_template_kwargs.{name}")
         if self.tool_choice not in (None, "none", "auto"):
             raise _unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
-        super().check(policies, is_strict=is_strict)
+        super().check(rules)
+
+    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+        """Render the conversation."""
+        messages = [message.for_template() for message in self.messages]
+        arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
+        prompt = await tokenization.encode_chat(messages, arguments)
+        return self.asked([prompt], ChatShape(self.model, tokenization.token_text, self.form))
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(
     "messages conversation tools documents chat_template add_generation_prompt tokenize "
     "continue_final_message return_dict return_tensors padding truncation max_length"
 )
-
-
-def unknown_model(name: str) -> RequestError:
-    """Return the error for a model that is not served."""
-    text = f"The model `{name[:200]}` does not exist or you do not have access to it."
-    return RequestError(text, param="model", code="model_not_found", status=404)
 
 
 def _unsupported(message: str, param: str) -> RequestError:

@@ -5,15 +5,18 @@ It knows shapes, no sockets and no engine.
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import NamedTuple
 
+from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import RequestError
+from tieredkv.server.asked import Json, Shape
+from tieredkv.server.error_bodies import openai_body
+from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
 
-Json = dict[str, Any]
 TokenText = Callable[[int], str]
 """Gives the text of one token id."""
 
@@ -21,15 +24,6 @@ LEAST_LOGPROB = -9999.0
 """Stands for a token that could not have been chosen; JSON has no infinity."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-def error_body(error: RequestError) -> Json:
-    """Return the body of every answer that is an error; its `type` goes with the status."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    if error.status == 429:
-        kind = "rate_limit_error"
-    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
 
 
 def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
@@ -49,32 +43,96 @@ def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int
     }
 
 
-class _Shape:
+class Form(NamedTuple):
+    """What a client wants to see of its answers."""
+
+    n: int = 1
+    has_logprobs: bool = False
+    wants_usage: bool = False
+
+
+class _ChoicesShape(Shape):
     """What both endpoints have in common; all chunks of an answer share id, time and model."""
 
     id_prefix: str
     object: str
     chunk_object: str
 
-    def __init__(self, model: str, token_text: TokenText) -> None:
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+    def __init__(
+        self, model: str, token_text: TokenText, form: Form, echoes: Sequence[str] = ()
+    ) -> None:
+        self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._model = model
         self._token_text = token_text
+        self._form = form
+        self._echoes = [text for text in echoes for _ in range(form.n)]
 
-    def response(self, choices: list[Json], usage: Json) -> Json:
-        """Return the whole answer."""
-        return {**self._envelope(self.object), "choices": choices, "usage": usage}
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return a choice for each answer, and the usage of all."""
+        choices = []
+        for i, (echo, answer) in enumerate(zip(self._starts(answers), answers, strict=True)):
+            assert answer.finish_reason is not None, answer.request.request_id
+            logprobs = self._logprobs(answer.logprobs, len(echo))
+            choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
+        return {**self._envelope(self.object), "choices": choices, "usage": self._usage(answers)}
 
-    def chunk(self, *choices: Json, **usage: Json | None) -> Json:
-        """Return one chunk; where `usage` is wanted, it is None in all but the last one."""
-        return {**self._envelope(self.chunk_object), "choices": choices, **usage}
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
+        envelope = self._envelope(self.chunk_object)
+        no_usage = {"usage": None} if self._form.wants_usage else {}
+        offsets = []
+        for i, echo in enumerate(self._starts(answers)):
+            offsets.append(len(echo))
+            for choice in self.opening(i, echo):
+                yield {**envelope, "choices": [choice], **no_usage}
+        async for piece in pieces:
+            logprobs = None
+            if piece.logprobs:
+                logprobs = self._logprobs(piece.logprobs, offsets[piece.index])
+            offsets[piece.index] += len(piece.text)
+            for choice in self.delta(piece.index, piece.text, logprobs, piece.finish_reason):
+                yield {**envelope, "choices": [choice], **no_usage}
+        if self._form.wants_usage:
+            yield {**envelope, "choices": [], "usage": self._usage(answers)}
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the error as answers have it."""
+        return openai_body(error)
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choices that begin an answer."""
+        raise NotImplementedError
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the choices of one piece."""
+        raise NotImplementedError
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
+        """Return one answer in whole."""
+        raise NotImplementedError
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+        """Return the log-probabilities of some tokens."""
+        raise NotImplementedError
+
+    def _logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json | None:
+        return self.logprobs(tokens, text_offset) if self._form.has_logprobs else None
+
+    def _starts(self, answers: Sequence[Answer]) -> Sequence[str]:
+        return self._echoes or [""] * len(answers)
+
+    def _usage(self, answers: Sequence[Answer]) -> Json:
+        of_prompts = [answer.usage for answer in answers[:: self._form.n]]  # as the first found it
+        return usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
 
     def _envelope(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
 
-class CompletionShape(_Shape):
+class CompletionShape(_ChoicesShape):
     """`/v1/completions`."""
 
     id_prefix = "cmpl-"
@@ -104,7 +162,7 @@ class CompletionShape(_Shape):
         }
 
 
-class ChatShape(_Shape):
+class ChatShape(_ChoicesShape):
     """`/v1/chat/completions`."""
 
     id_prefix = "chatcmpl-"
@@ -144,10 +202,6 @@ class ChatShape(_Shape):
         text = self._token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
-
-
-Shape = CompletionShape | ChatShape
-"""The shapes of one endpoint's answer: whole, in chunks, and its log-probabilities."""
 
 
 def _finite(logprob: float) -> float:
