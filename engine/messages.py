@@ -78,6 +78,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         prompt_tokens: length of the prompt.
         cached_tokens_by_tier: prompt tokens whose keys and values were found in each tier.
         written_tokens: prompt tokens that this request computed into cached blocks.
+        recomputed_tokens: prompt tokens that were computed although a tier held them.
     """
 
     prompt_tokens: int
@@ -85,6 +86,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         default_factory=lambda: dict.fromkeys(Tier, 0)
     )
     written_tokens: int = 0
+    recomputed_tokens: int = 0
 
     @property
     def cached_tokens(self) -> int:

@@ -80,6 +80,12 @@ class Settings:
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
     )
     default_retention: str = _cache("in_memory", "retention of requests that name none")
+    max_retention: str | None = _cache(
+        None, "longest retention that requests may ask for; any if not set"
+    )
+    min_cache_tokens: int = _cache(
+        0, "a shorter prompt is not cached; OpenAI's minimum is 1024, 0 for one block"
+    )
     restore: Restore = _cache(
         "auto", "load cached blocks or compute them; auto loads, until it can tell which is faster"
     )
@@ -123,6 +129,8 @@ class Settings:
             if names.count(name) > 1:
                 raise ConfigError(f"`policies`: two policies are called `{name}`")
         _check_one_of("default_retention", self.default_retention, names)
+        _check_one_of("max_retention", self.max_retention, (None, *names))
+        _check("min_cache_tokens", self.min_cache_tokens, self.min_cache_tokens >= 0, "at least 0")
 
     def retention_policies(self) -> RetentionPolicies:
         """Return the policies that requests may choose among."""

@@ -10,7 +10,6 @@ from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
-from tieredkv.retention import RetentionPolicies
 from tieredkv.server import openai_requests as requests
 from tieredkv.server.asked import Rules, check_prompt, params_of
 from tieredkv.server.chat import Tokenization
@@ -18,20 +17,22 @@ from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form, u
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
-POLICIES = Settings().retention_policies()
+RULES = Rules.of(Settings(disk_dir="kv"), is_strict=False)
 USER = {"role": "user", "content": "hi"}
 
 
 def completion(*, is_strict: bool = False, **fields: Any) -> requests.CompletionRequest:
-    asked = read(requests.CompletionRequest, {"model": "m", "prompt": "a", **fields})
-    asked.check(Rules(policies=POLICIES, is_strict=is_strict))
+    rules = Rules.of(Settings(), is_strict=is_strict)
+    body = {"model": "m", "prompt": "a", **fields}
+    asked = read(requests.CompletionRequest, body, rules.refuses)
+    asked.check(rules)
     return asked
 
 
-def chat(*messages: object, **fields: Any) -> requests.ChatRequest:
+def chat(*messages: object, rules: Rules = RULES, **fields: Any) -> requests.ChatRequest:
     body = {"model": "m", "messages": list(messages), **fields}
-    asked = read(requests.ChatRequest, body)
-    asked.check(Rules(policies=POLICIES))
+    asked = read(requests.ChatRequest, body, rules.refuses)
+    asked.check(rules)
     return asked
 
 
@@ -299,7 +300,7 @@ def test_messages_take_the_form_that_templates_know() -> None:
     )
     parsed = {"name": "f", "arguments": {"x": 1}}
     assert [message.for_template() for message in asked.messages] == [
-        {"role": "system", "content": "a\nb"},
+        {"role": "system", "content": ["a", "b"]},
         {
             "role": "assistant",
             "content": "",
@@ -331,7 +332,9 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             written_tokens=8,
         ),
         RequestUsage(
-            prompt_tokens=20, cached_tokens_by_tier={Tier.DEVICE: 0, Tier.HOST: 16, Tier.DISK: 0}
+            prompt_tokens=20,
+            cached_tokens_by_tier={Tier.DEVICE: 0, Tier.HOST: 16, Tier.DISK: 0},
+            recomputed_tokens=4,
         ),
     ]
     assert usage_body(usages, 5) == {
@@ -342,6 +345,7 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             "cached_tokens": 48,
             "cache_write_tokens": 8,
             "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
+            "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
         },
     }
 
@@ -355,7 +359,7 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
     assert CompletionShape("m", text, Form()).logprobs(tokens, 3) == {
         "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {}],
+        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
         "text_offset": [3, 4],
     }
     content = ChatShape("m", text, Form()).logprobs(tokens, 0)["content"]
@@ -400,6 +404,6 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 
 
 def test_the_operators_policies_are_the_supported_values() -> None:
-    only_memory = RetentionPolicies([POLICIES.get("in_memory")])
+    only_memory = Rules.of(Settings(max_retention="in_memory"), is_strict=False)
     with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
-        completion(prompt_cache_retention="24h").check(Rules(policies=only_memory))
+        completion(prompt_cache_retention="24h").check(only_memory)

@@ -49,10 +49,9 @@ class Api:
         self, settings: Settings, engine: EngineClient, tokenization: Tokenization, is_strict: bool
     ) -> None:
         self._engine = engine
-        self._rules = Rules(policies=settings.retention_policies(), is_strict=is_strict)
+        self._rules = Rules.of(settings, is_strict=is_strict)
         self._tokenization = tokenization
         self._keys = [key.encode() for key in settings.api_keys]
-        self._max_answers = settings.max_num_seqs + settings.max_num_queued_reqs
         self._created = int(time.time())
 
     # Routes
@@ -84,7 +83,7 @@ class Api:
         async def route(request: Request) -> Response:
             tenant, body = await self.open(request, kind)
             asked = await body.ask(self._tokenization, self._rules)
-            requests = asked.engine_requests(self._engine.info, tenant, self._max_answers)
+            requests = asked.engine_requests(self._engine.info, tenant, self._rules)
             generation = Generation(self._engine, self._tokenization.tokenizer, requests)
             return await _answer(request, generation, asked.shape, is_stream=asked.stream)
 
@@ -98,7 +97,7 @@ class Api:
         parsed = parse_body(await _read_body(request))
         if (model := read(ApiRequest, parsed).model) != self._engine.info.model:
             raise unknown_model(model)
-        body = read(kind, parsed)
+        body = read(kind, parsed, self._rules.refuses)
         body.check(self._rules)
         return tenant, body
 

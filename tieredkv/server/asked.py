@@ -4,20 +4,23 @@ An API is a request type, whose `ask` turns a checked body into `Asked`, and a `
 behind them knows which API spoke.
 """
 
+import dataclasses
 import secrets
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
 
+from msgspec.structs import replace
 from pydantic import Field
 
+from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object
-from tieredkv.retention import RetentionPolicies
+from tieredkv.fields import Object, invalid_value
+from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 
@@ -33,45 +36,116 @@ class Rules:
 
     Attributes:
         policies: what a request's retention may name.
+        default: the policy of requests that name none.
+        raised: the policy that a longer lifetime raises a prefix to, where there is one.
         is_strict: refuse unknown fields and other spellings, too.
+        min_cache_tokens: a shorter prefix is neither looked up nor kept.
+        max_answers: so many at most to one request.
     """
 
     policies: RetentionPolicies
+    default: RetentionPolicy
+    raised: RetentionPolicy | None = None
     is_strict: bool = False
+    min_cache_tokens: int = 0
+    max_answers: int = 1024
+
+    @classmethod
+    def of(cls, settings: Settings, *, is_strict: bool) -> "Rules":
+        """Return the rules of a server with these settings."""
+        policies = settings.retention_policies().up_to(settings.max_retention)
+        default = settings.retention_policies().get(settings.default_retention)
+        has_raised = settings.disk_dir and TWENTY_FOUR_HOURS.name in policies.names
+        raised = policies.get(TWENTY_FOUR_HOURS.name) if has_raised else None
+        return cls(
+            policies=policies,
+            default=default,
+            raised=raised if raised and raised.may_use_disk else None,
+            is_strict=is_strict,
+            min_cache_tokens=settings.min_cache_tokens,
+            max_answers=settings.max_num_seqs + settings.max_num_queued_reqs,
+        )
+
+    def refuses(self, name: str) -> bool:
+        """Whether a field of this name is refused where it is unknown.
+
+        A breakpoint is nothing to leave out silently, as its prefix would not be kept.
+        """
+        return self.is_strict or name == "prompt_cache_breakpoint"
+
+    def claim(self, end_token: int, retention: str | None, lifetime: "Lifetime") -> Claim:
+        """Return what keeps a prefix for a lifetime at least, of a retention that is so long.
+
+        Raises:
+            RequestError: no retention that the request may have is so long.
+        """
+        policy = self.policies.get(retention) if retention else self.default
+        if lifetime.seconds > policy.absolute_s:
+            if self.raised is None or lifetime.seconds > self.raised.absolute_s:
+                raise invalid_value(lifetime.param, lifetime.name, lifetime.shortest)
+            policy = self.raised
+        return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime.seconds)
+
+
+class Lifetime(NamedTuple):
+    """How long a prefix is wanted, and what a refusal says of it.
+
+    Attributes:
+        param: the field that says it.
+        name: what it says.
+        shortest: what every server takes in place of it, as a list of values.
+    """
+
+    seconds: float
+    param: str
+    name: str
+    shortest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachePlan:
-    """How a prompt may be kept and looked up; the fields are those of `EngineRequest`."""
+    """How prompts may be kept and looked up; the fields are those of `EngineRequest`.
+
+    Ends may lie behind a prompt's end.
+    """
 
     retention: str | None = None
     claims: list[Claim] = field(default_factory=list)
     cacheable_tokens: int | None = None
     read_ends: list[int] | None = None
 
+    def fields_of(self, num_tokens: int, rules: Rules) -> Json:
+        """Return the fields for a prompt of a length."""
+        cacheable, claims = self.cacheable_tokens, self.claims
+        if min(num_tokens, num_tokens if cacheable is None else cacheable) < rules.min_cache_tokens:
+            cacheable, claims = 0, []
+        return {
+            "retention": self.retention,
+            "claims": [replace(it, end_token=min(it.end_token, num_tokens)) for it in claims],
+            "cacheable_tokens": cacheable,
+            "read_ends": self.read_ends,
+        }
 
-class Shape:
+
+class Shape(Protocol):
     """One answer in the form of its API.
 
     Attributes:
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
     """
 
-    names_events = False
+    names_events: ClassVar[bool] = False
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return the answer in one piece, once all is there."""
-        raise NotImplementedError
 
     def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
         """Yield the events of a stream; one at least for every piece."""
-        raise NotImplementedError
 
     def failure(self, error: RequestError) -> Json:
         """Return the last event of a stream that has failed."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,25 +177,24 @@ class Asked:
     labels: dict[str, str] = field(default_factory=dict)
     prompt_logprobs: int | None = None
 
-    def engine_requests(
-        self, info: EngineInfo, tenant: str, max_answers: int
-    ) -> list[EngineRequest]:
+    def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.
 
         Raises:
             RequestError: it does not fit this model, or is more than this server takes.
         """
         self.params.check_vocabulary(info.vocab_size)
-        if (num_answers := len(self.prompts) * self.n) > max_answers:
+        if (num_answers := len(self.prompts) * self.n) > rules.max_answers:
             text = (
                 f"{len(self.prompts)} prompts with n = {self.n} are {num_answers} answers; "
-                f"this server takes at most {max_answers} at once."
+                f"this server takes at most {rules.max_answers} at once."
             )
             raise RequestError(text, param="n", code="invalid_value")
         requests = []
         seed = secrets.randbits(62)
         for i, prompt in enumerate(self.prompts):
             check_prompt(self.prompt_field, prompt, info.max_model_len, info.vocab_size)
+            caching = self.plan.fields_of(len(prompt), rules)
             room = info.max_model_len - len(prompt)
             max_tokens = min(self.limit or self.default_tokens or room, room)
             requests += [
@@ -129,10 +202,7 @@ class Asked:
                     request_id=uuid.uuid4().hex,
                     prompt_token_ids=prompt,
                     params=params_of(self.params, j, max_tokens, seed + i * self.n),
-                    retention=self.plan.retention,
-                    claims=self.plan.claims,
-                    cacheable_tokens=self.plan.cacheable_tokens,
-                    read_ends=self.plan.read_ends,
+                    **caching,
                     prompt_logprobs=self.prompt_logprobs,
                     tenant=tenant,
                     cache_salt=self.cache_salt,
@@ -163,7 +233,7 @@ def params_of(
     seed = params.seed if params.seed is not None else fallback_seed
     min_tokens = min(params.min_tokens, max_tokens)
     seed = (seed + choice) % MAX_SEED
-    return replace(params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
+    return dataclasses.replace(params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
 
 
 def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: int) -> None:

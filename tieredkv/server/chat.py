@@ -7,7 +7,7 @@ import asyncio
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
@@ -18,7 +18,20 @@ NUM_THREADS = 4
 CACHED_TOKEN_TEXTS = 65_536
 
 Prompt = str | list[int]
+Mark = tuple[int, int]
+"""The end of a part of a message, by their indexes."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""What chat templates know, but for `content`, which may be a list of texts: its parts."""
+
 Result = TypeVar("Result")
+
+
+class Encoded(NamedTuple):
+    """The token ids of a conversation, and how many of them lie before each mark."""
+
+    token_ids: list[int]
+    ends: list[int]
 
 
 class Tokenization:
@@ -38,8 +51,8 @@ class Tokenization:
         return await self._in_thread(lambda: [self._encode(prompt) for prompt in prompts])
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-    ) -> list[int]:
+        self, messages: Messages, arguments: Mapping[str, Any], marks: Sequence[Mark] = ()
+    ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
         Raises:
@@ -49,7 +62,7 @@ class Tokenization:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
-        return await self._in_thread(lambda: self._render(messages, arguments))
+        return await self._in_thread(lambda: self._encode_chat(messages, arguments, marks))
 
     async def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt, which may have come as token ids."""
@@ -70,12 +83,24 @@ class Tokenization:
         # Not a warning's matter: what does not fit the context is refused by the caller.
         return list(self.tokenizer.encode(prompt, verbose=False))
 
-    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    def _encode_chat(
+        self, messages: Messages, arguments: Mapping[str, Any], marks: Sequence[Mark]
+    ) -> Encoded:
+        heads = {**arguments, "add_generation_prompt": False}
+        ends = [len(self._render(messages[: mark[0] + 1], heads)) for mark in marks]
+        return Encoded(self._render(messages, arguments), ends)
+
+    def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> list[int]:
+        told = {"add_generation_prompt": True, **arguments, "tokenize": False}
+        joined: Any = [
+            {**each, "content": "\n".join(each["content"])}
+            if isinstance(each["content"], list)
+            else each
+            for each in messages
+        ]
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **arguments
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            text = self.tokenizer.apply_chat_template(joined, **told)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             why = "cannot render these messages."
             if isinstance(error, jinja2.TemplateError):
                 why = f"refuses these messages: {error.message or type(error).__name__}"

@@ -5,21 +5,30 @@ checked here in whole, before anybody works for it. Fields are called what the A
 """
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import pydantic
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, invalid_value, unknown_parameter
-from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
-from tieredkv.server.chat import Prompt, Tokenization
+from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
+from tieredkv.server.asked import (
+    MAX_SEED,
+    ApiRequest,
+    Asked,
+    CachePlan,
+    Lifetime,
+    Rules,
+    Shape,
+    Text,
+)
+from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form
 
 MAX_PROMPTS = 2048
@@ -29,10 +38,12 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_IGNORED_FIELDS = _names("user metadata store safety_identifier service_tier prompt_cache_options")
-"""Fields of OpenAI's that mean nothing here, so that even a strict server takes them."""
-
-_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
+_SAMPLING_FIELDS = frozenset(it.name for it in fields(SamplingParams)) - _names(
+    "max_tokens logprobs"
+)
+TTLS = {"30m": 1800.0, "12h": 43200.0}
+WHOLE = 2**31 - 1
+"""Stands for the end of a prompt of any length."""
 
 _FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], _FAIL_FAST]
@@ -42,10 +53,31 @@ def _several(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
 class StreamOptions(Object):
-    """How a stream ends."""
+    """How a stream ends; only `include_usage` means something here."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
+
+
+class CacheOptions(Object):
+    """For how long the prompt is kept at least, and whether without being marked."""
+
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Literal["30m"] = "30m"
+
+
+class Breakpoint(Object):
+    """The end of a prefix that is to be kept."""
+
+    mode: Literal["explicit"]
+    ttl: Literal["30m", "12h"] | None = None
 
 
 class OpenAIRequest(ApiRequest):
@@ -57,16 +89,13 @@ class OpenAIRequest(ApiRequest):
     Attributes:
         prompt_field: which field holds the prompt.
         default_tokens: longest answer where the client names none; None for all the room.
-        ignored: fields that mean nothing here.
     """
 
-    model_config = pydantic.ConfigDict(
-        extra="allow"
-    )  # how to sample; `check` may refuse the others
+    model_config = pydantic.ConfigDict(extra="allow")
+    known_besides = _SAMPLING_FIELDS
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
-    ignored: ClassVar[frozenset[str]] = _IGNORED_FIELDS
 
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
@@ -75,6 +104,14 @@ class OpenAIRequest(ApiRequest):
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
+    prompt_cache_options: CacheOptions | None = None
+
+    # These mean nothing here.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
+    store: bool = False
+    service_tier: ServiceTier | None = None
 
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
@@ -117,12 +154,32 @@ class OpenAIRequest(ApiRequest):
         if self.prompt_cache_retention is not None:
             rules.policies.get(self.prompt_cache_retention, is_strict=rules.is_strict)
         _ = self.params  # refuses what it must
-        known = self.ignored | _SAMPLING_FIELDS
-        unknown = [name for name in self.model_extra or () if name not in known]
-        if rules.is_strict and unknown:
-            raise unknown_parameter(unknown[0])
+        self.plan(rules, [0] * len(self.marks))  # so does this
 
-    def asked(self, prompts: list[list[int]], shape: Shape) -> Asked:
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked."""
+        return {}
+
+    def plan(self, rules: Rules, ends: Sequence[int]) -> CachePlan:
+        """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
+        options = self.prompt_cache_options
+        is_explicit = options is not None and options.mode == "explicit"
+        ttl = options.ttl if options else "30m"
+        wanted = [(end, at.ttl or ttl) for end, at in zip(ends, self.marks.values(), strict=True)]
+        # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
+        wanted = wanted[-4:] if is_explicit else wanted[-3:]
+        if options and not is_explicit:
+            wanted.append((WHOLE, ttl))
+        retention, path = self.prompt_cache_retention, "prompt_cache_options.ttl"
+        claims = [
+            rules.claim(end, retention, Lifetime(TTLS[ttl], path, ttl, "'30m'"))
+            for end, ttl in wanted
+        ]
+        cacheable = max([0, *ends]) if is_explicit else None
+        return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
+
+    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan) -> Asked:
         """Return what is asked for, now that the prompts are known."""
         return Asked(
             prompts=prompts,
@@ -133,7 +190,7 @@ class OpenAIRequest(ApiRequest):
             limit=self.limit,
             default_tokens=self.default_tokens,
             prompt_field=self.prompt_field,
-            plan=CachePlan(retention=self.prompt_cache_retention),
+            plan=plan,
             cache_salt=self.cache_salt,
             prompt_cache_key=self.prompt_cache_key,
         )
@@ -189,7 +246,7 @@ class CompletionRequest(OpenAIRequest):
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
         shape = CompletionShape(self.model, tokenization.token_text, self.form, echoes)
-        return self.asked(prompts, shape)
+        return self.asked(prompts, shape, self.plan(rules, []))
 
 
 class ContentPart(Object):
@@ -198,6 +255,7 @@ class ContentPart(Object):
     type: Literal["text", "refusal"]
     text: str | None = Field(None, validate_default=True)
     refusal: str | None = Field(None, validate_default=True)
+    prompt_cache_breakpoint: Breakpoint | None = None
 
     @field_validator("text", "refusal")
     @classmethod
@@ -206,19 +264,26 @@ class ContentPart(Object):
             raise PydanticKnownError("missing")
         return text
 
+    def __str__(self) -> str:
+        return self.text if self.text is not None else self.refusal or ""
+
 
 _PARTS = TypeAdapter(Annotated[list[ContentPart], _FAIL_FAST])
 
 
 class Function(Object):
-    """A function; the template knows what else is in it."""
+    """A function that may be called."""
 
     name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class CalledFunction(Function):
+class CalledFunction(Object):
     """A function, and what the model called it with."""
 
+    name: Text
     arguments: Any = Field({})
 
     @field_validator("arguments")
@@ -226,8 +291,10 @@ class CalledFunction(Function):
     def _parse(cls, arguments: Any) -> Any:
         # Templates print an object as they like; OpenAI's clients send its text.
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+            with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+                arguments = msgspec.json.decode(arguments)
+            if is_too_deep([arguments]):
+                raise PydanticCustomError("depth", f"at most {MAX_DEPTH} levels of nesting")
         return arguments or {}
 
 
@@ -243,20 +310,20 @@ class Message(Object):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = Field(None, validate_default=True)
+    content: str | list[ContentPart] = Field(None, validate_default=True)
     tool_calls: Annotated[list[ToolCall], _FAIL_FAST] = Field([])
     name: Text | None = None
+    refusal: str | None = None
     tool_call_id: Text | None = None
 
     @field_validator("content", mode="before")
     @classmethod
-    def _join(cls, value: Any, info: ValidationInfo) -> str:
-        """Return the text; parts of it are joined by line ends."""
+    def _read(cls, value: Any, info: ValidationInfo) -> str | list[ContentPart]:
+        """Return the text or its parts."""
         if value is None and info.data.get("role") != "assistant":
             raise PydanticKnownError("missing")
         if isinstance(value, list):
-            parts = _PARTS.validate_python(value, strict=True)
-            return "\n".join(getattr(part, part.type) for part in parts)
+            return _PARTS.validate_python(value, strict=True, context=info.context)
         if isinstance(value, str | None):
             return value or ""
         raise PydanticCustomError("content", "a string or an array")
@@ -264,7 +331,8 @@ class Message(Object):
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates know."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content}
+        content = self.content if isinstance(self.content, str) else list(map(str, self.content))
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
@@ -280,9 +348,9 @@ class Tool(Object):
 _TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
 
 
-def _check_tools(tools: Any) -> Any:
+def _check_tools(tools: Any, info: ValidationInfo) -> Any:
     """Return them as they were given, for the template prints them."""
-    _TOOLS.validate_python(tools, strict=True)
+    _TOOLS.validate_python(tools, strict=True, context=info.context)
     return tools
 
 
@@ -296,7 +364,6 @@ class ChatRequest(OpenAIRequest):
     """`POST /v1/chat/completions`."""
 
     prompt_field = "messages"
-    ignored = _IGNORED_FIELDS | _names("parallel_tool_calls reasoning_effort verbosity")
 
     messages: list[Message] = Field(min_length=1, max_length=16_384)
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -307,6 +374,19 @@ class ChatRequest(OpenAIRequest):
     chat_template_kwargs: dict[str, Any] = Field({})
     tool_choice: Any = None
     tools: Annotated[list[dict[str, Any]], PlainValidator(_check_tools)] = Field([])
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked, by the indexes of messages and their parts."""
+        return {
+            (i, j): part.prompt_cache_breakpoint
+            for i, message in enumerate(self.messages)
+            for j, part in enumerate(message.content)
+            if isinstance(part, ContentPart) and part.prompt_cache_breakpoint
+        }
 
     @property
     def limit(self) -> int | None:
@@ -338,8 +418,9 @@ class ChatRequest(OpenAIRequest):
         """Render the conversation."""
         messages = [message.for_template() for message in self.messages]
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        prompt = await tokenization.encode_chat(messages, arguments)
-        return self.asked([prompt], ChatShape(self.model, tokenization.token_text, self.form))
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        shape = ChatShape(self.model, tokenization.token_text, self.form)
+        return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(

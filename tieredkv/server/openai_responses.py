@@ -27,19 +27,25 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
-    """Return a `usage` object; each prompt counts once, whatever the number of its answers.
-
-    `cached_tokens_by_tier` is an addition of ours, beside OpenAI's fields.
-    """
+    """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
-    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
-    written = sum(usage.written_tokens for usage in prompt_usages)
-    details = {"cached_tokens": sum(by_tier.values()), "cache_write_tokens": written}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {**details, "cached_tokens_by_tier": by_tier},
+        "prompt_tokens_details": caching_body(prompt_usages),
+    }
+
+
+def caching_body(prompt_usages: Sequence[RequestUsage]) -> Json:
+    """Return what is said of cached tokens; `tieredkv` and what is by tier are ours."""
+    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
+    recomputed = sum(usage.recomputed_tokens for usage in prompt_usages)
+    return {
+        "cached_tokens": sum(by_tier.values()),
+        "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
+        "cached_tokens_by_tier": by_tier,
+        "tieredkv": {**{str(tier): n for tier, n in by_tier.items()}, "recomputed": recomputed},
     }
 
 
@@ -153,7 +159,8 @@ class CompletionShape(_ChoicesShape):
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return parallel lists, as the older endpoint has them."""
         texts = [self._token_text(token.token_id) for token in tokens]
-        tops = [{self._token_text(id): _finite(each) for id, each in t.top} for t in tokens]
+        both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
+        tops = [{self._token_text(id): _finite(each) for id, each in top} for top in both]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
