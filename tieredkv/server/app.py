@@ -30,6 +30,7 @@ from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.error_bodies import anthropic_body, openai_body
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
 from tieredkv.server.openai_requests import ChatRequest, CompletionRequest
+from tieredkv.server.responses_api import ResponsesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,7 @@ def build_app(api: Api) -> ASGIApp:
     app.add_route("/v1/models/{name:path}", api.model)
     app.add_route("/v1/completions", api.answers(CompletionRequest), methods=["POST"])
     app.add_route("/v1/chat/completions", api.answers(ChatRequest), methods=["POST"])
+    app.add_route("/v1/responses", api.answers(ResponsesRequest), methods=["POST"])
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)

@@ -28,7 +28,7 @@ from tieredkv.server.asked import (
     Shape,
     Text,
 )
-from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.chat import Encoded, Mark, Prompt, Tokenization
 from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form
 
 MAX_PROMPTS = 2048
@@ -45,8 +45,8 @@ TTLS = {"30m": 1800.0, "12h": 43200.0}
 WHOLE = 2**31 - 1
 """Stands for the end of a prompt of any length."""
 
-_FAIL_FAST = pydantic.FailFast()
-TokenIds = Annotated[list[int], _FAIL_FAST]
+FAIL_FAST = pydantic.FailFast()
+TokenIds = Annotated[list[int], FAIL_FAST]
 
 
 def _several(value: Any) -> Any:
@@ -70,7 +70,7 @@ class CacheOptions(Object):
     """For how long the prompt is kept at least, and whether without being marked."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Literal["30m"] = "30m"
+    ttl: Literal["30m", "12h"] = "30m"
 
 
 class Breakpoint(Object):
@@ -78,6 +78,12 @@ class Breakpoint(Object):
 
     mode: Literal["explicit"]
     ttl: Literal["30m", "12h"] | None = None
+
+
+class ChatCacheOptions(CacheOptions):
+    """As the chat has them."""
+
+    ttl: Literal["30m"] = "30m"
 
 
 class OpenAIRequest(ApiRequest):
@@ -104,7 +110,7 @@ class OpenAIRequest(ApiRequest):
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
-    prompt_cache_options: CacheOptions | None = None
+    prompt_cache_options: ChatCacheOptions | None = None
 
     # These mean nothing here.
     user: str | None = None
@@ -233,11 +239,11 @@ class CompletionRequest(OpenAIRequest):
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.echo and self.logprobs is not None:
-            raise _unsupported("'echo' together with 'logprobs' is not supported.", "echo")
+            raise unsupported("'echo' together with 'logprobs' is not supported.", "echo")
         if self.suffix not in (None, ""):
-            raise _unsupported("'suffix' is not supported.", "suffix")
+            raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
-            raise _unsupported("'best_of' must be equal to 'n'.", "best_of")
+            raise unsupported("'best_of' must be equal to 'n'.", "best_of")
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
@@ -260,7 +266,7 @@ class ContentPart(Object):
     @field_validator("text", "refusal")
     @classmethod
     def _is_there(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is None and info.field_name == info.data.get("type"):
+        if text is None and info.data.get("type", "").endswith(str(info.field_name)):
             raise PydanticKnownError("missing")
         return text
 
@@ -268,7 +274,7 @@ class ContentPart(Object):
         return self.text if self.text is not None else self.refusal or ""
 
 
-_PARTS = TypeAdapter(Annotated[list[ContentPart], _FAIL_FAST])
+Parts = Annotated[list[ContentPart], FAIL_FAST]
 
 
 class Function(Object):
@@ -309,21 +315,23 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
+    parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Parts)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] = Field(None, validate_default=True)
-    tool_calls: Annotated[list[ToolCall], _FAIL_FAST] = Field([])
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", "output", mode="before", check_fields=False)
     @classmethod
-    def _read(cls, value: Any, info: ValidationInfo) -> str | list[ContentPart]:
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
         """Return the text or its parts."""
         if value is None and info.data.get("role") != "assistant":
             raise PydanticKnownError("missing")
         if isinstance(value, list):
-            return _PARTS.validate_python(value, strict=True, context=info.context)
+            return cls.parts.validate_python(value, strict=True, context=info.context)
         if isinstance(value, str | None):
             return value or ""
         raise PydanticCustomError("content", "a string or an array")
@@ -338,10 +346,15 @@ class Message(Object):
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
-class Tool(Object):
-    """A tool that may be called."""
+class FunctionType(Object):
+    """The one type of tool."""
 
     type: Literal["function"]
+
+
+class Tool(FunctionType):
+    """A tool that may be called."""
+
     function: Function
 
 
@@ -360,7 +373,46 @@ class ResponseFormat(Object):
     type: Literal["text"]
 
 
-class ChatRequest(OpenAIRequest):
+class ConversationRequest(OpenAIRequest):
+    """A conversation to go on with."""
+
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """All messages, in order."""
+        raise NotImplementedError
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the template is told besides them."""
+        raise NotImplementedError
+
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked, by the indexes of messages and their parts."""
+        return {
+            (i, j): part.prompt_cache_breakpoint
+            for i, message in enumerate(self.conversation)
+            if not isinstance(message.content, str)
+            for j, part in enumerate(message.content)
+            if part.prompt_cache_breakpoint
+        }
+
+    def check(self, rules: Rules) -> None:
+        """Refuse what is not supported, too."""
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
+        super().check(rules)
+
+    async def encode(self, tokenization: Tokenization) -> Encoded:
+        """Render the conversation."""
+        messages = [message.for_template() for message in self.conversation]
+        return await tokenization.encode_chat(messages, self.template_arguments, list(self.marks))
+
+
+class ChatRequest(ConversationRequest):
     """`POST /v1/chat/completions`."""
 
     prompt_field = "messages"
@@ -372,21 +424,19 @@ class ChatRequest(OpenAIRequest):
     response_format: ResponseFormat | None = None
     modalities: list[Any] = Field([])
     chat_template_kwargs: dict[str, Any] = Field({})
-    tool_choice: Any = None
     tools: Annotated[list[dict[str, Any]], PlainValidator(_check_tools)] = Field([])
-    parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 
-    @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked, by the indexes of messages and their parts."""
-        return {
-            (i, j): part.prompt_cache_breakpoint
-            for i, message in enumerate(self.messages)
-            for j, part in enumerate(message.content)
-            if isinstance(part, ContentPart) and part.prompt_cache_breakpoint
-        }
+    @property
+    def conversation(self) -> Sequence[Message]:
+        """All messages, in order."""
+        return self.messages
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the template is told besides them."""
+        return {"tools": self.tools or None, **self.chat_template_kwargs}
 
     @property
     def limit(self) -> int | None:
@@ -410,15 +460,11 @@ class ChatRequest(OpenAIRequest):
             is_plain = isinstance(value, str | int | float | bool)
             if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
                 raise unknown_parameter(f"chat_template_kwargs.{name}")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise _unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        messages = [message.for_template() for message in self.messages]
-        arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        encoded = await self.encode(tokenization)
         shape = ChatShape(self.model, tokenization.token_text, self.form)
         return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
 
@@ -429,5 +475,5 @@ _RESERVED_TEMPLATE_ARGUMENTS = _names(
 )
 
 
-def _unsupported(message: str, param: str) -> RequestError:
+def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
