@@ -13,7 +13,7 @@ from tieredkv.fields import parse_body, read
 from tieredkv.server import openai_requests as requests
 from tieredkv.server.asked import Rules, check_prompt, params_of
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form, usage_body
+from tieredkv.server.openai_responses import ChatChoices, CompletionChoices, usage_body
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
@@ -356,13 +356,13 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
     text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert CompletionShape("m", text, Form()).logprobs(tokens, 3) == {
+    assert CompletionChoices(text).logprobs(tokens, 3) == {
         "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
         "token_logprobs": [-0.5, -1.0],
         "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
         "text_offset": [3, 4],
     }
-    content = ChatShape("m", text, Form()).logprobs(tokens, 0)["content"]
+    content = ChatChoices(text).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     assert content[1]["bytes"] is None

@@ -9,7 +9,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol
+from typing import Annotated, Any, ClassVar, Protocol
 
 from msgspec.structs import replace
 from pydantic import Field
@@ -19,7 +19,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, invalid_value
+from tieredkv.fields import Object
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
@@ -73,33 +73,14 @@ class Rules:
         """
         return self.is_strict or name == "prompt_cache_breakpoint"
 
-    def claim(self, end_token: int, retention: str | None, lifetime: "Lifetime") -> Claim:
-        """Return what keeps a prefix for a lifetime at least, of a retention that is so long.
-
-        Raises:
-            RequestError: no retention that the request may have is so long.
-        """
+    def claim(self, end_token: int, retention: str | None, lifetime_s: float) -> Claim | None:
+        """Return what keeps a prefix for a lifetime at least; None if no retention is so long."""
         policy = self.policies.get(retention) if retention else self.default
-        if lifetime.seconds > policy.absolute_s:
-            if self.raised is None or lifetime.seconds > self.raised.absolute_s:
-                raise invalid_value(lifetime.param, lifetime.name, lifetime.shortest)
+        if lifetime_s > policy.absolute_s and self.raised:
             policy = self.raised
-        return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime.seconds)
-
-
-class Lifetime(NamedTuple):
-    """How long a prefix is wanted, and what a refusal says of it.
-
-    Attributes:
-        param: the field that says it.
-        name: what it says.
-        shortest: what every server takes in place of it, as a list of values.
-    """
-
-    seconds: float
-    param: str
-    name: str
-    shortest: str
+        if lifetime_s > policy.absolute_s:
+            return None
+        return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

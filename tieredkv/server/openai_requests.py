@@ -18,18 +18,9 @@ from pydantic_core import PydanticCustomError, PydanticKnownError
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
-from tieredkv.server.asked import (
-    MAX_SEED,
-    ApiRequest,
-    Asked,
-    CachePlan,
-    Lifetime,
-    Rules,
-    Shape,
-    Text,
-)
-from tieredkv.server.chat import Encoded, Mark, Prompt, Tokenization
-from tieredkv.server.openai_responses import ChatShape, CompletionShape, Form
+from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
+from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
 
 MAX_PROMPTS = 2048
 
@@ -38,9 +29,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SAMPLING_FIELDS = frozenset(it.name for it in fields(SamplingParams)) - _names(
-    "max_tokens logprobs"
-)
+_SAMPLING_FIELDS = {it.name for it in fields(SamplingParams)} - _names("max_tokens logprobs")
 TTLS = {"30m": 1800.0, "12h": 43200.0}
 WHOLE = 2**31 - 1
 """Stands for the end of a prompt of any length."""
@@ -53,6 +42,7 @@ def _several(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Ttl = Literal["30m", "12h"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Verbosity = Literal["low", "medium", "high"]
@@ -70,14 +60,14 @@ class CacheOptions(Object):
     """For how long the prompt is kept at least, and whether without being marked."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Literal["30m", "12h"] = "30m"
+    ttl: Ttl = "30m"
 
 
 class Breakpoint(Object):
     """The end of a prefix that is to be kept."""
 
     mode: Literal["explicit"]
-    ttl: Literal["30m", "12h"] | None = None
+    ttl: Ttl | None = None
 
 
 class ChatCacheOptions(CacheOptions):
@@ -98,7 +88,7 @@ class OpenAIRequest(ApiRequest):
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
-    known_besides = _SAMPLING_FIELDS
+    known_besides = frozenset(_SAMPLING_FIELDS)
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
@@ -136,10 +126,9 @@ class OpenAIRequest(ApiRequest):
         raise NotImplementedError
 
     @property
-    def form(self) -> Form:
-        """What the client wants to see of the answers."""
-        wants_usage = self.stream_options is not None and self.stream_options.include_usage
-        return Form(self.n, has_logprobs=self.num_logprobs is not None, wants_usage=wants_usage)
+    def wants_stream_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and self.stream_options.include_usage
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -170,36 +159,28 @@ class OpenAIRequest(ApiRequest):
     def plan(self, rules: Rules, ends: Sequence[int]) -> CachePlan:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
         options = self.prompt_cache_options
+        ttl: Ttl = options.ttl if options else "30m"
         is_explicit = options is not None and options.mode == "explicit"
-        ttl = options.ttl if options else "30m"
         wanted = [(end, at.ttl or ttl) for end, at in zip(ends, self.marks.values(), strict=True)]
         # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
         wanted = wanted[-4:] if is_explicit else wanted[-3:]
         if options and not is_explicit:
             wanted.append((WHOLE, ttl))
-        retention, path = self.prompt_cache_retention, "prompt_cache_options.ttl"
-        claims = [
-            rules.claim(end, retention, Lifetime(TTLS[ttl], path, ttl, "'30m'"))
-            for end, ttl in wanted
-        ]
+        retention, claims = self.prompt_cache_retention, []
+        for end, lifetime in wanted:
+            claim = rules.claim(end, retention, TTLS[lifetime])
+            if claim is None:
+                raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
+            claims.append(claim)
         cacheable = max([0, *ends]) if is_explicit else None
         return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
 
     def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        return Asked(
-            prompts=prompts,
-            params=self.params,
-            shape=shape,
-            n=self.n,
-            stream=self.stream,
-            limit=self.limit,
-            default_tokens=self.default_tokens,
-            prompt_field=self.prompt_field,
-            plan=plan,
-            cache_salt=self.cache_salt,
-            prompt_cache_key=self.prompt_cache_key,
-        )
+        how: dict[str, Any] = {"n": self.n, "stream": self.stream, "limit": self.limit}
+        how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
+        how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
+        return Asked(prompts=prompts, params=self.params, shape=shape, plan=plan, **how)
 
 
 def _read_prompts(value: Any) -> Sequence[Prompt]:
@@ -251,7 +232,8 @@ class CompletionRequest(OpenAIRequest):
         prompts = await tokenization.encode_prompts(self.prompt)
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
-        shape = CompletionShape(self.model, tokenization.token_text, self.form, echoes)
+        choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
+        shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
         return self.asked(prompts, shape, self.plan(rules, []))
 
 
@@ -346,6 +328,16 @@ class Message(Object):
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
+def marks_in(messages: Sequence[Message]) -> dict[Mark, Breakpoint]:
+    """Return what is marked, by the indexes of messages and their parts."""
+    return {
+        (i, j): part.prompt_cache_breakpoint
+        for i, message in enumerate(messages)
+        for j, part in enumerate([] if isinstance(message.content, str) else message.content)
+        if part.prompt_cache_breakpoint
+    }
+
+
 class FunctionType(Object):
     """The one type of tool."""
 
@@ -379,37 +371,11 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
-    @property
-    def conversation(self) -> Sequence[Message]:
-        """All messages, in order."""
-        raise NotImplementedError
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the template is told besides them."""
-        raise NotImplementedError
-
-    @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked, by the indexes of messages and their parts."""
-        return {
-            (i, j): part.prompt_cache_breakpoint
-            for i, message in enumerate(self.conversation)
-            if not isinstance(message.content, str)
-            for j, part in enumerate(message.content)
-            if part.prompt_cache_breakpoint
-        }
-
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.tool_choice not in (None, "none", "auto"):
             raise unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
         super().check(rules)
-
-    async def encode(self, tokenization: Tokenization) -> Encoded:
-        """Render the conversation."""
-        messages = [message.for_template() for message in self.conversation]
-        return await tokenization.encode_chat(messages, self.template_arguments, list(self.marks))
 
 
 class ChatRequest(ConversationRequest):
@@ -428,15 +394,10 @@ class ChatRequest(ConversationRequest):
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 
-    @property
-    def conversation(self) -> Sequence[Message]:
-        """All messages, in order."""
-        return self.messages
-
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the template is told besides them."""
-        return {"tools": self.tools or None, **self.chat_template_kwargs}
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked."""
+        return marks_in(self.messages)
 
     @property
     def limit(self) -> int | None:
@@ -464,8 +425,11 @@ class ChatRequest(ConversationRequest):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        encoded = await self.encode(tokenization)
-        shape = ChatShape(self.model, tokenization.token_text, self.form)
+        messages = [message.for_template() for message in self.messages]
+        arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        choices = ChatChoices(tokenization.token_text)
+        shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
         return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
 
 

@@ -6,8 +6,8 @@ It knows shapes, no sockets and no engine.
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
@@ -49,97 +49,80 @@ def caching_body(prompt_usages: Sequence[RequestUsage]) -> Json:
     }
 
 
-class Form(NamedTuple):
-    """What a client wants to see of its answers."""
+class ChoicesShape(Shape):
+    """What both endpoints have in common; all chunks of an answer share id, time and model.
 
-    n: int = 1
-    has_logprobs: bool = False
-    wants_usage: bool = False
-
-
-class _ChoicesShape(Shape):
-    """What both endpoints have in common; all chunks of an answer share id, time and model."""
-
-    id_prefix: str
-    object: str
-    chunk_object: str
+    Args:
+        choices: the form of one answer.
+        model: the model's name.
+        n: answers to each prompt.
+        echoes: the prompts, where they are part of the answers.
+        wants_usage: whether a stream ends with its usage.
+    """
 
     def __init__(
-        self, model: str, token_text: TokenText, form: Form, echoes: Sequence[str] = ()
+        self,
+        choices: "CompletionChoices | ChatChoices",
+        model: str,
+        n: int,
+        echoes: Sequence[str] = (),
+        *,
+        wants_usage: bool,
     ) -> None:
-        self._id = f"{self.id_prefix}{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._token_text = token_text
-        self._form = form
-        self._echoes = [text for text in echoes for _ in range(form.n)]
+        self._choices, self._n, self._wants_usage = choices, n, wants_usage
+        id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
+        self._head = {"id": id, "object": choices.object, "created": now, "model": model}
+        self._echoes = [text for text in echoes for _ in range(n)]
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return a choice for each answer, and the usage of all."""
         choices = []
         for i, (echo, answer) in enumerate(zip(self._starts(answers), answers, strict=True)):
             assert answer.finish_reason is not None, answer.request.request_id
-            logprobs = self._logprobs(answer.logprobs, len(echo))
-            choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
-        return {**self._envelope(self.object), "choices": choices, "usage": self._usage(answers)}
+            has_logprobs = answer.request.params.logprobs is not None
+            logprobs = self._choices.logprobs(answer.logprobs, len(echo)) if has_logprobs else None
+            text, reason = echo + answer.text, answer.finish_reason
+            choices.append(self._choices.choice(i, text, logprobs, reason))
+        return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
     async def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
         """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
-        envelope = self._envelope(self.chunk_object)
-        no_usage = {"usage": None} if self._form.wants_usage else {}
+        head = {**self._head, "object": self._choices.chunk_object}
+        no_usage = {"usage": None} if self._wants_usage else {}
         offsets = []
         for i, echo in enumerate(self._starts(answers)):
             offsets.append(len(echo))
-            for choice in self.opening(i, echo):
-                yield {**envelope, "choices": [choice], **no_usage}
+            for choice in self._choices.opening(i, echo):
+                yield {**head, "choices": [choice], **no_usage}
         async for piece in pieces:
-            logprobs = None
+            i, logprobs = piece.index, None
             if piece.logprobs:
-                logprobs = self._logprobs(piece.logprobs, offsets[piece.index])
-            offsets[piece.index] += len(piece.text)
-            for choice in self.delta(piece.index, piece.text, logprobs, piece.finish_reason):
-                yield {**envelope, "choices": [choice], **no_usage}
-        if self._form.wants_usage:
-            yield {**envelope, "choices": [], "usage": self._usage(answers)}
+                logprobs = self._choices.logprobs(piece.logprobs, offsets[i])
+            offsets[i] += len(piece.text)
+            for choice in self._choices.delta(i, piece.text, logprobs, piece.finish_reason):
+                yield {**head, "choices": [choice], **no_usage}
+        if self._wants_usage:
+            yield {**head, "choices": [], "usage": self._usage(answers)}
 
     def failure(self, error: RequestError) -> Json:
         """Return the error as answers have it."""
         return openai_body(error)
 
-    def opening(self, index: int, echo: str) -> list[Json]:
-        """Return the choices that begin an answer."""
-        raise NotImplementedError
-
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the choices of one piece."""
-        raise NotImplementedError
-
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str) -> Json:
-        """Return one answer in whole."""
-        raise NotImplementedError
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        """Return the log-probabilities of some tokens."""
-        raise NotImplementedError
-
-    def _logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json | None:
-        return self.logprobs(tokens, text_offset) if self._form.has_logprobs else None
-
     def _starts(self, answers: Sequence[Answer]) -> Sequence[str]:
         return self._echoes or [""] * len(answers)
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
-        of_prompts = [answer.usage for answer in answers[:: self._form.n]]  # as the first found it
+        of_prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
         return usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
 
-    def _envelope(self, kind: str) -> Json:
-        return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
-
-class CompletionShape(_ChoicesShape):
+@dataclass(frozen=True)
+class CompletionChoices:
     """`/v1/completions`."""
+
+    token_text: TokenText
 
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
@@ -158,9 +141,9 @@ class CompletionShape(_ChoicesShape):
 
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return parallel lists, as the older endpoint has them."""
-        texts = [self._token_text(token.token_id) for token in tokens]
+        texts = [self.token_text(token.token_id) for token in tokens]
         both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
-        tops = [{self._token_text(id): _finite(each) for id, each in top} for top in both]
+        tops = [{self.token_text(id): _finite(each) for id, each in top} for top in both]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -169,8 +152,11 @@ class CompletionShape(_ChoicesShape):
         }
 
 
-class ChatShape(_ChoicesShape):
+@dataclass(frozen=True)
+class ChatChoices:
     """`/v1/chat/completions`."""
+
+    token_text: TokenText
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
@@ -206,7 +192,7 @@ class ChatShape(_ChoicesShape):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _token(self, token_id: int, logprob: float) -> Json:
-        text = self._token_text(token_id)
+        text = self.token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 

@@ -18,31 +18,26 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object
 from tieredkv.server import openai_requests as requests
 from tieredkv.server.asked import Asked, CachePlan, Json, Rules, Shape, Text
-from tieredkv.server.chat import Tokenization
+from tieredkv.server.chat import Mark, Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.openai_requests import FAIL_FAST, CalledFunction, Message
 from tieredkv.server.openai_responses import caching_body
+
+_OF_ANSWERS = frozenset(("id", "status", "phase", "annotations", "logprobs"))
+"""What items and parts may bear that were part of an answer."""
 
 
 class InputPart(requests.ContentPart):
     """A part of an item's text."""
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
-    annotations: list[Any] = Field([])
-    logprobs: list[Any] = Field([])
+    known_besides = _OF_ANSWERS
 
 
-class Item(Object):
-    """What items bear that were part of an answer."""
-
-    id: str | None = None
-    status: str | None = None
-    phase: str | None = None
-
-
-class InputMessage(Message, Item):
+class InputMessage(Message):
     """A message."""
 
+    known_besides = _OF_ANSWERS
     parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Annotated[list[InputPart], FAIL_FAST])
 
     type: Literal["message"] = "message"
@@ -53,8 +48,10 @@ class InputMessage(Message, Item):
         return self
 
 
-class FunctionCall(CalledFunction, Item):
+class FunctionCall(CalledFunction):
     """A call that the assistant made."""
+
+    known_besides = _OF_ANSWERS
 
     type: Literal["function_call"]
     call_id: Text
@@ -148,6 +145,9 @@ class ResponsesRequest(requests.ConversationRequest):
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field([], max_length=1024)
     previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool = False
     prompt_cache_options: Options | None = None  # type: ignore[assignment]
     n: int = Field(1, ge=1, le=1)
     temperature: float | None = None
@@ -158,7 +158,6 @@ class ResponsesRequest(requests.ConversationRequest):
     include: list[str] = Field([])
     top_logprobs: int = Field(0, ge=0, le=0)
     max_tool_calls: int | None = None
-    background: bool = False
 
     @property
     def limit(self) -> int | None:
@@ -176,7 +175,7 @@ class ResponsesRequest(requests.ConversationRequest):
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @cached_property
-    def conversation(self) -> Sequence[Message]:
+    def turns(self) -> Sequence[Message]:
         """All messages; calls are part of the assistant's message that they come behind."""
         messages: list[Message] = []
         if self.instructions:
@@ -190,39 +189,36 @@ class ResponsesRequest(requests.ConversationRequest):
                 messages.append(message)
         return messages
 
-    @property
-    def template_arguments(self) -> dict[str, Any]:
-        """What the template is told besides them."""
-        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
-        return {"tools": [{"type": "function", "function": it} for it in functions] or None}
+    @cached_property
+    def marks(self) -> dict[Mark, requests.Breakpoint]:
+        """Where the prompt is marked."""
+        return requests.marks_in(self.turns)
 
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
-        if self.previous_response_id is not None:
-            text = (
-                "'previous_response_id' is not supported, as no response is stored here. "
-                "Send the whole conversation in 'input'."
-            )
-            raise requests.unsupported(text, "previous_response_id")
-        if self.background:
-            raise requests.unsupported("'background' is not supported.", "background")
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
+            if getattr(self, name):
+                what = f"'{name}' is not supported, as no response is stored here."
+                text = f"{what} Send the whole conversation in 'input'."
+                raise requests.unsupported(text, name)
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        encoded = await self.encode(tokenization)
+        messages = [message.for_template() for message in self.turns]
+        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
+        arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
         return self.asked([encoded.token_ids], ResponseShape(self, plan), plan)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
-        names = "instructions max_output_tokens max_tool_calls metadata model parallel_tool_calls"
-        names += " prompt_cache_key prompt_cache_options prompt_cache_retention reasoning"
-        names += " safety_identifier temperature text tools top_p truncation user"
-        return {
-            **self.model_dump(mode="json", include=set(names.split())),
-            "tool_choice": self.tool_choice or "auto",
-        }
+        names = "max_output_tokens max_tool_calls metadata model parallel_tool_calls reasoning text"
+        names += " instructions tools truncation temperature top_p prompt_cache_key user"
+        names += " prompt_cache_options prompt_cache_retention safety_identifier"
+        told = self.model_dump(mode="json", include=set(names.split()))
+        return {**told, "tool_choice": self.tool_choice or "auto"}
 
 
 class ResponseShape(Shape):
