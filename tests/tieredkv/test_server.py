@@ -7,13 +7,19 @@ import pytest
 
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
-from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogprob
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import Rules, check_prompt, params_of
+from tieredkv.server.asked import CachePlan, Rules, check_prompt, params_of
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_responses import ChatChoices, CompletionChoices, usage_body
+from tieredkv.server.openai_responses import (
+    ChatChoices,
+    ChoicesShape,
+    CompletionChoices,
+    usage_body,
+)
+from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
@@ -322,6 +328,147 @@ def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str)
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
     check_prompt("prompt", [1] * 7, 8, 9)
+
+
+WHOLE = requests.WHOLE
+
+PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [
+    # What a request says of caching, the breakpoints' lifetimes; claims, and what may be kept.
+    ({}, [], [], None),
+    ({"prompt_cache_retention": "24h"}, [], [], None),
+    ({"prompt_cache_options": {}}, [], [(WHOLE, "in_memory", 1800)], None),
+    ({"prompt_cache_options": {"ttl": "30m"}}, [], [(WHOLE, "in_memory", 1800)], None),
+    ({"prompt_cache_options": {"ttl": "12h"}}, [], [(WHOLE, "24h", 43200)], None),
+    (
+        {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"},
+        [],
+        [(WHOLE, "24h", 1800)],
+        None,
+    ),
+    ({"prompt_cache_options": {"mode": "explicit"}}, [], [], 0),
+    ({"prompt_cache_options": {"mode": "explicit"}}, [None], [(10, "in_memory", 1800)], 10),
+    (
+        {"prompt_cache_options": {"mode": "explicit", "ttl": "12h"}},
+        ["30m", None],
+        [(10, "in_memory", 1800), (20, "24h", 43200)],
+        20,
+    ),
+    ({}, ["12h"], [(10, "24h", 43200)], None),
+    (
+        {},
+        [None] * 5,
+        [(30, "in_memory", 1800), (40, "in_memory", 1800), (50, "in_memory", 1800)],
+        None,
+    ),
+    (
+        {"prompt_cache_options": {"mode": "explicit"}},
+        [None] * 5,
+        [(end, "in_memory", 1800) for end in (20, 30, 40, 50)],
+        50,
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "ttls", "claims", "cacheable"), PLANS)
+def test_what_a_request_says_of_caching_becomes_a_plan(
+    fields: dict[str, Any],
+    ttls: list[Any],
+    claims: list[tuple[int, str, float]],
+    cacheable: int | None,
+) -> None:
+    parts = [
+        {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+        for _ in ttls
+    ]
+    for part, ttl in zip(parts, ttls, strict=True):
+        part["prompt_cache_breakpoint"] |= {"ttl": ttl}  # type: ignore[operator]
+    messages = [{"role": "user", "content": [part]} for part in parts or [{**PART}]]
+    asked = read(ResponsesRequest, {"model": "m", "input": messages, **fields}, RULES.refuses)
+    asked.check(RULES)
+    plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))])
+    assert [(it.end_token, it.retention, it.protect_s) for it in plan.claims] == claims
+    assert plan.cacheable_tokens == cacheable
+    assert plan.retention == fields.get("prompt_cache_retention")
+
+
+PART = {"type": "input_text", "text": "a"}
+
+
+def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported() -> None:
+    body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
+    only_memory = Settings(disk_dir="kv", max_retention="in_memory")
+    for settings in (Settings(), only_memory):
+        rules = Rules.of(settings, is_strict=False)
+        with pytest.raises(RequestError) as caught:
+            read(ResponsesRequest, body).check(rules)
+        assert str(caught.value) == "Invalid value: '12h'. Supported value is: '30m'."
+        assert (caught.value.param, caught.value.code) == (
+            "prompt_cache_options.ttl",
+            "invalid_value",
+        )
+
+
+@pytest.mark.parametrize(
+    ("cacheable", "length", "kept"),
+    [(None, 1024, None), (None, 1023, 0), (1024, 2000, 1024), (1023, 2000, 0), (0, 2000, 0)],
+)
+def test_a_prefix_below_the_minimum_is_not_cached(
+    cacheable: int | None, length: int, kept: int | None
+) -> None:
+    rules = Rules.of(Settings(min_cache_tokens=1024), is_strict=False)
+    claims = [Claim(end_token=WHOLE, retention="24h", protect_s=1.0)]
+    plan = CachePlan(claims=claims, cacheable_tokens=cacheable)
+    fields = plan.fields_of(length, rules)
+    assert fields["cacheable_tokens"] == kept
+    assert [claim.end_token for claim in fields["claims"]] == ([] if kept == 0 else [length])
+    assert CachePlan().fields_of(1, RULES)["cacheable_tokens"] is None
+
+
+def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
+    asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
+    info = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
+    plan = asked.plan(RULES, [])
+    whole = asked.asked(
+        [[1] * 20, [2] * 40], ChoicesShape(NOTHING, "m", 2, wants_usage=False), plan
+    )
+    made = whole.engine_requests(info, "tenant", RULES)
+    assert [claim.end_token for each in made for claim in each.claims] == [20, 20, 40, 40]
+    assert [each.params.seed for each in made] == [5, 6, 5, 6]
+    assert {each.tenant for each in made} == {"tenant"}
+    assert len({each.request_id for each in made}) == 4
+
+
+NOTHING = ChatChoices(str)
+
+
+def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
+    strict = Rules.of(Settings(), is_strict=True)
+    inside: list[tuple[dict[str, Any], str]] = [
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"prompt_cache_options": {"x": 1}}, "prompt_cache_options.x"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]},
+            "tools[0].function.x",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
+    ]
+    for fields, path in inside:
+        body = {"model": "m", "messages": [USER], **fields}
+        with pytest.raises(RequestError, match=r"^Unknown parameter: ") as caught:
+            read(requests.ChatRequest, body, strict.refuses)
+        assert (caught.value.param, caught.value.code) == (path, "unknown_parameter")
+        read(requests.ChatRequest, body, RULES.refuses)
+
+
+def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
+    for depth, is_fine in ((64, True), (65, False), (900, False)):
+        body = b'{"a":' * depth + b"1" + b"}" * depth
+        if is_fine:
+            parse_body(body)
+            continue
+        with pytest.raises(RequestError, match="is nested more than 64 levels deep"):
+            parse_body(body)
+    parse_body(b'{"prompt":[' + b"[1]," * 1000 + b"[1]]}")
 
 
 def test_usage_sums_the_tiers_and_names_each() -> None:
