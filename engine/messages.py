@@ -77,8 +77,10 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         prompt_tokens: length of the prompt.
         cached_tokens_by_tier: prompt tokens whose keys and values were found in each tier.
-        written_tokens: prompt tokens that this request computed into cached blocks.
-        recomputed_tokens: prompt tokens that were computed although a tier held them.
+        written_tokens: prompt tokens that this request computed into cached blocks, also where
+            `EngineRequest.read_ends` kept it from using those that were there.
+        recomputed_tokens: prompt tokens that were found and computed again for their logits: the
+            last one of a wholly cached prompt.
     """
 
     prompt_tokens: int

@@ -123,7 +123,7 @@ class OpenAIRequest(ApiRequest):
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives reported with each token; None for no log-probabilities."""
-        raise NotImplementedError
+        return None
 
     @property
     def wants_stream_usage(self) -> bool:

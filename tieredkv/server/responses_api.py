@@ -165,11 +165,6 @@ class ResponsesRequest(requests.ConversationRequest):
         return 1 if self.is_prewarm else self.max_output_tokens
 
     @property
-    def num_logprobs(self) -> int | None:
-        """None: there are no log-probabilities."""
-        return None
-
-    @property
     def is_prewarm(self) -> bool:
         """Whether only the cache is to be filled."""
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
