@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
@@ -19,7 +20,7 @@ from tieredkv.server.openai_responses import (
     CompletionChoices,
     usage_body,
 )
-from tieredkv.server.responses_api import ResponsesRequest
+from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
@@ -439,6 +440,18 @@ def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() ->
 
 
 NOTHING = ChatChoices(str)
+
+
+def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
+    asked = read(ResponsesRequest, {"model": "m", "input": "a"})
+    event = ResponseShape(asked, CachePlan()).failure(RequestError("Stopping", code="x"))
+    told = ResponseErrorEvent.model_validate(event)
+    assert (told.type, told.message, told.code, told.sequence_number) == (
+        "error",
+        "Stopping",
+        "x",
+        0,
+    )
 
 
 def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
