@@ -228,6 +228,39 @@ def test_cache_options_and_breakpoints_are_taken_by_the_client(client: openai.Op
         assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
 
 
+def counted(server: Server, text: str, mark: dict[str, Any] | None, **fields: Any) -> Any:
+    """Return what usage says of a marked prefix and what follows it."""
+    prefix = {"type": "input_text", "text": text, "prompt_cache_breakpoint": mark}
+    parts = [prefix, {"type": "input_text", "text": f"and then {TEXT}"}]
+    usage = respond(server, input=[{"role": "user", "content": parts}], **fields).usage
+    assert usage is not None
+    return usage.input_tokens_details.model_dump()
+
+
+def test_without_a_mark_nothing_is_cached_in_explicit_mode(server: Server) -> None:
+    for _ in range(2):
+        told = counted(server, f"none {TEXT}", None, prompt_cache_options={"mode": "explicit"})
+        assert (told["cached_tokens"], told["cache_write_tokens"]) == (0, 0)
+
+
+def test_in_explicit_mode_a_prefix_is_cached_up_to_its_mark(server: Server) -> None:
+    text, options = f"mark {TEXT}", {"mode": "explicit"}
+    first = counted(server, text, {"mode": "explicit"}, prompt_cache_options=options)
+    again = counted(server, text, {"mode": "explicit"}, prompt_cache_options=options)
+    assert first["cached_tokens"] == again["cache_write_tokens"] == 0
+    assert first["cache_write_tokens"] == again["cached_tokens"]
+    assert len(text) - 16 < again["cached_tokens"] < len(text) + 32
+
+
+def test_written_tokens_are_told_by_the_lifetime_of_their_prefix(server: Server) -> None:
+    text = f"long {TEXT}"
+    told = counted(server, text, {"mode": "explicit", "ttl": "12h"})
+    by_ttl = told["cache_write_tokens_details"]
+    assert sum(by_ttl.values()) == told["cache_write_tokens"]
+    assert len(text) <= by_ttl["ttl_12h_tokens"] < len(text) + 32
+    assert by_ttl["ttl_30m_tokens"] > len(TEXT) - 32
+
+
 INPUT = {"input": "a"}
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 TEXT_PART = {"type": "text", "text": "a"}
