@@ -31,6 +31,7 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
+Switch = Literal["off", "on"]
 _POSITIVE = (
     *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
     *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
@@ -102,6 +103,9 @@ class Settings:
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
     api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
+    canonical_tools: Switch = _server(
+        "off", "sort the keys of tools, so that equal ones are shared"
+    )
 
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
     clock_offset_file: str | None = _setting("", None, "for outside checks only")

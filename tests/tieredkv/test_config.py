@@ -133,6 +133,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "host": "::",
         "port": 1,
         "api_keys": ("a", "b"),
+        "canonical_tools": "on",
     }
     rows = load_settings(environ={}).describe()
     plain = {name: section for section, name, _, _ in rows if name != "policy"}
