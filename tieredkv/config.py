@@ -106,6 +106,8 @@ class Settings:
     canonical_tools: Switch = _server(
         "off", "sort the keys of tools, so that equal ones are shared"
     )
+    anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
+    cache_lookback: int = _server(0, "`cache_control` hits end within so many blocks; 0 for any")
 
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
     clock_offset_file: str | None = _setting("", None, "for outside checks only")
@@ -121,6 +123,7 @@ class Settings:
             if (value := getattr(self, name)) is not None:
                 _check(name, value, 0 < value < math.inf, "above 0")
         _check("drain_timeout", drain, 0 <= drain < math.inf, "at least 0")
+        _check("cache_lookback", self.cache_lookback, self.cache_lookback >= 0, "at least 0")
         _check("disk_write_limit", self.disk_write_limit, self.disk_write_limit >= 0, "at least 0")
         _check("gpu_memory_utilization", share, 0 < share <= 1, "above 0 and at most 1")
         _check("port", self.port, 0 <= self.port <= 65535, "from 0 to 65535")

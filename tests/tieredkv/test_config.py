@@ -134,6 +134,8 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "port": 1,
         "api_keys": ("a", "b"),
         "canonical_tools": "on",
+        "anthropic_implicit": "off",
+        "cache_lookback": 20,
     }
     rows = load_settings(environ={}).describe()
     plain = {name: section for section, name, _, _ in rows if name != "policy"}

@@ -21,16 +21,19 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
-from tieredkv.server.asked import ApiRequest, Json, Rules, Shape
+from tieredkv.server.anthropic_requests import CountTokensRequest, MessagesRequest
+from tieredkv.server.asked import ApiRequest, Json, PlainRequest, Rules, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.error_bodies import anthropic_body, openai_body
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
 from tieredkv.server.openai_requests import ChatRequest, CompletionRequest
 from tieredkv.server.responses_api import ResponsesRequest
+from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +41,17 @@ MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
 RETRY_AFTER_S = "1"
 CLIENT_CLOSED_REQUEST = 499
+
+ANSWERED: dict[str, type[ApiRequest]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+"""What is posted where."""
 
 Body = TypeVar("Body", bound=ApiRequest)
 Route = Callable[[Request], Awaitable[Response]]
@@ -65,6 +79,10 @@ class Api:
         body = {"status": "ok" if is_alive else "dead", "model": info.model, "pids": pids}
         return JSONResponse(body, 200 if is_alive else 503)
 
+    async def version(self, _request: Request) -> Response:
+        """Say which version of tieredkv this is."""
+        return JSONResponse({"version": __version__})
+
     async def models(self, request: Request) -> Response:
         """List the one model."""
         self._tenant(request)
@@ -83,6 +101,8 @@ class Api:
 
         async def route(request: Request) -> Response:
             tenant, body = await self.open(request, kind)
+            if isinstance(body, PlainRequest):
+                return JSONResponse(await body.tell(self._tokenization, self._engine.info))
             asked = await body.ask(self._tokenization, self._rules)
             requests = asked.engine_requests(self._engine.info, tenant, self._rules)
             generation = Generation(self._engine, self._tokenization.tokenizer, requests)
@@ -96,6 +116,8 @@ class Api:
         """Return whose request it is, and its body, checked in whole."""
         tenant = self._tenant(request)
         parsed = parse_body(await _read_body(request))
+        if issubclass(kind, PlainRequest):
+            parsed.setdefault("model", self._engine.info.model)
         if (model := read(ApiRequest, parsed).model) != self._engine.info.model:
             raise unknown_model(model)
         body = read(kind, parsed, self._rules.refuses)
@@ -180,9 +202,9 @@ def build_app(api: Api) -> ASGIApp:
     app.add_route("/health", api.health)  # GET, and with it HEAD
     app.add_route("/v1/models", api.models)
     app.add_route("/v1/models/{name:path}", api.model)
-    app.add_route("/v1/completions", api.answers(CompletionRequest), methods=["POST"])
-    app.add_route("/v1/chat/completions", api.answers(ChatRequest), methods=["POST"])
-    app.add_route("/v1/responses", api.answers(ResponsesRequest), methods=["POST"])
+    for path, kind in ANSWERED.items():
+        app.add_route(path, api.answers(kind), methods=["POST"])
+    app.add_route("/version", api.version)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)

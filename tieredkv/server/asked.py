@@ -41,6 +41,10 @@ class Rules:
         is_strict: refuse unknown fields and other spellings, too.
         min_cache_tokens: a shorter prefix is neither looked up nor kept.
         max_answers: so many at most to one request.
+        block_size: in tokens; what is kept are whole blocks.
+        is_implicit: prompts of Anthropic's API without `cache_control` are kept, too.
+        cache_lookback: a hit in that API ends at one of so many blocks of the prompt up to a
+            breakpoint; 0 for anywhere.
     """
 
     policies: RetentionPolicies
@@ -49,6 +53,9 @@ class Rules:
     is_strict: bool = False
     min_cache_tokens: int = 0
     max_answers: int = 1024
+    block_size: int = 16
+    is_implicit: bool = True
+    cache_lookback: int = 0
 
     @classmethod
     def of(cls, settings: Settings, *, is_strict: bool) -> "Rules":
@@ -64,6 +71,9 @@ class Rules:
             is_strict=is_strict,
             min_cache_tokens=settings.min_cache_tokens,
             max_answers=settings.max_num_seqs + settings.max_num_queued_reqs,
+            block_size=settings.block_size,
+            is_implicit=settings.anthropic_implicit == "on",
+            cache_lookback=settings.cache_lookback,
         )
 
     def refuses(self, name: str) -> bool:
@@ -204,6 +214,14 @@ class ApiRequest(Object):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render and encode the prompts of a body that was checked."""
+        raise NotImplementedError
+
+
+class PlainRequest(ApiRequest):
+    """The body of a request that needs no engine."""
+
+    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+        """Return the body of the answer."""
         raise NotImplementedError
 
 

@@ -32,6 +32,7 @@ Mark = tuple[int, int]
 Messages = Sequence[Mapping[str, Any]]
 """What chat templates know, but for `content`, which may be a list of texts: its parts."""
 
+Arguments = Mapping[str, Any]
 Result = TypeVar("Result")
 
 
@@ -60,12 +61,12 @@ class Tokenization:
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self.token_text = functools.lru_cache(CACHED_TOKEN_TEXTS)(self._decode_one)
 
-    async def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def encode_prompts(self, prompts: Sequence[Prompt], **how: bool) -> list[list[int]]:
         """Return the token ids of prompts; those that are token ids stay as they are."""
-        return await self._in_thread(lambda: [self._encode(prompt) for prompt in prompts])
+        return await self._in_thread(lambda: [self._encode(prompt, how) for prompt in prompts])
 
     async def encode_chat(
-        self, messages: Messages, arguments: Mapping[str, Any], marks: Sequence[Mark] = ()
+        self, messages: Messages, arguments: Arguments, marks: Sequence[Mark] = ()
     ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
@@ -94,22 +95,20 @@ class Tokenization:
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, how: Mapping[str, bool]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
         # Not a warning's matter: what does not fit the context is refused by the caller.
-        return list(self.tokenizer.encode(prompt, verbose=False))
+        return list(self.tokenizer.encode(prompt, verbose=False, **how))
 
     def _encode_chat(
-        self, messages: Messages, arguments: Mapping[str, Any], marks: Sequence[Mark]
+        self, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
     ) -> Encoded:
         text = self._render(messages, arguments)
+        places = self._places(text, messages, arguments, marks)
         # The template has written the special tokens, the first one included.
         how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-        if not marks:
-            return Encoded(list(self.tokenizer.encode(text, **how)), [])
-        places = self._places(text, messages, arguments, marks)
-        if not self.tokenizer.is_fast:  # nearly right is enough
+        if not (marks and self.tokenizer.is_fast):  # without offsets, nearly right is enough
             ends = [len(self.tokenizer.encode(text[:place], **how)) for place in places]
             return Encoded(list(self.tokenizer.encode(text, **how)), ends)
         encoded = self.tokenizer(text, return_offsets_mapping=True, **how)
@@ -117,7 +116,7 @@ class Tokenization:
         return Encoded(list(encoded["input_ids"]), [bisect_right(stops, each) for each in places])
 
     def _places(
-        self, text: str, messages: Messages, arguments: Mapping[str, Any], marks: Sequence[Mark]
+        self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
     ) -> list[int]:
         """Return where each mark is in a rendered text."""
         places: dict[Mark, int] = {}
@@ -131,7 +130,7 @@ class Tokenization:
         return [places[mark] for mark in marks]
 
     def _places_of_signs(
-        self, text: str, messages: Messages, arguments: Mapping[str, Any], marks: Sequence[Mark]
+        self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
     ) -> dict[Mark, int]:
         """Return where marks are, found by rendering once more with a sign at each of them.
 
@@ -154,27 +153,23 @@ class Tokenization:
         return {mark: found[sign] for mark, sign in signs.items() if sign in found}
 
     def _end_of_message(
-        self, text: str, messages: Messages, arguments: Mapping[str, Any], mark: Mark
+        self, text: str, messages: Messages, arguments: Arguments, mark: Mark
     ) -> int:
         """Return where a message ends if what comes behind it changes nothing before it."""
         arguments = {**arguments, "add_generation_prompt": False}
         head = self._render(messages[: mark[0] + 1], arguments)
         return len(head) if text.startswith(head) else 0
 
-    def _end_of_tool(
-        self, text: str, messages: Messages, arguments: Mapping[str, Any], mark: Mark
-    ) -> int:
+    def _end_of_tool(self, text: str, messages: Messages, arguments: Arguments, mark: Mark) -> int:
         """Return the end of what another tool in this one's place would change."""
         tools = list(arguments["tools"])
-        tools[mark[1]] = {
-            "type": "function",
-            "function": {"name": chr(SIGNS[0]), "description": "", "parameters": {}},
-        }
+        function = {"name": chr(SIGNS[0]), "description": "", "parameters": {}}
+        tools[mark[1]] = {"type": "function", "function": function}
         other = self._render(messages, {**arguments, "tools": tools})
         lengths = range(1, min(len(text), len(other)) + 1)
         return len(text) - bisect_left(lengths, True, key=lambda n: text[-n:] != other[-n:])
 
-    def _render(self, messages: Messages, arguments: Mapping[str, Any]) -> str:
+    def _render(self, messages: Messages, arguments: Arguments) -> str:
         joined = [{**message, "content": "\n".join(_parts(message))} for message in messages]
         try:
             if self._has_canonical_tools and arguments.get("tools"):
