@@ -14,6 +14,7 @@ from tests.serving import Server, running
 from tieredkv.config import Settings
 
 BLOCK = 16
+KEY = {"x-api-key": "secret"}
 needs_claims = pytest.mark.skipif(
     "5m" not in Settings().retention_policies().names, reason="the engine does not know claims"
 )
@@ -33,13 +34,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("messages")
     config = folder / "config.toml"
     config.write_text(POLICIES)
-    with running(folder, "--config", str(config)) as server:
+    with running(folder, "--config", str(config), "--api-key", KEY["x-api-key"]) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=server.root, api_key="any", max_retries=0) as client:
+    with anthropic.Anthropic(
+        base_url=server.root, api_key=KEY["x-api-key"], max_retries=0
+    ) as client:
         yield client
 
 
@@ -74,7 +77,7 @@ def parts(message: Message) -> tuple[int, int, int, int]:
 
 def post(server: Server, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
     body = {"model": "tiny-random", "max_tokens": 4, "messages": [user("hi")], **fields}
-    return httpx.post(f"{server.root}{path}", json=body)
+    return httpx.post(f"{server.root}{path}", json=body, headers=KEY)
 
 
 def test_an_answer_is_a_message(client: anthropic.Anthropic) -> None:
@@ -100,9 +103,8 @@ def test_a_stream_says_the_same_in_events(client: anthropic.Anthropic, server: S
     assert streamed.usage.output_tokens == 9 and streamed.stop_reason == "max_tokens"
     assert sum(parts(streamed)) == sum(parts(whole))
     assert events[0] == "message_start" and events[-1] == "message_stop"
-    raw = httpx.post(
-        f"{server.root}/v1/messages", json={**body, "temperature": 0, "stream": True}
-    ).text
+    body |= {"temperature": 0, "stream": True}
+    raw = httpx.post(f"{server.root}/v1/messages", json=body, headers=KEY).text
     heads = [line.removeprefix("event: ") for line in raw.splitlines() if line[:6] == "event:"]
     assert heads[:3] == ["message_start", "content_block_start", "ping"]
     assert heads[3:-3] == ["content_block_delta"] * 9
@@ -149,7 +151,9 @@ def test_an_operator_may_want_nothing_kept_unmarked_and_hits_only_near_marks(
     blocks = [letter * 64 for letter in "PQRST"]
     with (
         running(tmp_path, "--anthropic-implicit", "off", "--cache-lookback", "3") as server,
-        anthropic.Anthropic(base_url=server.root, api_key="any", max_retries=0) as client,
+        anthropic.Anthropic(
+            base_url=server.root, api_key=KEY["x-api-key"], max_retries=0
+        ) as client,
     ):
         assert [parts(ask(client, user(*blocks)))[:3] for _ in range(2)] == [(0, 0, 0)] * 2
         head = parts(ask(client, user(text(blocks[0], "5m"), "x")))
@@ -177,7 +181,7 @@ def test_both_apis_share_the_same_conversation(client: anthropic.Anthropic, serv
     message = ask(client, *turns, system="You help. " * 9, tools=[tool])
     function = {"name": "weather", "description": "Tells it", "parameters": schema}
     called = {"name": "weather", "arguments": '{"place": "Oslo"}'}
-    with server.client() as openai:
+    with server.client(KEY["x-api-key"]) as openai:
         create: Any = openai.chat.completions.create
         answer = create(
             model="tiny-random",
@@ -269,9 +273,19 @@ def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
     assert "not_found_error" in str(raised.value)
 
 
+def test_all_but_the_version_needs_a_key(server: Server) -> None:
+    assert httpx.get(f"{server.root}/version").status_code == 200
+    for path in ("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"):
+        response = httpx.post(f"{server.root}{path}", json={}, headers={"x-api-key": "wrong"})
+        assert response.status_code == 401, path
+        if "messages" in path:
+            assert response.json()["error"]["type"] == "authentication_error"
+            assert response.json()["request_id"] == response.headers["request-id"]
+
+
 def test_texts_and_conversations_are_tokenized(server: Server) -> None:
     def tell(path: str, **body: Any) -> dict[str, Any]:
-        told: dict[str, Any] = httpx.post(f"{server.root}{path}", json=body).json()
+        told: dict[str, Any] = httpx.post(f"{server.root}{path}", json=body, headers=KEY).json()
         return told
 
     text = tell("/tokenize", prompt="héy", return_token_strs=True)

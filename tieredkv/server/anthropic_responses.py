@@ -81,13 +81,10 @@ class MessageShape(Shape):
 
     def _ending(self, answer: Answer) -> Json:
         stopped_by = answer.stopped_by if self._max_tokens else None
-        if stopped_by is not None:
-            reason = "stop_sequence"
-        elif len(answer.token_ids) >= self._max_tokens or answer.finish_reason == "stop":
-            is_end = answer.finish_reason == "stop" and self._max_tokens
-            reason = "end_turn" if is_end else "max_tokens"
-        else:
-            reason = "model_context_window_exceeded"
+        is_cut_short = len(answer.token_ids) < self._max_tokens
+        reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
+        if answer.finish_reason == "stop" and self._max_tokens:
+            reason = "end_turn" if stopped_by is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stopped_by}
 
     def _usage(self, answer: Answer) -> Json:

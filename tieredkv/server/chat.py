@@ -167,7 +167,7 @@ class Tokenization:
         tools[mark[1]] = {"type": "function", "function": function}
         other = self._render(messages, {**arguments, "tools": tools})
         lengths = range(1, min(len(text), len(other)) + 1)
-        return len(text) - bisect_left(lengths, True, key=lambda n: text[-n:] != other[-n:])
+        return len(text) - bisect_left(lengths, True, key=lambda n: not text.endswith(other[-n:]))
 
     def _render(self, messages: Messages, arguments: Arguments) -> str:
         joined = [{**message, "content": "\n".join(_parts(message))} for message in messages]
