@@ -155,3 +155,13 @@ def test_tools_that_are_nested_too_deep_are_refused(is_canonical: bool) -> None:
     with pytest.raises(RequestError, match="template cannot render these messages"):
         asyncio.run(tokenization.encode_chat(TALK, {"tools": [deep]}))
     tokenization.close()
+
+
+def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
+    tokenization: Tokenization,
+) -> None:
+    tokenization.tokenizer.chat_template = LENGTHS
+    talk = [{"role": "user", "content": "a"}] * 200
+    marks = [(i, 0) for i in range(200)]
+    ends = asyncio.run(tokenization.encode_chat(talk, {}, marks)).ends
+    assert ends == [0] * 100 + [len("<a>1") * (i + 1) for i in range(100, 200)]

@@ -26,6 +26,11 @@ TOOLS = -1
 SIGNS = range(0xF0000, 0xFFFFE)
 """Characters for private use, which stand at the marks of a text while these are looked for."""
 
+MAX_RENDERINGS = 100
+"""So many marks at most are looked for by rendering once more for each of them."""
+
+_ANY_SIGN = re.compile(f"[{chr(SIGNS[0])}-{chr(SIGNS[-1])}]")
+
 Mark = tuple[int, int]
 """The end of a part of a message, by their indexes, or of a tool, by `TOOLS` and its index."""
 
@@ -119,12 +124,12 @@ class Tokenization:
         self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
     ) -> list[int]:
         """Return where each mark is in a rendered text."""
-        places: dict[Mark, int] = {}
+        found: dict[Mark, int] = {}
         with contextlib.suppress(RequestError):
-            places = self._places_of_signs(text, messages, arguments, marks)
-        for mark in set(marks) - set(places):
+            found = self._places_of_signs(text, messages, arguments, marks)
+        places = dict.fromkeys(marks, 0) | found
+        for mark in [mark for mark in marks if mark not in found][-MAX_RENDERINGS:]:
             find = self._end_of_tool if mark[0] == TOOLS else self._end_of_message
-            places[mark] = 0
             with contextlib.suppress(RequestError):
                 places[mark] = find(text, messages, arguments, mark)
         return [places[mark] for mark in marks]
@@ -137,7 +142,8 @@ class Tokenization:
         Marks whose sign the template drops are left out, and all are where signs change more than
         they add.
         """
-        free = (sign for sign in map(chr, SIGNS) if sign not in text)
+        taken = set(_ANY_SIGN.findall(text))
+        free = (sign for sign in map(chr, SIGNS) if sign not in taken)
         signs = dict(zip((mark for mark in marks if mark[0] != TOOLS), free, strict=False))
         if not signs:
             return {}
@@ -146,10 +152,10 @@ class Tokenization:
             parts = [_sign(part, signs.get((i, j), "")) for j, part in enumerate(_parts(message))]
             signed.append({**message, "content": parts})
         rendered = self._render(signed, arguments)
-        any_sign = re.compile(f"[{''.join(signs.values())}]")
-        if any_sign.sub("", rendered) != text:
+        ours = re.compile(f"[{''.join(signs.values())}]")
+        if ours.sub("", rendered) != text:
             return {}
-        found = {match[0]: match.start() - i for i, match in enumerate(any_sign.finditer(rendered))}
+        found = {match[0]: match.start() - i for i, match in enumerate(ours.finditer(rendered))}
         return {mark: found[sign] for mark, sign in signs.items() if sign in found}
 
     def _end_of_message(
