@@ -238,7 +238,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "Missing required parameter: 'max_tokens'."),
     (
         {"messages": [user({"type": "image", "source": {}})]},
-        "Invalid value: 'image'. Supported values are: 'text', 'tool_use' and 'tool_result'.",
+        "messages[0].content[0].type: Invalid value: 'image'. Supported values are: 'text', 'tool_use' and 'tool_result'.",
     ),
     (
         {"messages": [user({"type": "text"})]},
@@ -246,13 +246,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"tool_choice": {"type": "any"}},
-        "Invalid value: 'any'. Supported values are: 'auto' and 'none'.",
+        "tool_choice.type: Invalid value: 'any'. Supported values are: 'auto' and 'none'.",
     ),
     (
         {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        "Invalid value: 'enabled'. Supported values are: 'disabled' and 'adaptive'.",
+        "thinking.type: Invalid value: 'enabled'. Supported values are: 'disabled' and 'adaptive'.",
     ),
-    ({"system": [text("x", "2h")]}, "Invalid value: '2h'. Supported values are: '5m' and '1h'."),
+    (
+        {"system": [text("x", "2h")]},
+        "system[0].cache_control.ttl: Invalid value: '2h'. Supported values are: '5m' and '1h'.",
+    ),
 ]
 
 

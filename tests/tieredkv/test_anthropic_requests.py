@@ -121,6 +121,8 @@ def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Toke
 
 def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenization) -> None:
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
+    fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
+    fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
     assert ask(tokenization, text("one"), **fields).limit == 4
     with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
         ask(tokenization, {**text("one"), "wise": 1})

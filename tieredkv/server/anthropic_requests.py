@@ -29,13 +29,15 @@ class _Known(Object):
     known_besides = frozenset(
         (
             *("metadata", "service_tier", "container", "context_management", "inference_geo"),
-            *("speed", "citations", "is_error", "caller", "toolset_name", "strict"),
-            *("input_examples", "allowed_callers", "defer_loading", "eager_input_streaming"),
+            *("speed", "diagnostics", "user_profile_id", "workspace_id", "effort", "display"),
+            *("citations", "is_error", "caller", "toolset_name", "disable_parallel_tool_use"),
+            *("strict", "input_examples", "allowed_callers", "defer_loading"),
+            "eager_input_streaming",
         )
     )
 
 
-class CacheControl(Object):
+class CacheControl(_Known):
     """A breakpoint: the prompt up to here is kept."""
 
     type: Literal["ephemeral"]
@@ -98,26 +100,26 @@ class Tool(_Known):
         return {"type": "function", "function": function}
 
 
-class Turn(Object):
+class Turn(_Known):
     """What one side said."""
 
     role: Literal["user", "assistant", "system"]
     content: Blocks
 
 
-class ToolChoice(Object):
+class ToolChoice(_Known):
     """Whether tools may be called; the model decides."""
 
     type: Literal["auto", "none"]
 
 
-class OutputConfig(Object):
+class OutputConfig(_Known):
     """What the answer is like; the effort is the model's own."""
 
     format: Any = None
 
 
-class Thinking(Object):
+class Thinking(_Known):
     """Whether the model thinks aloud, which none does here."""
 
     type: Literal["disabled", "adaptive"]

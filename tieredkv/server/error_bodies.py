@@ -26,7 +26,12 @@ def openai_body(error: RequestError) -> dict[str, Any]:
 
 
 def anthropic_body(error: RequestError, request_id: str | None = None) -> dict[str, Any]:
-    """Return the same in Anthropic's form; `request_id` is that of the answer's header."""
+    """Return the same in Anthropic's form; `request_id` is that of the answer's header.
+
+    That form has no place for the field at fault, so that the message names it.
+    """
+    is_named = error.param is None or error.param in str(error)
+    text = str(error) if is_named else f"{error.param}: {error}"
     other = "api_error" if error.status >= 500 else "invalid_request_error"
-    told = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": str(error)}
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": text}
     return {"type": "error", "error": told, "request_id": request_id}
