@@ -238,7 +238,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "Missing required parameter: 'max_tokens'."),
     (
         {"messages": [user({"type": "image", "source": {}})]},
-        "messages[0].content[0].type: Invalid value: 'image'. Supported values are: 'text', 'tool_use' and 'tool_result'.",
+        "messages[0].content[0].type: Invalid value: 'image'. Supported values are: 'text', "
+        "'tool_use' and 'tool_result'.",
     ),
     (
         {"messages": [user({"type": "text"})]},
