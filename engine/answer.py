@@ -37,6 +37,11 @@ class Answer:
         """The text that is certain."""
         return self._detokenizer.text
 
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._detokenizer.stopped_by
+
     def take(self, output: TokenOutput) -> str:
         """Take in one step's output, none after the end; return the text that is certain now."""
         if output.token_ids and not self.token_ids:

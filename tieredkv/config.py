@@ -33,6 +33,7 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
+Switch = Literal["off", "on"]
 _ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
 _AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -88,6 +89,12 @@ class Settings:
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
     )
     default_retention: str = _cache("in_memory", "retention of requests that name none")
+    max_retention: str | None = _cache(
+        None, "longest retention that requests may ask for; any if not set"
+    )
+    min_cache_tokens: int = _cache(
+        0, "a shorter prompt is not cached; OpenAI's minimum is 1024, 0 for one block"
+    )
     restore: Restore = _cache(
         "auto", "load cached blocks or compute them; auto loads, until it can tell which is faster"
     )
@@ -104,6 +111,11 @@ class Settings:
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
     api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
+    canonical_tools: Switch = _server(
+        "off", "sort the keys of tools, so that equal ones are shared"
+    )
+    anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
+    cache_lookback: int = _server(0, "`cache_control` hits end within so many blocks; 0 for any")
 
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
     clock_offset_file: str | None = _setting("", None, "for outside checks only")
@@ -123,6 +135,8 @@ class Settings:
             if names.count(name) > 1:
                 raise ConfigError(f"`policies`: two policies are called `{name}`")
         _check_one_of("default_retention", self.default_retention, names)
+        _check_one_of("max_retention", self.max_retention, (None, *names))
+        _check("min_cache_tokens", self.min_cache_tokens, self.min_cache_tokens >= 0, "at least 0")
 
     def retention_policies(self) -> RetentionPolicies:
         """Return the policies that requests may choose among."""

@@ -3,13 +3,16 @@
 It knows types and ranges, not what any field is for. `null` is the same as an absent field.
 """
 
-from collections.abc import Sized
-from typing import Any, TypeVar
+from collections.abc import Callable, Sized
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
 
 from tieredkv.errors import RequestError
+
+MAX_DEPTH = 64
 
 _GOT = {
     str: "a string",
@@ -50,17 +53,26 @@ _BOUNDS = ("ge", "gt", "le", "min_length", "max_length")
 
 
 class Object(BaseModel):
-    """A JSON object with known fields; others are ignored."""
+    """A JSON object with known fields; others are ignored if `read` is not told to refuse them.
+
+    Attributes:
+        known_besides: names that are known although they are no fields.
+    """
 
     model_config = ConfigDict(strict=True, frozen=True)
+    known_besides: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
+    def _drop_nulls(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        known = cls.model_fields
-        return {name: each for name, each in value.items() if each is not None or name not in known}
+        known = cls.model_fields.keys() | cls.known_besides
+        given = {name: each for name, each in value.items() if each is not None}
+        for name in given:
+            if info.context and name not in known and info.context(name):
+                raise PydanticCustomError("unknown", "nothing", {"name": name})
+        return given
 
 
 Body = TypeVar("Body", bound=Object)
@@ -76,19 +88,39 @@ def parse_body(body: bytes) -> dict[str, Any]:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("We could not parse the JSON body of your request.") from None
+    # No deeper than its brackets are many; to count these is fast even for a million tokens.
+    if sum(map(body.count, b"[{")) > MAX_DEPTH and is_too_deep(parsed):
+        text = f"The JSON body of your request is nested more than {MAX_DEPTH} levels deep."
+        raise RequestError(text)
     if not isinstance(parsed, dict):
         raise RequestError(_wrong_type("body", "an object", parsed), code="invalid_type")
     return parsed
 
 
-def read(kind: type[Body], body: dict[str, Any]) -> Body:
+def is_too_deep(value: Any) -> bool:
+    """Whether a parsed JSON value has more than `MAX_DEPTH` arrays and objects in each other."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for one in inner for each in one if isinstance(each, dict | list)]
+    return bool(level)
+
+
+def read(
+    kind: type[Body], body: dict[str, Any], refuses: Callable[[str], bool] | None = None
+) -> Body:
     """Return a body with each of its fields checked.
+
+    Args:
+        kind: what its fields are.
+        body: what was sent.
+        refuses: whether an unknown field of this name is refused, wherever it stands.
 
     Raises:
         RequestError: the first field that is not as it must be, in OpenAI's words.
     """
     try:
-        return kind.model_validate(body)
+        return kind.model_validate(body, context=refuses)
     except ValidationError as error:
         raise in_openai_words(error) from None
 
@@ -114,11 +146,15 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     """Return the first of pydantic's errors in OpenAI's words, naming the field."""
     error: Any = errors.errors(include_url=False)[0]
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
+    if fault == "unknown":
+        error["loc"] += (facts["name"],)
     if error["loc"][-1] == "[key]":
         text = f"Invalid key in '{error['loc'][0]}': {value!r}. "
         text += "You should only be submitting non-negative integers."
         return RequestError(text, param=error["loc"][0], code="invalid_value")
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])[1:]
+    if fault == "unknown":
+        return unknown_parameter(path)
     if fault == "missing":
         text = f"Missing required parameter: '{path}'."
         return RequestError(text, param=path, code="missing_required_parameter")

@@ -134,3 +134,12 @@ class RetentionPolicies:
             return policy.may_use_disk, policy.absolute_s, policy.idle_s, name
 
         return max(claims, key=rank)
+
+    def up_to(self, name: str | None) -> "RetentionPolicies":
+        """Return those policies that keep nothing longer or further down than this one."""
+        most = self._policies[name] if name else None
+        return RetentionPolicies(
+            policy
+            for policy in self._policies.values()
+            if not most or (policy.absolute_s <= most.absolute_s and policy.tiers <= most.tiers)
+        )

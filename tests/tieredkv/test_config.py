@@ -125,12 +125,17 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "load_timeout": 1.5,
         "drain_timeout": 2.0,
         "sweep_interval": 3.0,
+        "max_retention": "24h",
+        "min_cache_tokens": 1024,
         "max_num_seqs": 4,
         "max_num_batched_tokens": 512,
         "max_num_queued_reqs": 6,
         "host": "::",
         "port": 1,
         "api_keys": ("a", "b"),
+        "canonical_tools": "on",
+        "anthropic_implicit": "off",
+        "cache_lookback": 20,
     }
     rows = load_settings(environ={}).describe()
     plain = {name: section for section, name, _, _ in rows if name != "policy"}

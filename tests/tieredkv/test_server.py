@@ -4,33 +4,42 @@ import asyncio
 from typing import Any
 
 import pytest
+from openai.types.responses import ResponseErrorEvent
 
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
-from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogprob
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
-from tieredkv.retention import RetentionPolicies
 from tieredkv.server import openai_requests as requests
+from tieredkv.server.asked import CachePlan, Rules, check_prompt, params_of
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_responses import ChatShape, CompletionShape, usage_body
+from tieredkv.server.openai_responses import (
+    ChatChoices,
+    ChoicesShape,
+    CompletionChoices,
+    usage_body,
+)
+from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
-POLICIES = Settings().retention_policies()
+RULES = Rules.of(Settings(disk_dir="kv"), is_strict=False)
 USER = {"role": "user", "content": "hi"}
 
 
 def completion(*, is_strict: bool = False, **fields: Any) -> requests.CompletionRequest:
-    asked = read(requests.CompletionRequest, {"model": "m", "prompt": "a", **fields})
-    asked.check(POLICIES, is_strict=is_strict)
+    rules = Rules.of(Settings(), is_strict=is_strict)
+    body = {"model": "m", "prompt": "a", **fields}
+    asked = read(requests.CompletionRequest, body, rules.refuses)
+    asked.check(rules)
     return asked
 
 
-def chat(*messages: object, **fields: Any) -> requests.ChatRequest:
+def chat(*messages: object, rules: Rules = RULES, **fields: Any) -> requests.ChatRequest:
     body = {"model": "m", "messages": list(messages), **fields}
-    asked = read(requests.ChatRequest, body)
-    asked.check(POLICIES, is_strict=False)
+    asked = read(requests.ChatRequest, body, rules.refuses)
+    asked.check(rules)
     return asked
 
 
@@ -279,9 +288,9 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 
 
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
-    asked = completion(seed=7, n=3)
-    assert [asked.params_of(j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
-    assert completion(n=2).params_of(1, 16, fallback_seed=99).seed == 100
+    params = completion(seed=7, n=3).params
+    assert [params_of(params, j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
+    assert params_of(completion(n=2).params, 1, 16, fallback_seed=99).seed == 100
 
 
 def test_messages_take_the_form_that_templates_know() -> None:
@@ -298,7 +307,7 @@ def test_messages_take_the_form_that_templates_know() -> None:
     )
     parsed = {"name": "f", "arguments": {"x": 1}}
     assert [message.for_template() for message in asked.messages] == [
-        {"role": "system", "content": "a\nb"},
+        {"role": "system", "content": ["a", "b"]},
         {
             "role": "assistant",
             "content": "",
@@ -314,12 +323,165 @@ def test_messages_take_the_form_that_templates_know() -> None:
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        completion().check_prompt(prompt, 8, 9)
+        check_prompt("prompt", prompt, 8, 9)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
-    completion().check_prompt([1] * 7, 8, 9)
+    check_prompt("prompt", [1] * 7, 8, 9)
+
+
+WHOLE = requests.WHOLE
+
+PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [
+    # What a request says of caching, the breakpoints' lifetimes; claims, and what may be kept.
+    ({}, [], [], None),
+    ({"prompt_cache_retention": "24h"}, [], [], None),
+    ({"prompt_cache_options": {}}, [], [(WHOLE, "in_memory", 1800)], None),
+    ({"prompt_cache_options": {"ttl": "30m"}}, [], [(WHOLE, "in_memory", 1800)], None),
+    ({"prompt_cache_options": {"ttl": "12h"}}, [], [(WHOLE, "24h", 43200)], None),
+    (
+        {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"},
+        [],
+        [(WHOLE, "24h", 1800)],
+        None,
+    ),
+    ({"prompt_cache_options": {"mode": "explicit"}}, [], [], 0),
+    ({"prompt_cache_options": {"mode": "explicit"}}, [None], [(10, "in_memory", 1800)], 10),
+    (
+        {"prompt_cache_options": {"mode": "explicit", "ttl": "12h"}},
+        ["30m", None],
+        [(10, "in_memory", 1800), (20, "24h", 43200)],
+        20,
+    ),
+    ({}, ["12h"], [(10, "24h", 43200)], None),
+    (
+        {},
+        [None] * 5,
+        [(30, "in_memory", 1800), (40, "in_memory", 1800), (50, "in_memory", 1800)],
+        None,
+    ),
+    (
+        {"prompt_cache_options": {"mode": "explicit"}},
+        [None] * 5,
+        [(end, "in_memory", 1800) for end in (20, 30, 40, 50)],
+        50,
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "ttls", "claims", "cacheable"), PLANS)
+def test_what_a_request_says_of_caching_becomes_a_plan(
+    fields: dict[str, Any],
+    ttls: list[Any],
+    claims: list[tuple[int, str, float]],
+    cacheable: int | None,
+) -> None:
+    parts = [
+        {"type": "input_text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}
+        for _ in ttls
+    ]
+    for part, ttl in zip(parts, ttls, strict=True):
+        part["prompt_cache_breakpoint"] |= {"ttl": ttl}  # type: ignore[operator]
+    messages = [{"role": "user", "content": [part]} for part in parts or [{**PART}]]
+    asked = read(ResponsesRequest, {"model": "m", "input": messages, **fields}, RULES.refuses)
+    asked.check(RULES)
+    plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))])
+    assert [(it.end_token, it.retention, it.protect_s) for it in plan.claims] == claims
+    assert plan.cacheable_tokens == cacheable
+    assert plan.retention == fields.get("prompt_cache_retention")
+
+
+PART = {"type": "input_text", "text": "a"}
+
+
+def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported() -> None:
+    body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
+    only_memory = Settings(disk_dir="kv", max_retention="in_memory")
+    for settings in (Settings(), only_memory):
+        rules = Rules.of(settings, is_strict=False)
+        with pytest.raises(RequestError) as caught:
+            read(ResponsesRequest, body).check(rules)
+        assert str(caught.value) == "Invalid value: '12h'. Supported value is: '30m'."
+        assert (caught.value.param, caught.value.code) == (
+            "prompt_cache_options.ttl",
+            "invalid_value",
+        )
+
+
+@pytest.mark.parametrize(
+    ("cacheable", "length", "kept"),
+    [(None, 1024, None), (None, 1023, 0), (1024, 2000, 1024), (1023, 2000, 0), (0, 2000, 0)],
+)
+def test_a_prefix_below_the_minimum_is_not_cached(
+    cacheable: int | None, length: int, kept: int | None
+) -> None:
+    rules = Rules.of(Settings(min_cache_tokens=1024), is_strict=False)
+    claims = [Claim(end_token=WHOLE, retention="24h", protect_s=1.0)]
+    plan = CachePlan(claims=claims, cacheable_tokens=cacheable)
+    fields = plan.fields_of(length, rules)
+    assert fields["cacheable_tokens"] == kept
+    assert [claim.end_token for claim in fields["claims"]] == ([] if kept == 0 else [length])
+    assert CachePlan().fields_of(1, RULES)["cacheable_tokens"] is None
+
+
+def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
+    asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
+    info = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
+    plan = asked.plan(RULES, [])
+    whole = asked.asked(
+        [[1] * 20, [2] * 40], ChoicesShape(NOTHING, "m", 2, wants_usage=False), plan
+    )
+    made = whole.engine_requests(info, "tenant", RULES)
+    assert [claim.end_token for each in made for claim in each.claims] == [20, 20, 40, 40]
+    assert [each.params.seed for each in made] == [5, 6, 5, 6]
+    assert {each.tenant for each in made} == {"tenant"}
+    assert len({each.request_id for each in made}) == 4
+
+
+NOTHING = ChatChoices(str)
+
+
+def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
+    asked = read(ResponsesRequest, {"model": "m", "input": "a"})
+    event = ResponseShape(asked, CachePlan()).failure(RequestError("Stopping", code="x"))
+    told = ResponseErrorEvent.model_validate(event)
+    assert (told.type, told.message, told.code, told.sequence_number) == (
+        "error",
+        "Stopping",
+        "x",
+        0,
+    )
+
+
+def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
+    strict = Rules.of(Settings(), is_strict=True)
+    inside: list[tuple[dict[str, Any], str]] = [
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"prompt_cache_options": {"x": 1}}, "prompt_cache_options.x"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "x": 1}}]},
+            "tools[0].function.x",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "x": 1}]}, "messages[0].x"),
+    ]
+    for fields, path in inside:
+        body = {"model": "m", "messages": [USER], **fields}
+        with pytest.raises(RequestError, match=r"^Unknown parameter: ") as caught:
+            read(requests.ChatRequest, body, strict.refuses)
+        assert (caught.value.param, caught.value.code) == (path, "unknown_parameter")
+        read(requests.ChatRequest, body, RULES.refuses)
+
+
+def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
+    for depth, is_fine in ((64, True), (65, False), (900, False)):
+        body = b'{"a":' * depth + b"1" + b"}" * depth
+        if is_fine:
+            parse_body(body)
+            continue
+        with pytest.raises(RequestError, match="is nested more than 64 levels deep"):
+            parse_body(body)
+    parse_body(b'{"prompt":[' + b"[1]," * 1000 + b"[1]]}")
 
 
 def test_usage_sums_the_tiers_and_names_each() -> None:
@@ -330,7 +492,9 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             written_tokens=8,
         ),
         RequestUsage(
-            prompt_tokens=20, cached_tokens_by_tier={Tier.DEVICE: 0, Tier.HOST: 16, Tier.DISK: 0}
+            prompt_tokens=20,
+            cached_tokens_by_tier={Tier.DEVICE: 0, Tier.HOST: 16, Tier.DISK: 0},
+            recomputed_tokens=4,
         ),
     ]
     assert usage_body(usages, 5) == {
@@ -341,6 +505,7 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             "cached_tokens": 48,
             "cache_write_tokens": 8,
             "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
+            "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
         },
     }
 
@@ -351,13 +516,13 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
     text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert CompletionShape("m", text).logprobs(tokens, 3) == {
+    assert CompletionChoices(text).logprobs(tokens, 3) == {
         "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {}],
+        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
         "text_offset": [3, 4],
     }
-    content = ChatShape("m", text).logprobs(tokens, 0)["content"]
+    content = ChatChoices(text).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     assert content[1]["bytes"] is None
@@ -399,6 +564,6 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 
 
 def test_the_operators_policies_are_the_supported_values() -> None:
-    only_memory = RetentionPolicies([POLICIES.get("in_memory")])
+    only_memory = Rules.of(Settings(max_retention="in_memory"), is_strict=False)
     with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
-        completion(prompt_cache_retention="24h").check(only_memory, is_strict=False)
+        completion(prompt_cache_retention="24h").check(only_memory)

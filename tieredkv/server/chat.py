@@ -4,21 +4,48 @@ It knows the tokenizer and its chat template, no HTTP.
 """
 
 import asyncio
+import contextlib
 import functools
+import json
+import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.errors import RequestError
-from tieredkv.server.openai_requests import Prompt
 
 NUM_THREADS = 4
 CACHED_TOKEN_TEXTS = 65_536
 
+Prompt = str | list[int]
+TOOLS = -1
+SIGNS = range(0xF0000, 0xFFFFE)
+"""Characters for private use, which stand at the marks of a text while these are looked for."""
+
+MAX_RENDERINGS = 100
+"""So many marks at most are looked for by rendering once more for each of them."""
+
+_ANY_SIGN = re.compile(f"[{chr(SIGNS[0])}-{chr(SIGNS[-1])}]")
+
+Mark = tuple[int, int]
+"""The end of a part of a message, by their indexes, or of a tool, by `TOOLS` and its index."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""What chat templates know, but for `content`, which may be a list of texts: its parts."""
+
+Arguments = Mapping[str, Any]
 Result = TypeVar("Result")
+
+
+class Encoded(NamedTuple):
+    """The token ids of a conversation, and how many of them lie before each mark."""
+
+    token_ids: list[int]
+    ends: list[int]
 
 
 class Tokenization:
@@ -26,21 +53,30 @@ class Tokenization:
 
     `encode` of a fast tokenizer leaves the interpreter lock to others, so a long prompt does not
     hold up the streams of other requests.
+
+    Args:
+        has_canonical_tools: tools are rendered with their keys sorted.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, *, has_canonical_tools: bool = False
+    ) -> None:
         self.tokenizer = tokenizer
+        self._has_canonical_tools = has_canonical_tools
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self.token_text = functools.lru_cache(CACHED_TOKEN_TEXTS)(self._decode_one)
 
-    async def encode_prompts(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+    async def encode_prompts(self, prompts: Sequence[Prompt], **how: bool) -> list[list[int]]:
         """Return the token ids of prompts; those that are token ids stay as they are."""
-        return await self._in_thread(lambda: [self._encode(prompt) for prompt in prompts])
+        return await self._in_thread(lambda: [self._encode(prompt, how) for prompt in prompts])
 
     async def encode_chat(
-        self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]
-    ) -> list[int]:
+        self, messages: Messages, arguments: Arguments, marks: Sequence[Mark] = ()
+    ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
+
+        A mark whose place in the text cannot be told, as the template moves or drops what is
+        there, is at the end of its message, or else at 0.
 
         Raises:
             RequestError: there is no chat template, or it refuses these messages.
@@ -49,7 +85,7 @@ class Tokenization:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
-        return await self._in_thread(lambda: self._render(messages, arguments))
+        return await self._in_thread(lambda: self._encode_chat(messages, arguments, marks))
 
     async def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt, which may have come as token ids."""
@@ -64,25 +100,106 @@ class Tokenization:
     async def _in_thread(self, work: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Prompt, how: Mapping[str, bool]) -> list[int]:
         if not isinstance(prompt, str):
             return prompt
         # Not a warning's matter: what does not fit the context is refused by the caller.
-        return list(self.tokenizer.encode(prompt, verbose=False))
+        return list(self.tokenizer.encode(prompt, verbose=False, **how))
 
-    def _render(self, messages: list[dict[str, Any]], arguments: Mapping[str, Any]) -> list[int]:
+    def _encode_chat(
+        self, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
+    ) -> Encoded:
+        text = self._render(messages, arguments)
+        places = self._places(text, messages, arguments, marks)
+        # The template has written the special tokens, the first one included.
+        how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+        if not (marks and self.tokenizer.is_fast):  # without offsets, nearly right is enough
+            ends = [len(self.tokenizer.encode(text[:place], **how)) for place in places]
+            return Encoded(list(self.tokenizer.encode(text, **how)), ends)
+        encoded = self.tokenizer(text, return_offsets_mapping=True, **how)
+        stops = [stop for _, stop in encoded["offset_mapping"]]
+        return Encoded(list(encoded["input_ids"]), [bisect_right(stops, each) for each in places])
+
+    def _places(
+        self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
+    ) -> list[int]:
+        """Return where each mark is in a rendered text."""
+        found: dict[Mark, int] = {}
+        with contextlib.suppress(RequestError):
+            found = self._places_of_signs(text, messages, arguments, marks)
+        places = dict.fromkeys(marks, 0) | found
+        for mark in [mark for mark in marks if mark not in found][-MAX_RENDERINGS:]:
+            find = self._end_of_tool if mark[0] == TOOLS else self._end_of_message
+            with contextlib.suppress(RequestError):
+                places[mark] = find(text, messages, arguments, mark)
+        return [places[mark] for mark in marks]
+
+    def _places_of_signs(
+        self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
+    ) -> dict[Mark, int]:
+        """Return where marks are, found by rendering once more with a sign at each of them.
+
+        Marks whose sign the template drops are left out, and all are where signs change more than
+        they add.
+        """
+        taken = set(_ANY_SIGN.findall(text))
+        free = (sign for sign in map(chr, SIGNS) if sign not in taken)
+        signs = dict(zip((mark for mark in marks if mark[0] != TOOLS), free, strict=False))
+        if not signs:
+            return {}
+        signed = []
+        for i, message in enumerate(messages):
+            parts = [_sign(part, signs.get((i, j), "")) for j, part in enumerate(_parts(message))]
+            signed.append({**message, "content": parts})
+        rendered = self._render(signed, arguments)
+        ours = re.compile(f"[{''.join(signs.values())}]")
+        if ours.sub("", rendered) != text:
+            return {}
+        found = {match[0]: match.start() - i for i, match in enumerate(ours.finditer(rendered))}
+        return {mark: found[sign] for mark, sign in signs.items() if sign in found}
+
+    def _end_of_message(
+        self, text: str, messages: Messages, arguments: Arguments, mark: Mark
+    ) -> int:
+        """Return where a message ends if what comes behind it changes nothing before it."""
+        arguments = {**arguments, "add_generation_prompt": False}
+        head = self._render(messages[: mark[0] + 1], arguments)
+        return len(head) if text.startswith(head) else 0
+
+    def _end_of_tool(self, text: str, messages: Messages, arguments: Arguments, mark: Mark) -> int:
+        """Return the end of what another tool in this one's place would change."""
+        tools = list(arguments["tools"])
+        function = {"name": chr(SIGNS[0]), "description": "", "parameters": {}}
+        tools[mark[1]] = {"type": "function", "function": function}
+        other = self._render(messages, {**arguments, "tools": tools})
+        lengths = range(1, min(len(text), len(other)) + 1)
+        return len(text) - bisect_left(lengths, True, key=lambda n: not text.endswith(other[-n:]))
+
+    def _render(self, messages: Messages, arguments: Arguments) -> str:
+        joined = [{**message, "content": "\n".join(_parts(message))} for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=False, **arguments
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            if self._has_canonical_tools and arguments.get("tools"):
+                tools = json.loads(json.dumps(arguments["tools"], sort_keys=True))
+                arguments = {**arguments, "tools": tools}
+            told = {"add_generation_prompt": True, **arguments, "tokenize": False}
+            return str(self.tokenizer.apply_chat_template(joined, **told))
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             why = "cannot render these messages."
             if isinstance(error, jinja2.TemplateError):
                 why = f"refuses these messages: {error.message or type(error).__name__}"
             what = f"The model's chat template {why}"
             raise RequestError(what, param="messages", code="invalid_value") from None
-        # The template has written the special tokens, the first one included.
-        return list(self.tokenizer.encode(str(text), add_special_tokens=False, verbose=False))
 
     def _decode_one(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id]))
+
+
+def _parts(message: Mapping[str, Any]) -> list[str]:
+    content = message["content"]
+    return [content] if isinstance(content, str) else content
+
+
+def _sign(part: str, sign: str) -> str:
+    """Return a part with a sign behind its last character that templates do not strip."""
+    length = len(part.rstrip())
+    return part[:length] + sign + part[length:] if length else part

@@ -5,58 +5,79 @@ checked here in whole, before anybody works for it. Fields are called what the A
 """
 
 import contextlib
-import json
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
+import msgspec
 import pydantic
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, invalid_value, unknown_parameter
-from tieredkv.retention import RetentionPolicies
+from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
+from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
+from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
 
 MAX_PROMPTS = 2048
-MAX_SEED = 2**63
 
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_IGNORED_FIELDS = _names("user metadata store safety_identifier service_tier prompt_cache_options")
-"""Fields of OpenAI's that mean nothing here, so that even a strict server takes them."""
+_SAMPLING_FIELDS = {it.name for it in fields(SamplingParams)} - _names("max_tokens logprobs")
+TTLS = {"30m": 1800.0, "12h": 43200.0}
+WHOLE = 2**31 - 1
+"""Stands for the end of a prompt of any length."""
 
-_SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"max_tokens", "logprobs"}
-
-Prompt = str | list[int]
-Text = Annotated[str, Field(min_length=1)]
-_FAIL_FAST = pydantic.FailFast()
-TokenIds = Annotated[list[int], _FAIL_FAST]
+FAIL_FAST = pydantic.FailFast()
+TokenIds = Annotated[list[int], FAIL_FAST]
 
 
 def _several(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Ttl = Literal["30m", "12h"]
+ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Verbosity = Literal["low", "medium", "high"]
+
+
 class StreamOptions(Object):
-    """How a stream ends."""
+    """How a stream ends; only `include_usage` means something here."""
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: bool = False
 
 
-class ModelRequest(Object):
-    """What is known before anything else: which model is asked for."""
+class CacheOptions(Object):
+    """For how long the prompt is kept at least, and whether without being marked."""
 
-    model: Text
+    mode: Literal["implicit", "explicit"] = "implicit"
+    ttl: Ttl = "30m"
 
 
-class ApiRequest(ModelRequest):
-    """What both endpoints have in common.
+class Breakpoint(Object):
+    """The end of a prefix that is to be kept."""
+
+    mode: Literal["explicit"]
+    ttl: Ttl | None = None
+
+
+class ChatCacheOptions(CacheOptions):
+    """As the chat has them."""
+
+    ttl: Literal["30m"] = "30m"
+
+
+class OpenAIRequest(ApiRequest):
+    """What OpenAI's endpoints have in common.
 
     How to sample is told by the fields of `SamplingParams`, which checks them; those whose ranges
     are others in OpenAI's API are here, too.
@@ -64,16 +85,13 @@ class ApiRequest(ModelRequest):
     Attributes:
         prompt_field: which field holds the prompt.
         default_tokens: longest answer where the client names none; None for all the room.
-        ignored: fields that mean nothing here.
     """
 
-    model_config = pydantic.ConfigDict(
-        extra="allow"
-    )  # how to sample; `check` may refuse the others
+    model_config = pydantic.ConfigDict(extra="allow")
+    known_besides = frozenset(_SAMPLING_FIELDS)
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int | None] = None
-    ignored: ClassVar[frozenset[str]] = _IGNORED_FIELDS
 
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
@@ -82,6 +100,14 @@ class ApiRequest(ModelRequest):
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
+    prompt_cache_options: ChatCacheOptions | None = None
+
+    # These mean nothing here.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
+    store: bool = False
+    service_tier: ServiceTier | None = None
 
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
@@ -97,7 +123,7 @@ class ApiRequest(ModelRequest):
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives reported with each token; None for no log-probabilities."""
-        raise NotImplementedError
+        return None
 
     @property
     def wants_stream_usage(self) -> bool:
@@ -115,48 +141,46 @@ class ApiRequest(ModelRequest):
         # Of no probability at all, the smallest set of tokens is the likeliest one.
         return replace(params, temperature=0.0) if self.top_p == 0 else params
 
-    def params_of(self, choice: int, max_tokens: int, fallback_seed: int) -> SamplingParams:
-        """Return the parameters of one answer; equal seeds give equal answers, in their order."""
-        seed = self.params.seed if self.params.seed is not None else fallback_seed
-        seed = (seed + choice) % MAX_SEED
-        min_tokens = min(self.params.min_tokens, max_tokens)
-        return replace(self.params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
-
-    def check_prompt(self, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
-        """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
-        what, text, code = self.prompt_field, "", "invalid_value"
-        if not prompt:
-            text = f"Invalid '{what}': the prompt is empty. At least one token is needed."
-        elif len(prompt) >= max_model_len:
-            code = "context_length_exceeded"
-            text = (
-                f"This model's maximum context length is {max_model_len} tokens. However, your "
-                f"{what} resulted in {len(prompt)} tokens and at least one must be generated. "
-                f"Please reduce the length of the {what}."
-            )
-        elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
-            vocabulary = f"the model's vocabulary of {vocab_size} tokens"
-            text = f"Invalid '{what}': token id {bad[0]} is not in {vocabulary}."
-        if text:
-            raise RequestError(text, param=what, code=code)
-
-    def check(self, policies: RetentionPolicies, *, is_strict: bool) -> None:
-        """Refuse what the fields cannot mean together, or on this server.
-
-        Args:
-            policies: what `prompt_cache_retention` may name.
-            is_strict: refuse unknown fields and other spellings, too.
-        """
+    def check(self, rules: Rules) -> None:
+        """Refuse what the fields cannot mean together, or on this server."""
         if self.stream_options is not None and not self.stream:
             text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
-            policies.get(self.prompt_cache_retention, is_strict=is_strict)
+            rules.policies.get(self.prompt_cache_retention, is_strict=rules.is_strict)
         _ = self.params  # refuses what it must
-        known = self.ignored | _SAMPLING_FIELDS
-        unknown = [name for name in self.model_extra or () if name not in known]
-        if is_strict and unknown:
-            raise unknown_parameter(unknown[0])
+        self.plan(rules, [0] * len(self.marks))  # so does this
+
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked."""
+        return {}
+
+    def plan(self, rules: Rules, ends: Sequence[int]) -> CachePlan:
+        """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
+        options = self.prompt_cache_options
+        ttl: Ttl = options.ttl if options else "30m"
+        is_explicit = options is not None and options.mode == "explicit"
+        wanted = [(end, at.ttl or ttl) for end, at in zip(ends, self.marks.values(), strict=True)]
+        # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
+        wanted = wanted[-4:] if is_explicit else wanted[-3:]
+        if options and not is_explicit:
+            wanted.append((WHOLE, ttl))
+        retention, claims = self.prompt_cache_retention, []
+        for end, lifetime in wanted:
+            claim = rules.claim(end, retention, TTLS[lifetime])
+            if claim is None:
+                raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
+            claims.append(claim)
+        cacheable = max([0, *ends]) if is_explicit else None
+        return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
+
+    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan) -> Asked:
+        """Return what is asked for, now that the prompts are known."""
+        how: dict[str, Any] = {"n": self.n, "stream": self.stream, "limit": self.limit}
+        how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
+        how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
+        return Asked(prompts=prompts, params=self.params, shape=shape, plan=plan, **how)
 
 
 def _read_prompts(value: Any) -> Sequence[Prompt]:
@@ -176,7 +200,7 @@ _SEVERAL_TEXTS = TypeAdapter(Annotated[list[str], Field(max_length=MAX_PROMPTS)]
 _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)])
 
 
-class CompletionRequest(ApiRequest):
+class CompletionRequest(OpenAIRequest):
     """`POST /v1/completions`."""
 
     prompt_field = "prompt"
@@ -193,15 +217,24 @@ class CompletionRequest(ApiRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return self.logprobs
 
-    def check(self, policies: RetentionPolicies, *, is_strict: bool) -> None:
+    def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.echo and self.logprobs is not None:
-            raise _unsupported("'echo' together with 'logprobs' is not supported.", "echo")
+            raise unsupported("'echo' together with 'logprobs' is not supported.", "echo")
         if self.suffix not in (None, ""):
-            raise _unsupported("'suffix' is not supported.", "suffix")
+            raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
-            raise _unsupported("'best_of' must be equal to 'n'.", "best_of")
-        super().check(policies, is_strict=is_strict)
+            raise unsupported("'best_of' must be equal to 'n'.", "best_of")
+        super().check(rules)
+
+    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+        """Encode the texts, and decode what is echoed."""
+        prompts = await tokenization.encode_prompts(self.prompt)
+        echoed = self.prompt if self.echo else ()
+        echoes = [await tokenization.decode(prompt) for prompt in echoed]
+        choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
+        shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
+        return self.asked(prompts, shape, self.plan(rules, []))
 
 
 class ContentPart(Object):
@@ -210,27 +243,35 @@ class ContentPart(Object):
     type: Literal["text", "refusal"]
     text: str | None = Field(None, validate_default=True)
     refusal: str | None = Field(None, validate_default=True)
+    prompt_cache_breakpoint: Breakpoint | None = None
 
     @field_validator("text", "refusal")
     @classmethod
     def _is_there(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is None and info.field_name == info.data.get("type"):
+        if text is None and info.data.get("type", "").endswith(str(info.field_name)):
             raise PydanticKnownError("missing")
         return text
 
+    def __str__(self) -> str:
+        return self.text if self.text is not None else self.refusal or ""
 
-_PARTS = TypeAdapter(Annotated[list[ContentPart], _FAIL_FAST])
+
+Parts = Annotated[list[ContentPart], FAIL_FAST]
 
 
 class Function(Object):
-    """A function; the template knows what else is in it."""
+    """A function that may be called."""
 
     name: Text
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
-class CalledFunction(Function):
+class CalledFunction(Object):
     """A function, and what the model called it with."""
 
+    name: Text
     arguments: Any = Field({})
 
     @field_validator("arguments")
@@ -238,8 +279,10 @@ class CalledFunction(Function):
     def _parse(cls, arguments: Any) -> Any:
         # Templates print an object as they like; OpenAI's clients send its text.
         if isinstance(arguments, str):
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments)
+            with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
+                arguments = msgspec.json.decode(arguments)
+            if is_too_deep([arguments]):
+                raise PydanticCustomError("depth", f"at most {MAX_DEPTH} levels of nesting")
         return arguments or {}
 
 
@@ -254,21 +297,23 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
+    parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Parts)
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str = Field(None, validate_default=True)
-    tool_calls: Annotated[list[ToolCall], _FAIL_FAST] = Field([])
+    content: str | list[ContentPart] = Field(None, validate_default=True)
+    tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
+    refusal: str | None = None
     tool_call_id: Text | None = None
 
-    @field_validator("content", mode="before")
+    @field_validator("content", "output", mode="before", check_fields=False)
     @classmethod
-    def _join(cls, value: Any, info: ValidationInfo) -> str:
-        """Return the text; parts of it are joined by line ends."""
+    def _read(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return the text or its parts."""
         if value is None and info.data.get("role") != "assistant":
             raise PydanticKnownError("missing")
         if isinstance(value, list):
-            parts = _PARTS.validate_python(value, strict=True)
-            return "\n".join(getattr(part, part.type) for part in parts)
+            return cls.parts.validate_python(value, strict=True, context=info.context)
         if isinstance(value, str | None):
             return value or ""
         raise PydanticCustomError("content", "a string or an array")
@@ -276,25 +321,41 @@ class Message(Object):
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates know."""
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content}
+        content = self.content if isinstance(self.content, str) else list(map(str, self.content))
+        message: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
 
 
-class Tool(Object):
-    """A tool that may be called."""
+def marks_in(messages: Sequence[Message]) -> dict[Mark, Breakpoint]:
+    """Return what is marked, by the indexes of messages and their parts."""
+    return {
+        (i, j): part.prompt_cache_breakpoint
+        for i, message in enumerate(messages)
+        for j, part in enumerate([] if isinstance(message.content, str) else message.content)
+        if part.prompt_cache_breakpoint
+    }
+
+
+class FunctionType(Object):
+    """The one type of tool."""
 
     type: Literal["function"]
+
+
+class Tool(FunctionType):
+    """A tool that may be called."""
+
     function: Function
 
 
 _TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
 
 
-def _check_tools(tools: Any) -> Any:
+def _check_tools(tools: Any, info: ValidationInfo) -> Any:
     """Return them as they were given, for the template prints them."""
-    _TOOLS.validate_python(tools, strict=True)
+    _TOOLS.validate_python(tools, strict=True, context=info.context)
     return tools
 
 
@@ -304,11 +365,23 @@ class ResponseFormat(Object):
     type: Literal["text"]
 
 
-class ChatRequest(ApiRequest):
+class ConversationRequest(OpenAIRequest):
+    """A conversation to go on with."""
+
+    tool_choice: Any = None
+    parallel_tool_calls: bool = True
+
+    def check(self, rules: Rules) -> None:
+        """Refuse what is not supported, too."""
+        if self.tool_choice not in (None, "none", "auto"):
+            raise unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
+        super().check(rules)
+
+
+class ChatRequest(ConversationRequest):
     """`POST /v1/chat/completions`."""
 
     prompt_field = "messages"
-    ignored = _IGNORED_FIELDS | _names("parallel_tool_calls reasoning_effort verbosity")
 
     messages: list[Message] = Field(min_length=1, max_length=16_384)
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -317,8 +390,14 @@ class ChatRequest(ApiRequest):
     response_format: ResponseFormat | None = None
     modalities: list[Any] = Field([])
     chat_template_kwargs: dict[str, Any] = Field({})
-    tool_choice: Any = None
     tools: Annotated[list[dict[str, Any]], PlainValidator(_check_tools)] = Field([])
+    reasoning_effort: Effort | None = None
+    verbosity: Verbosity | None = None
+
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked."""
+        return marks_in(self.messages)
 
     @property
     def limit(self) -> int | None:
@@ -330,7 +409,7 @@ class ChatRequest(ApiRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
-    def check(self, policies: RetentionPolicies, *, is_strict: bool) -> None:
+    def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.top_logprobs is not None and not self.logprobs:
             text = "'top_logprobs' is only allowed when 'logprobs' is true."
@@ -342,9 +421,16 @@ class ChatRequest(ApiRequest):
             is_plain = isinstance(value, str | int | float | bool)
             if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
                 raise unknown_parameter(f"chat_template_kwargs.{name}")
-        if self.tool_choice not in (None, "none", "auto"):
-            raise _unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
-        super().check(policies, is_strict=is_strict)
+        super().check(rules)
+
+    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+        """Render the conversation."""
+        messages = [message.for_template() for message in self.messages]
+        arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        choices = ChatChoices(tokenization.token_text)
+        shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
+        return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(
@@ -353,11 +439,5 @@ _RESERVED_TEMPLATE_ARGUMENTS = _names(
 )
 
 
-def unknown_model(name: str) -> RequestError:
-    """Return the error for a model that is not served."""
-    text = f"The model `{name[:200]}` does not exist or you do not have access to it."
-    return RequestError(text, param="model", code="model_not_found", status=404)
-
-
-def _unsupported(message: str, param: str) -> RequestError:
+def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")

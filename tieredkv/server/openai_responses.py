@@ -5,15 +5,18 @@ It knows shapes, no sockets and no engine.
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
 
+from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import RequestError
+from tieredkv.server.asked import Json, Shape
+from tieredkv.server.error_bodies import openai_body
+from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
 
-Json = dict[str, Any]
 TokenText = Callable[[int], str]
 """Gives the text of one token id."""
 
@@ -23,59 +26,103 @@ LEAST_LOGPROB = -9999.0
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def error_body(error: RequestError) -> Json:
-    """Return the body of every answer that is an error; its `type` goes with the status."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    if error.status == 429:
-        kind = "rate_limit_error"
-    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}
-
-
 def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
-    """Return a `usage` object; each prompt counts once, whatever the number of its answers.
-
-    `cached_tokens_by_tier` is an addition of ours, beside OpenAI's fields.
-    """
+    """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
-    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
-    written = sum(usage.written_tokens for usage in prompt_usages)
-    details = {"cached_tokens": sum(by_tier.values()), "cache_write_tokens": written}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": {**details, "cached_tokens_by_tier": by_tier},
+        "prompt_tokens_details": caching_body(prompt_usages),
     }
 
 
-class _Shape:
-    """What both endpoints have in common; all chunks of an answer share id, time and model."""
-
-    id_prefix: str
-    object: str
-    chunk_object: str
-
-    def __init__(self, model: str, token_text: TokenText) -> None:
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
-        self._created = int(time.time())
-        self._model = model
-        self._token_text = token_text
-
-    def response(self, choices: list[Json], usage: Json) -> Json:
-        """Return the whole answer."""
-        return {**self._envelope(self.object), "choices": choices, "usage": usage}
-
-    def chunk(self, *choices: Json, **usage: Json | None) -> Json:
-        """Return one chunk; where `usage` is wanted, it is None in all but the last one."""
-        return {**self._envelope(self.chunk_object), "choices": choices, **usage}
-
-    def _envelope(self, kind: str) -> Json:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
+def caching_body(prompt_usages: Sequence[RequestUsage]) -> Json:
+    """Return what is said of cached tokens; `tieredkv` and what is by tier are ours."""
+    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
+    recomputed = sum(usage.recomputed_tokens for usage in prompt_usages)
+    return {
+        "cached_tokens": sum(by_tier.values()),
+        "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
+        "cached_tokens_by_tier": by_tier,
+        "tieredkv": {**{str(tier): n for tier, n in by_tier.items()}, "recomputed": recomputed},
+    }
 
 
-class CompletionShape(_Shape):
+class ChoicesShape(Shape):
+    """What both endpoints have in common; all chunks of an answer share id, time and model.
+
+    Args:
+        choices: the form of one answer.
+        model: the model's name.
+        n: answers to each prompt.
+        echoes: the prompts, where they are part of the answers.
+        wants_usage: whether a stream ends with its usage.
+    """
+
+    def __init__(
+        self,
+        choices: "CompletionChoices | ChatChoices",
+        model: str,
+        n: int,
+        echoes: Sequence[str] = (),
+        *,
+        wants_usage: bool,
+    ) -> None:
+        self._choices, self._n, self._wants_usage = choices, n, wants_usage
+        id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
+        self._head = {"id": id, "object": choices.object, "created": now, "model": model}
+        self._echoes = [text for text in echoes for _ in range(n)]
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return a choice for each answer, and the usage of all."""
+        choices = []
+        for i, (echo, answer) in enumerate(zip(self._starts(answers), answers, strict=True)):
+            assert answer.finish_reason is not None, answer.request.request_id
+            has_logprobs = answer.request.params.logprobs is not None
+            logprobs = self._choices.logprobs(answer.logprobs, len(echo)) if has_logprobs else None
+            text, reason = echo + answer.text, answer.finish_reason
+            choices.append(self._choices.choice(i, text, logprobs, reason))
+        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
+        head = {**self._head, "object": self._choices.chunk_object}
+        no_usage = {"usage": None} if self._wants_usage else {}
+        offsets = []
+        for i, echo in enumerate(self._starts(answers)):
+            offsets.append(len(echo))
+            for choice in self._choices.opening(i, echo):
+                yield {**head, "choices": [choice], **no_usage}
+        async for piece in pieces:
+            i, logprobs = piece.index, None
+            if piece.logprobs:
+                logprobs = self._choices.logprobs(piece.logprobs, offsets[i])
+            offsets[i] += len(piece.text)
+            for choice in self._choices.delta(i, piece.text, logprobs, piece.finish_reason):
+                yield {**head, "choices": [choice], **no_usage}
+        if self._wants_usage:
+            yield {**head, "choices": [], "usage": self._usage(answers)}
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the error as answers have it."""
+        return openai_body(error)
+
+    def _starts(self, answers: Sequence[Answer]) -> Sequence[str]:
+        return self._echoes or [""] * len(answers)
+
+    def _usage(self, answers: Sequence[Answer]) -> Json:
+        of_prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
+        return usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
+
+
+@dataclass(frozen=True)
+class CompletionChoices:
     """`/v1/completions`."""
+
+    token_text: TokenText
 
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
@@ -94,8 +141,9 @@ class CompletionShape(_Shape):
 
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
         """Return parallel lists, as the older endpoint has them."""
-        texts = [self._token_text(token.token_id) for token in tokens]
-        tops = [{self._token_text(id): _finite(each) for id, each in t.top} for t in tokens]
+        texts = [self.token_text(token.token_id) for token in tokens]
+        both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
+        tops = [{self.token_text(id): _finite(each) for id, each in top} for top in both]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -104,8 +152,11 @@ class CompletionShape(_Shape):
         }
 
 
-class ChatShape(_Shape):
+@dataclass(frozen=True)
+class ChatChoices:
     """`/v1/chat/completions`."""
+
+    token_text: TokenText
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
@@ -141,13 +192,9 @@ class ChatShape(_Shape):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _token(self, token_id: int, logprob: float) -> Json:
-        text = self._token_text(token_id)
+        text = self.token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
-
-
-Shape = CompletionShape | ChatShape
-"""The shapes of one endpoint's answer: whole, in chunks, and its log-probabilities."""
 
 
 def _finite(logprob: float) -> float:

@@ -161,7 +161,9 @@ class Server:
                 engine.kill()
                 return False
             starting.result()
-            self._tokenization = Tokenization(await loading)
+            self._tokenization = Tokenization(
+                await loading, has_canonical_tools=settings.canonical_tools == "on"
+            )
         finally:
             for task in (starting, loading, stopping):
                 task.cancel()

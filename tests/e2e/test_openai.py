@@ -1,0 +1,580 @@
+"""OpenAI's Responses API, cache options and errors, by its client and as bytes, on a server."""
+
+import json
+from collections.abc import Iterator
+from typing import Any, get_args
+
+import httpx
+import openai
+import pytest
+from openai.types import responses as types
+from pydantic import TypeAdapter
+
+from tests.serving import Server, running
+
+MODEL = "tiny-random"
+TEXT = "A prefix that is worth to be kept. " * 8
+SHORT: dict[str, Any] = {"model": MODEL, "max_output_tokens": 6, "temperature": 0}
+TOOL = {
+    "type": "function",
+    "name": "weather",
+    "description": "Tell the weather",
+    "parameters": {"type": "object", "properties": {"town": {"type": "string"}}},
+}
+EVENT = TypeAdapter[Any](types.ResponseStreamEvent)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server that nobody else uses."""
+    with running(tmp_path_factory.mktemp("openai"), "--default-retention", "in_memory") as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture(scope="module")
+def strict(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server that takes no field that it does not know, and keeps nothing for long."""
+    flags = ("--strict-params", "--max-retention", "in_memory", "--default-retention", "in_memory")
+    with running(tmp_path_factory.mktemp("strict"), *flags) as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log, server.log
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    """Return a client."""
+    with server.client() as client:
+        yield client
+
+
+def post(server: Server, path: str, **fields: Any) -> httpx.Response:
+    """Send a body as it is."""
+    return httpx.post(f"{server.url}/{path}", json={"model": MODEL, **fields}, timeout=60)
+
+
+def respond(server: Server, **fields: Any) -> types.Response:
+    """Return an answer whose every field has the type that the client wants."""
+    answer = post(server, "responses", **SHORT | fields)
+    assert answer.status_code == 200, answer.text
+    return types.Response.model_validate(answer.json())
+
+
+def cached(usage: types.ResponseUsage | None) -> int:
+    """Return how much of a prompt was found."""
+    assert usage is not None
+    return usage.input_tokens_details.cached_tokens
+
+
+def test_a_response_has_every_field_and_says_what_was_asked(server: Server) -> None:
+    answer = respond(
+        server,
+        input=TEXT,
+        instructions="Be short.",
+        metadata={"route": "a"},
+        store=True,
+        tools=[TOOL],
+        prompt_cache_key="k",
+        prompt_cache_retention="24h",
+        prompt_cache_options={"ttl": "12h"},
+        text={"format": {"type": "text"}},
+    )
+    assert (answer.status, answer.object) == ("incomplete", "response")
+    assert answer.incomplete_details is not None
+    assert answer.incomplete_details.reason == "max_output_tokens"
+    assert len(answer.output_text) == 6
+    (message,) = answer.output
+    assert isinstance(message, types.ResponseOutputMessage)
+    assert (message.role, message.status) == ("assistant", "incomplete")
+    assert (answer.instructions, answer.metadata) == ("Be short.", {"route": "a"})
+    assert (answer.prompt_cache_key, answer.prompt_cache_retention) == ("k", "24h")
+    assert answer.prompt_cache_options is not None
+    assert (answer.prompt_cache_options.mode, answer.prompt_cache_options.ttl) == (
+        "implicit",
+        "12h",
+    )
+    assert answer.tools[0].type == "function"
+    usage = answer.usage
+    assert usage is not None
+    assert usage.total_tokens == usage.input_tokens + 6 == usage.input_tokens + usage.output_tokens
+    written = usage.input_tokens // 16 * 16
+    details = usage.input_tokens_details.model_dump()
+    assert details["cached_tokens"] == 0
+    assert details["cache_write_tokens"] == written
+    assert details["cache_write_tokens_details"] == {"ttl_30m_tokens": 0, "ttl_12h_tokens": written}
+    assert details["tieredkv"] == {"device": 0, "host": 0, "disk": 0, "recomputed": 0}
+
+
+def test_a_stream_has_the_events_of_the_protocol_in_order(client: openai.OpenAI) -> None:
+    events = list(client.responses.create(**SHORT, input=f"stream {TEXT}", stream=True))
+    for event in events:
+        EVENT.validate_python(event.model_dump(), strict=False)
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:4] == ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    ending = ["output_text.done", "content_part.done", "output_item.done", "incomplete"]
+    assert kinds[-4:] == ending
+    text = "".join(e.delta for e in events if isinstance(e, types.ResponseTextDeltaEvent))
+    last = events[-1]
+    assert isinstance(last, types.ResponseIncompleteEvent)
+    assert last.response.output_text == text
+    assert {e.response.id for e in events if hasattr(e, "response")} == {last.response.id}
+    again = client.responses.create(**SHORT, input=f"stream {TEXT}")
+    assert again.output_text == text
+    assert cached(again.usage) == cached(last.response.usage) + len(TEXT) // 16 * 16 + 16 * 2
+
+
+def test_the_events_are_named_and_nothing_follows_the_last(server: Server) -> None:
+    lines = post(server, "responses", **SHORT, input="a", stream=True).text.split("\n\n")
+    assert lines.pop() == ""
+    for line in lines:
+        head, data = line.split("\n")
+        assert head == f"event: {json.loads(data.removeprefix('data: '))['type']}"
+    assert lines[-1].startswith("event: response.incomplete\n")
+
+
+def test_the_clients_helper_follows_a_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(**SHORT, input="help") as stream:
+        text = "".join(
+            event.delta for event in stream if event.type == "response.output_text.delta"
+        )
+    assert len(text) == 6
+
+
+def test_the_items_of_a_conversation_render_as_those_of_a_chat(
+    server: Server, client: openai.OpenAI
+) -> None:
+    items = [
+        {"role": "developer", "content": f"items {TEXT}"},
+        {"role": "user", "content": [{"type": "input_text", "text": "Weather in Bonn?"}]},
+        {
+            "type": "message",
+            "id": "msg_1",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"town":1}'},
+        {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+        {
+            "type": "function_call_output",
+            "call_id": "c2",
+            "output": [{"type": "input_text", "text": "sun"}],
+        },
+    ]
+    first = respond(server, input=items, tools=[TOOL])
+    calls = [
+        {"id": id, "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        for id, arguments in (("c1", '{"town":1}'), ("c2", "{}"))
+    ]
+    function = {name: value for name, value in TOOL.items() if name != "type"}
+    chat = client.chat.completions.create(
+        model=MODEL,
+        max_tokens=6,
+        temperature=0,
+        messages=[
+            {"role": "developer", "content": f"items {TEXT}"},
+            {"role": "user", "content": "Weather in Bonn?"},
+            {"role": "assistant", "content": "I look.", "tool_calls": calls},  # type: ignore
+            {"role": "tool", "tool_call_id": "c1", "content": "rain"},
+            {"role": "tool", "tool_call_id": "c2", "content": "sun"},
+        ],
+        tools=[{"type": "function", "function": function}],  # type: ignore
+    )
+    assert first.usage is not None and chat.usage is not None
+    assert chat.usage.prompt_tokens == first.usage.input_tokens
+    details = chat.usage.prompt_tokens_details
+    assert details is not None
+    assert details.cached_tokens == chat.usage.prompt_tokens // 16 * 16
+    assert chat.choices[0].message.content == first.output_text
+
+
+def test_an_answer_can_be_sent_back_as_it_came(client: openai.OpenAI) -> None:
+    first = client.responses.create(**SHORT, input=f"turn {TEXT}")
+    items: list[Any] = [{"role": "user", "content": f"turn {TEXT}"}]
+    items += [item.model_dump() for item in first.output]
+    second = client.responses.create(**SHORT, input=[*items, {"role": "user", "content": "more"}])
+    assert cached(second.usage) >= len(TEXT)
+
+
+def test_a_prewarmed_prompt_makes_nothing_and_is_found(
+    server: Server, client: openai.OpenAI
+) -> None:
+    prompt = f"warmed {TEXT}"
+    warmed = respond(server, input=prompt, prompt_cache_options={"prewarm": True})
+    assert (warmed.status, warmed.output) == ("completed", [])
+    assert warmed.usage is not None
+    assert (warmed.usage.output_tokens, cached(warmed.usage)) == (0, 0)
+    told: Any = {"input": prompt, "prompt_cache_options": {"prewarm": True}, "stream": True}
+    with client.responses.create(**SHORT, **told) as events:
+        kinds = [event.type for event in events]
+    assert kinds == ["response.created", "response.in_progress", "response.completed"]
+    assert cached(respond(server, input=prompt).usage) == warmed.usage.input_tokens // 16 * 16
+
+
+def test_cache_options_and_breakpoints_are_taken_by_the_client(client: openai.OpenAI) -> None:
+    part: Any = {"type": "text", "text": TEXT, "prompt_cache_breakpoint": {"mode": "explicit"}}
+    for role in ("system", "user"):
+        answer = client.chat.completions.create(
+            model=MODEL,
+            max_tokens=2,
+            messages=[{"role": role, "content": [part]}, {"role": "user", "content": "b"}],  # type: ignore
+            prompt_cache_options={"mode": "explicit", "ttl": "30m"},
+        )
+        assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+
+
+def counted(server: Server, text: str, mark: dict[str, Any] | None, **fields: Any) -> Any:
+    """Return what usage says of a marked prefix and what follows it."""
+    prefix = {"type": "input_text", "text": text, "prompt_cache_breakpoint": mark}
+    parts = [prefix, {"type": "input_text", "text": f"and then {TEXT}"}]
+    usage = respond(server, input=[{"role": "user", "content": parts}], **fields).usage
+    assert usage is not None
+    return usage.input_tokens_details.model_dump()
+
+
+def test_without_a_mark_nothing_is_cached_in_explicit_mode(server: Server) -> None:
+    for _ in range(2):
+        told = counted(server, f"none {TEXT}", None, prompt_cache_options={"mode": "explicit"})
+        assert (told["cached_tokens"], told["cache_write_tokens"]) == (0, 0)
+
+
+def test_in_explicit_mode_a_prefix_is_cached_up_to_its_mark(server: Server) -> None:
+    text, options = f"mark {TEXT}", {"mode": "explicit"}
+    first = counted(server, text, {"mode": "explicit"}, prompt_cache_options=options)
+    again = counted(server, text, {"mode": "explicit"}, prompt_cache_options=options)
+    assert first["cached_tokens"] == again["cache_write_tokens"] == 0
+    assert first["cache_write_tokens"] == again["cached_tokens"]
+    assert len(text) - 16 < again["cached_tokens"] < len(text) + 32
+
+
+def test_written_tokens_are_told_by_the_lifetime_of_their_prefix(server: Server) -> None:
+    text = f"long {TEXT}"
+    told = counted(server, text, {"mode": "explicit", "ttl": "12h"})
+    by_ttl = told["cache_write_tokens_details"]
+    assert sum(by_ttl.values()) == told["cache_write_tokens"]
+    assert len(text) <= by_ttl["ttl_12h_tokens"] < len(text) + 32
+    assert by_ttl["ttl_30m_tokens"] > len(TEXT) - 32
+
+
+INPUT = {"input": "a"}
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+TEXT_PART = {"type": "text", "text": "a"}
+REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
+    ("responses", {}, "Missing required parameter: 'input'.", "input"),
+    (
+        "responses",
+        {"input": 5},
+        "Invalid type for 'input': expected a string or an array, but got an integer instead.",
+        "input",
+    ),
+    (
+        "responses",
+        {"input": [{"type": "item_reference", "id": "x"}]},
+        "Invalid type for 'input[0]': expected an object whose type is one of 'message', "
+        "'function_call', 'function_call_output', but got an object instead.",
+        "input",
+    ),
+    (
+        "responses",
+        {"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]},
+        "Missing required parameter: 'input[0].call_id'.",
+        "input[0].call_id",
+    ),
+    (
+        "responses",
+        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+        "Invalid value: 'input_image'. Supported values are: 'input_text', 'output_text' and "
+        "'refusal'.",
+        "input[0].content[0].type",
+    ),
+    (
+        "responses",
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": 5}]},
+        "Invalid type for 'input[0].output': expected a string or an array, but got an integer "
+        "instead.",
+        "input[0].output",
+    ),
+    (
+        "responses",
+        {**INPUT, "previous_response_id": "resp_1"},
+        "'previous_response_id' is not supported, as no response is stored here. Send the whole "
+        "conversation in 'input'.",
+        "previous_response_id",
+    ),
+    (
+        "responses",
+        {**INPUT, "text": {"format": {"type": "json_object"}}},
+        "Invalid value: 'json_object'. Supported value is: 'text'.",
+        "text.format.type",
+    ),
+    (
+        "responses",
+        {**INPUT, "tools": [{"type": "web_search"}]},
+        "Invalid value: 'web_search'. Supported value is: 'function'.",
+        "tools[0].type",
+    ),
+    (
+        "responses",
+        {**INPUT, "prompt_cache_options": {"ttl": "1h"}},
+        "Invalid value: '1h'. Supported values are: '30m' and '12h'.",
+        "prompt_cache_options.ttl",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "prompt_cache_options": {"ttl": "12h"}},
+        "Invalid value: '12h'. Supported value is: '30m'.",
+        "prompt_cache_options.ttl",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "prompt_cache_options": {"mode": "bogus"}},
+        "Invalid value: 'bogus'. Supported values are: 'implicit' and 'explicit'.",
+        "prompt_cache_options.mode",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": [{**TEXT_PART, "prompt_cache_breakpoint": {}}]}]},
+        "Missing required parameter: 'messages[0].content[0].prompt_cache_breakpoint.mode'.",
+        "messages[0].content[0].prompt_cache_breakpoint.mode",
+    ),
+    (
+        "chat/completions",
+        {"messages": [{**CHAT["messages"][0], "prompt_cache_breakpoint": {"mode": "explicit"}}]},
+        "Unknown parameter: 'messages[0].prompt_cache_breakpoint'.",
+        "messages[0].prompt_cache_breakpoint",
+    ),
+    (
+        "completions",
+        {"prompt": "a", "prompt_cache_breakpoint": {"mode": "explicit"}},
+        "Unknown parameter: 'prompt_cache_breakpoint'.",
+        "prompt_cache_breakpoint",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "metadata": 5},
+        "Invalid type for 'metadata': expected an object, but got an integer instead.",
+        "metadata",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "user": 5},
+        "Invalid type for 'user': expected a string, but got an integer instead.",
+        "user",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "reasoning_effort": "bogus"},
+        "Invalid value: 'bogus'. Supported values are: 'none', 'minimal', 'low', 'medium', "
+        "'high', 'xhigh' and 'max'.",
+        "reasoning_effort",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "service_tier": "x"},
+        "Invalid value: 'x'. Supported values are: 'auto', 'default', 'flex', 'scale', "
+        "'priority', 'fast' and 'ultrafast'.",
+        "service_tier",
+    ),
+    (
+        "chat/completions",
+        {**CHAT, "parallel_tool_calls": "x"},
+        "Invalid type for 'parallel_tool_calls': expected a boolean, but got a string instead.",
+        "parallel_tool_calls",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "fields", "message", "param"), REFUSED)
+def test_a_wrong_field_is_refused_in_the_words_of_openai(
+    server: Server, path: str, fields: dict[str, Any], message: str, param: str
+) -> None:
+    answer = post(server, path, **fields)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["message"], error["param"]) == (message, param)
+    assert error["type"] == "invalid_request_error"
+    assert set(error) == {"message", "type", "param", "code"}
+
+
+def nested(depth: int) -> Any:
+    """Return an object of so many levels."""
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize("depth", [70, 700, 5000])
+def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
+    server: Server, depth: int
+) -> None:
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    deep = arguments.encode()
+    body = b'{"model":"tiny-random","messages":[{"role":"user","content":"a"}],"tools":[{"type":'
+    body += b'"function","function":{"name":"f","parameters":' + deep + b"}}]}"
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    with httpx.Client(base_url=server.root) as http:
+        refused = http.post("/v1/chat/completions", content=body)
+        assert (refused.status_code, refused.json()["error"]["type"]) == (
+            400,
+            "invalid_request_error",
+        )
+        told = {"model": MODEL, "messages": messages, "max_tokens": 1}
+        answer = http.post("/v1/chat/completions", json=told)
+        # What is no JSON that anybody reads is left as the text that it is.
+        assert answer.status_code in (200, 400), answer.text
+        assert http.get("/health").status_code == 200
+
+
+FUNCTION: dict[str, Any] = {
+    "name": "get_current_weather",
+    "description": "Get the current weather in a given location",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "location": {"type": "string", "description": "The city, e.g. San Francisco, CA"},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["location", "unit"],
+    },
+}
+DEVELOPER = {"role": "developer", "content": "You are a helpful assistant."}
+BREAKPOINT = {"mode": "explicit"}
+DOCUMENTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "text input": ("responses", {"input": "Tell me a three sentence bedtime story."}),
+    "instructions": (
+        "responses",
+        {"instructions": "You are a helpful assistant.", "input": "Hello!", "stream": True},
+    ),
+    "functions of responses": (
+        "responses",
+        {
+            "tools": [{"type": "function", **FUNCTION}],
+            "input": "What is the weather like in Boston today?",
+            "tool_choice": "auto",
+        },
+    ),
+    "reasoning": (
+        "responses",
+        {"input": "How much wood would a woodchuck chuck?", "reasoning": {"effort": "high"}},
+    ),
+    "breakpoints of responses": (
+        "responses",
+        {
+            "prompt_cache_key": "tenant-1",
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "input_text",
+                            "text": "A long document",
+                            "prompt_cache_breakpoint": BREAKPOINT,
+                        },
+                        {"type": "input_text", "text": "A question"},
+                    ],
+                }
+            ],
+        },
+    ),
+    "default": (
+        "chat/completions",
+        {"messages": [DEVELOPER, {"role": "user", "content": "Hello!"}]},
+    ),
+    "functions": (
+        "chat/completions",
+        {
+            "messages": [{"role": "user", "content": "What's the weather like in Boston today?"}],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": "auto",
+        },
+    ),
+    "logprobs": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "Hello!"}], "logprobs": True, "top_logprobs": 2},
+    ),
+    "breakpoints": (
+        "chat/completions",
+        {
+            "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+            "messages": [
+                {
+                    "role": "system",
+                    "content": [
+                        {"type": "text", "text": "Rules", "prompt_cache_breakpoint": BREAKPOINT}
+                    ],
+                },
+                {"role": "user", "content": "Hello!"},
+            ],
+        },
+    ),
+    "completion": (
+        "completions",
+        {"prompt": "Say this is a test", "max_tokens": 7, "temperature": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_an_example_of_the_documents_is_answered_by_a_strict_server(
+    strict: Server, name: str
+) -> None:
+    path, fields = DOCUMENTED[name]
+    limit = {} if "max_tokens" in fields else {"max_tokens": 4}
+    if path == "responses":
+        limit = {"max_output_tokens": 4}
+    answer = post(strict, path, **fields, **limit)
+    assert answer.status_code == 200, answer.text
+    if not fields.get("stream"):
+        assert answer.json()["usage"]["total_tokens"] > 4
+
+
+def test_the_errors_of_messages_have_anthropics_form(server: Server) -> None:
+    answer = httpx.get(f"{server.url}/messages/none")
+    body = answer.json()
+    assert (answer.status_code, body["type"], body["error"]["type"]) == (
+        404,
+        "error",
+        "not_found_error",
+    )
+    assert body["request_id"] == answer.headers["request-id"] == answer.headers["x-request-id"]
+
+
+def test_every_event_type_that_is_sent_is_one_of_the_clients() -> None:
+    known = {each.__name__ for each in get_args(get_args(types.ResponseStreamEvent)[0])}
+    assert {"ResponseTextDeltaEvent", "ResponseErrorEvent", "ResponseIncompleteEvent"} <= known
+
+
+def test_a_strict_server_refuses_what_is_unknown_and_what_it_may_not_keep(strict: Server) -> None:
+    server = strict
+    long_lived = post(server, "responses", **INPUT, prompt_cache_options={"ttl": "12h"})
+    assert long_lived.status_code == 400
+    assert long_lived.json()["error"]["message"] == (
+        "Invalid value: '12h'. Supported value is: '30m'."
+    )
+    part = {"type": "text", "text": "a", "of_tomorrow": 1}
+    inside = post(server, "chat/completions", messages=[{"role": "user", "content": [part]}])
+    assert inside.json()["error"]["message"] == (
+        "Unknown parameter: 'messages[0].content[0].of_tomorrow'."
+    )
+    fine = post(
+        server,
+        "responses",
+        **INPUT,
+        tools=[TOOL],
+        reasoning={"effort": "low"},
+        truncation="auto",
+        include=[],
+        user="u",
+        max_output_tokens=1,
+        top_p=1,
+        stop=None,
+    )
+    assert fine.status_code == 200, fine.text

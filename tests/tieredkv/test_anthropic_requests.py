@@ -1,0 +1,128 @@
+"""What `cache_control` comes to: how much of a prompt is kept, for how long, where hits end."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tieredkv.config import Settings
+from tieredkv.engine.loader import load_tokenizer
+from tieredkv.errors import RequestError
+from tieredkv.fields import read
+from tieredkv.retention import RetentionPolicy
+from tieredkv.server.anthropic_requests import MessagesRequest
+from tieredkv.server.asked import Asked, Rules
+from tieredkv.server.chat import Tokenization
+from tieredkv.types import Tier
+
+TIERS = frozenset({Tier.DEVICE, Tier.HOST})
+POLICIES = [("in_memory", 600.0), ("5m", 300.0), ("1h", 3600.0)]
+SETTINGS = Settings(
+    policies=tuple(
+        RetentionPolicy(name=name, idle_s=idle_s, absolute_s=3600.0, tiers=TIERS)
+        for name, idle_s in POLICIES
+    )
+)
+RULES = Rules.of(SETTINGS, is_strict=True)
+TOOL = {"name": "look", "input_schema": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def tokenization() -> Iterator[Tokenization]:
+    tokenization = Tokenization(load_tokenizer("tiny-random"))
+    yield tokenization
+    tokenization.close()
+
+
+def ask(
+    tokenization: Tokenization, *blocks: dict[str, Any], rules: Rules = RULES, **fields: Any
+) -> Asked:
+    turns = [{"role": "user", "content": list(blocks)}]
+    body = {"model": "m", "max_tokens": 4, "messages": turns, **fields}
+    request = read(MessagesRequest, body, rules.refuses)
+    request.check(rules)
+    return asyncio.run(request.ask(tokenization, rules))
+
+
+def block(kind: str, ttl: str | None = None, **fields: Any) -> dict[str, Any]:
+    control = {"cache_control": {"type": "ephemeral", "ttl": ttl}} if ttl else {}
+    return {"type": kind, **fields, **control}
+
+
+def text(words: str, ttl: str | None = None) -> dict[str, Any]:
+    return block("text", ttl, text=words)
+
+
+def head(tokenization: Tokenization, asked: Asked, end: int) -> str:
+    """Return the prompt's text up to a number of tokens."""
+    return str(tokenization.tokenizer.decode(asked.prompts[0][:end]))
+
+
+def test_each_breakpoint_is_a_claim_up_to_its_end(tokenization: Tokenization) -> None:
+    tool = {**TOOL, "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    blocks = [text("one"), text("two", "5m"), text("three")]
+    asked = ask(tokenization, *blocks, system=[text("Help.", "1h")], tools=[tool])
+    claims = asked.plan.claims
+    assert [(it.retention, it.protect_s) for it in claims] == [
+        ("1h", 3600.0),
+        ("1h", 3600.0),
+        ("5m", 300.0),
+    ]
+    tools, system, user = (head(tokenization, asked, it.end_token) for it in claims)
+    assert tools.rstrip("}\n").endswith('"type": "object"')
+    assert system.endswith("system\nHelp.") and user.endswith("user\none\ntwo")
+    assert asked.plan.cacheable_tokens == claims[-1].end_token
+    assert asked.plan.read_ends is None
+
+
+def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokenization) -> None:
+    control = {"type": "ephemeral"}
+    asked = ask(tokenization, text("one"), text("two"), text(""), cache_control=control)
+    [claim] = asked.plan.claims
+    assert claim.retention == "5m" and head(tokenization, asked, claim.end_token)[-4:] == "\ntwo"
+    asked = ask(tokenization, text("one"), text("two", "1h"), cache_control=control)
+    assert [claim.retention for claim in asked.plan.claims] == ["1h"]
+
+
+def test_without_breakpoints_all_or_nothing_is_kept(tokenization: Tokenization) -> None:
+    assert ask(tokenization, text("one")).plan.cacheable_tokens is None
+    rules = replace(RULES, is_implicit=False)
+    assert ask(tokenization, text("one"), rules=rules).plan.cacheable_tokens == 0
+
+
+def test_hits_end_near_a_breakpoint_and_runs_of_calls_are_one_block(
+    tokenization: Tokenization,
+) -> None:
+    calls = [block("tool_use", id=str(i), name="look", input={}) for i in range(3)]
+    results = [block("tool_result", tool_use_id=str(i), content=f"r{i}") for i in range(3)]
+    turns = [
+        {"role": "user", "content": [text("zero"), text("one")]},
+        {"role": "assistant", "content": [text("two"), *calls]},
+        {"role": "user", "content": [*results, text("five", "5m"), text("six")]},
+    ]
+    for lookback, first in ((1, "five"), (2, "r0"), (4, "two"), (20, "zero")):
+        rules = replace(RULES, cache_lookback=lookback)
+        asked = ask(tokenization, rules=rules, messages=turns)
+        ends = asked.plan.read_ends
+        assert ends is not None and ends == sorted(ends)
+        assert head(tokenization, asked, ends[0]).endswith(first)
+        assert head(tokenization, asked, ends[-1]).endswith("user\nfive")
+        assert len(ends) == {1: 1, 2: 4, 4: 8, 20: 10}[lookback]
+
+
+def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Tokenization) -> None:
+    policies = tuple(policy for policy in SETTINGS.policies if policy.name != "1h")
+    rules = Rules.of(Settings(policies=policies), is_strict=False)
+    with pytest.raises(RequestError, match="'1h' is not available"):
+        ask(tokenization, text("one", "1h"), rules=rules)
+
+
+def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenization) -> None:
+    fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
+    fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
+    fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    assert ask(tokenization, text("one"), **fields).limit == 4
+    with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
+        ask(tokenization, {**text("one"), "wise": 1})

@@ -1,0 +1,167 @@
+"""Where the marks of a conversation are among its tokens, whatever the template does to its texts.
+
+The tokenizer has one token a byte, so the tokens before a mark spell what is before it.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from tieredkv.engine.loader import load_tokenizer
+from tieredkv.errors import RequestError
+from tieredkv.server.chat import TOOLS, Mark, Tokenization
+
+LLAMA_3 = """{{ '<|bos|>' }}{% if tools %}{{ 'system' }}{% for t in tools %}{{
+ t | tojson(indent=4) }}
+{% endfor %}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n\n' +
+m['content'] | trim + '<|im_end|>' }}{% endfor %}{% if add_generation_prompt %}{{
+'<|im_start|>assistant\n\n' }}{% endif %}"""
+"""Written after Llama 3's."""
+
+TOOLS_BEHIND_SYSTEM = """{{ messages[0]['content'] }}{% for t in tools or [] %}{{ t | tojson }}{%
+endfor %}{{ '#' }}{% for m in messages[1:] %}{{ '<' + m['content'] + '>' }}{% endfor %}"""
+"""Tools stand behind the system message, as with Qwen."""
+
+LAST_FIRST = "{{ messages[-1]['content'] }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+"""The last text comes first, too."""
+
+LENGTHS = (
+    "{% for m in messages %}{{ '<' + m['content'] + '>' }}{{ m['content'] | length }}{% endfor %}"
+)
+"""Says how long a text is, which a sign in it changes."""
+
+NO_EARLY_TEXT = "{% for m in messages %}{{ '<' + m['content'].split('---')[-1] + '>' }}{% endfor %}"
+"""Drops what is thought aloud, as with reasoning models."""
+
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"b": 1, "a": "é"}}}
+OTHER = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
+TALK: list[dict[str, Any]] = [
+    {"role": "system", "content": ["You help.  ", "Docs \N{SNOWMAN}\n"]},
+    {"role": "user", "content": "  hé hello\n"},
+    {"role": "assistant", "content": ["sure---yes", "   "]},
+    {"role": "user", "content": ["more"]},
+]
+
+
+@pytest.fixture
+def tokenization() -> Iterator[Tokenization]:
+    tokenization = Tokenization(load_tokenizer("tiny-random"))
+    yield tokenization
+    tokenization.close()
+
+
+def heads(
+    tokenization: Tokenization,
+    marks: Sequence[Mark],
+    messages: list[dict[str, Any]] = TALK,
+    **arguments: Any,
+) -> list[str]:
+    """Return the text before each mark."""
+    encoded = asyncio.run(tokenization.encode_chat(messages, arguments, marks))
+    plain = asyncio.run(tokenization.encode_chat(messages, arguments))
+    assert (encoded.token_ids, []) == plain
+    return [str(tokenization.tokenizer.decode(encoded.token_ids[:end])) for end in encoded.ends]
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_3])
+def test_a_mark_is_behind_the_last_letter_of_its_part(
+    tokenization: Tokenization, template: str | None
+) -> None:
+    tokenization.tokenizer.chat_template = template or tokenization.tokenizer.chat_template
+    marks = [(3, 0), (0, 0), (0, 1), (1, 0), (2, 0)]
+    last, *others = heads(tokenization, marks)
+    assert others[0].endswith("You help.")
+    assert others[1].endswith("You help.  \nDocs \N{SNOWMAN}")
+    assert others[2].endswith("hé hello")
+    assert others[3].endswith("sure---yes")
+    assert last.endswith("more")
+
+
+def test_a_part_without_a_letter_is_marked_at_the_end_of_its_message(
+    tokenization: Tokenization,
+) -> None:
+    assert heads(tokenization, [(2, 1)])[0].endswith("sure---yes\n   <|im_end|>\n")
+
+
+@pytest.mark.parametrize("template", [None, LLAMA_3, TOOLS_BEHIND_SYSTEM])
+def test_a_mark_on_a_tool_is_at_its_end(tokenization: Tokenization, template: str | None) -> None:
+    tokenization.tokenizer.chat_template = template or tokenization.tokenizer.chat_template
+    first, second, user = heads(tokenization, [(TOOLS, 0), (TOOLS, 1), (1, 0)], tools=[TOOL, OTHER])
+    assert first.rstrip(" \n}").endswith('"a": "é"')
+    assert "ask" not in first
+    assert second.rstrip(" \n}").endswith('"type": "object"')
+    assert len(second) < len(user)
+    is_system_first = template == TOOLS_BEHIND_SYSTEM
+    assert ("You help" in first) == is_system_first
+
+
+def test_tools_that_the_template_ignores_end_nowhere(tokenization: Tokenization) -> None:
+    tokenization.tokenizer.chat_template = LAST_FIRST
+    assert heads(tokenization, [(TOOLS, 0)], tools=[TOOL]) == [""]
+
+
+def test_marks_are_at_the_ends_of_messages_where_signs_change_the_text(
+    tokenization: Tokenization,
+) -> None:
+    tokenization.tokenizer.chat_template = LENGTHS
+    assert heads(tokenization, [(0, 0), (3, 0)]) == [
+        "<You help.  \nDocs \N{SNOWMAN}\n>19",
+        str(tokenization.tokenizer.decode(asyncio.run(tokenization.encode_chat(TALK, {}))[0])),
+    ]
+
+
+def test_a_text_that_moves_ends_where_it_was_said_last(tokenization: Tokenization) -> None:
+    tokenization.tokenizer.chat_template = LAST_FIRST
+    system, last = heads(tokenization, [(0, 1), (3, 0)])
+    assert system == "moreYou help.  \nDocs \N{SNOWMAN}"
+    assert last.startswith("more") and last.endswith("more") and len(last) > len(system)
+
+
+def test_a_part_that_is_dropped_is_marked_at_the_end_of_its_message(
+    tokenization: Tokenization,
+) -> None:
+    tokenization.tokenizer.chat_template = NO_EARLY_TEXT
+    messages = [{"role": "user", "content": ["aloud", "---", "said"]}, TALK[3]]
+    assert heads(tokenization, [(0, 0), (0, 2)], messages) == ["<\nsaid>", "<\nsaid"]
+
+
+def test_a_text_may_hold_the_signs_itself(tokenization: Tokenization) -> None:
+    messages = [{"role": "user", "content": ["a\U000f0000", "b"]}, TALK[3]]
+    first, _ = heads(tokenization, [(0, 0), (1, 0)], messages)
+    assert first.endswith("a\U000f0000")
+
+
+def test_canonical_tools_give_equal_tokens() -> None:
+    swapped = {"function": {"parameters": {"a": "é", "b": 1}, "name": "look"}, "type": "function"}
+    tokenizer = load_tokenizer("tiny-random")
+    for is_canonical in (False, True):
+        tokenization = Tokenization(tokenizer, has_canonical_tools=is_canonical)
+        one, two = (
+            asyncio.run(tokenization.encode_chat(TALK, {"tools": [tool]}))
+            for tool in (TOOL, swapped)
+        )
+        assert (one == two) == is_canonical
+        tokenization.close()
+
+
+@pytest.mark.parametrize("is_canonical", [False, True])
+def test_tools_that_are_nested_too_deep_are_refused(is_canonical: bool) -> None:
+    tokenization = Tokenization(load_tokenizer("tiny-random"), has_canonical_tools=is_canonical)
+    deep: dict[str, Any] = {}
+    for _ in range(2000):
+        deep = {"a": deep}
+    with pytest.raises(RequestError, match="template cannot render these messages"):
+        asyncio.run(tokenization.encode_chat(TALK, {"tools": [deep]}))
+    tokenization.close()
+
+
+def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
+    tokenization: Tokenization,
+) -> None:
+    tokenization.tokenizer.chat_template = LENGTHS
+    talk = [{"role": "user", "content": "a"}] * 200
+    marks = [(i, 0) for i in range(200)]
+    ends = asyncio.run(tokenization.encode_chat(talk, {}, marks)).ends
+    assert ends == [0] * 100 + [len("<a>1") * (i + 1) for i in range(100, 200)]

@@ -1,0 +1,286 @@
+"""Anthropic's Messages: a JSON body to a checked request, and `cache_control` to a plan.
+
+It knows fields, texts and the rules of breakpoints, no sockets and no engine. The conversation is
+put into the form that OpenAI's has, so that both share their blocks.
+"""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator
+from pydantic_core import PydanticKnownError
+
+from tieredkv.engine.messages import Claim, EngineInfo
+from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from tieredkv.errors import RequestError
+from tieredkv.fields import Object
+from tieredkv.server.anthropic_responses import TTLS_S, MessageShape
+from tieredkv.server.asked import ApiRequest, Asked, CachePlan, Json, PlainRequest, Rules, Text
+from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
+
+MAX_BREAKPOINTS = 4
+_REQUIRED = {"text": ["text"], "tool_use": ["id", "name"], "tool_result": ["tool_use_id"]}
+
+
+class _Known(Object):
+    """Fields of Anthropic's that mean nothing here, so that even a strict server takes them."""
+
+    known_besides = frozenset(
+        (
+            *("metadata", "service_tier", "container", "context_management", "inference_geo"),
+            *("speed", "diagnostics", "user_profile_id", "workspace_id", "effort", "display"),
+            *("citations", "is_error", "caller", "toolset_name", "disable_parallel_tool_use"),
+            *("strict", "input_examples", "allowed_callers", "defer_loading"),
+            "eager_input_streaming",
+        )
+    )
+
+
+class CacheControl(_Known):
+    """A breakpoint: the prompt up to here is kept."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+
+class Block(_Known):
+    """A part of a turn; which fields it needs goes with its type."""
+
+    type: Literal["text", "tool_use", "tool_result"]
+    text: str = Field(None, validate_default=True)
+    id: str = Field(None, validate_default=True)
+    name: str = Field(None, validate_default=True)
+    input: Json = Field({})
+    tool_use_id: str = Field(None, validate_default=True)
+    content: "Texts" = Field([])
+    cache_control: CacheControl | None = None
+
+    @field_validator("text", "id", "name", "tool_use_id", mode="before")
+    @classmethod
+    def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None and info.field_name in _REQUIRED.get(info.data.get("type", ""), ()):
+            raise PydanticKnownError("missing")
+        return "" if value is None else value
+
+    @property
+    def texts(self) -> list[str]:
+        """What the chat template prints of it as text."""
+        return [self.text] if self.type == "text" else [part.text for part in self.content]
+
+
+class TextBlock(Block):
+    """A text, where nothing else may be."""
+
+    type: Literal["text"]
+
+
+def _as_blocks(content: Any) -> Any:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks)]
+Texts = Annotated[list[TextBlock], FailFast(), BeforeValidator(_as_blocks)]
+Block.model_rebuild()
+
+
+class Tool(_Known):
+    """A tool that may be called."""
+
+    type: Literal["custom"] = "custom"
+    name: Text
+    description: str | None = None
+    input_schema: Json
+    cache_control: CacheControl | None = None
+
+    def for_template(self) -> Json:
+        """Return the form that chat templates know."""
+        described = {"description": self.description} if self.description else {}
+        function = {"name": self.name, **described, "parameters": self.input_schema}
+        return {"type": "function", "function": function}
+
+
+class Turn(_Known):
+    """What one side said."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Blocks
+
+
+class ToolChoice(_Known):
+    """Whether tools may be called; the model decides."""
+
+    type: Literal["auto", "none"]
+
+
+class OutputConfig(_Known):
+    """What the answer is like; the effort is the model's own."""
+
+    format: Any = None
+
+
+class Thinking(_Known):
+    """Whether the model thinks aloud, which none does here."""
+
+    type: Literal["disabled", "adaptive"]
+
+
+class Place(NamedTuple):
+    """A block or tool in the order in which the prompt has them.
+
+    Attributes:
+        path: as error texts have it.
+        mark: its end in the rendered conversation.
+        position: counts blocks; the calls in a run are one, and so are the results.
+        control: its own breakpoint.
+    """
+
+    path: str
+    mark: Mark
+    position: int
+    control: CacheControl | None
+    is_empty: bool = False
+
+
+class Conversation(ApiRequest, _Known):
+    """What both endpoints have in common."""
+
+    messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=16_384)
+    system: Texts = Field([])
+    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=1024)
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: CacheControl | None = None
+
+    @cached_property
+    def layout(self) -> tuple[list[Json], list[Place]]:
+        """The messages for the chat template, and where each block is in them."""
+        messages: list[Json] = []
+        tools = enumerate(self.tools)
+        places = [Place(f"tools.{i}", (TOOLS, i), i, it.cache_control) for i, it in tools]
+        system = Turn(role="system", content=[*self.system])
+        for i, turn in enumerate([system, *self.messages], start=-1):
+            path, blocks = f"messages.{i}.content" if i >= 0 else "system", turn.content
+            for j, block in enumerate(blocks):
+                is_result = block.type == "tool_result"
+                if j == 0 or is_result or messages[-1]["role"] == "tool":
+                    messages.append({"role": "tool" if is_result else turn.role, "content": []})
+                message = messages[-1]
+                message["content"] += block.texts
+                if is_result:
+                    message["tool_call_id"] = block.tool_use_id
+                elif block.type == "tool_use":
+                    call = {"name": block.name, "arguments": block.input}
+                    call = {"id": block.id, "type": "function", "function": call}
+                    message["tool_calls"] = [*message.get("tool_calls", ()), call]
+                # What has no text is marked at the end of its message.
+                mark = (len(messages) - 1, len(message["content"]) - 1 if block.texts else -1)
+                is_in_run = j > 0 and block.type == blocks[j - 1].type != "text"
+                position = places[-1].position + (not is_in_run) if places else 0
+                is_empty = block.type == "text" and not block.text
+                control = block.cache_control
+                places.append(Place(f"{path}.{j}", mark, position, control, is_empty))
+        return messages, places
+
+    @cached_property
+    def breakpoints(self) -> dict[int, str]:
+        """The ttl of each marked place, by its index; one may be marked automatically.
+
+        Raises:
+            RequestError: they break one of Anthropic's rules, in their words.
+        """
+        places = self.layout[1]
+        ttls: dict[int, str] = {
+            i: place.control.ttl for i, place in enumerate(places) if place.control
+        }
+        eligible = [i for i, place in enumerate(places) if not place.is_empty]
+        if self.cache_control and eligible:
+            ttls = dict(sorted({eligible[-1]: self.cache_control.ttl, **ttls}.items()))
+        if len(ttls) > MAX_BREAKPOINTS:
+            text = "A maximum of 4 blocks with cache_control may be provided."
+            raise RequestError(f"{text} Found {len(ttls)}.")
+        for i, ttl in ttls.items():
+            path = places[i].path
+            if places[i].is_empty:
+                text = "cache_control cannot be set for empty text blocks"
+                raise RequestError(f"{path}: {text}")
+            if ttl == "1h" and "5m" in [earlier for j, earlier in ttls.items() if j < i]:
+                raise RequestError(
+                    f"{path}.cache_control.ttl: a ttl='1h' cache_control block must not come after "
+                    "a ttl='5m' cache_control block. Note that blocks are processed in the "
+                    "following order: `tools`, `system`, `messages`."
+                )
+        return ttls
+
+    def check(self, rules: Rules) -> None:
+        """Refuse what the blocks cannot mean together, or what this server does not keep."""
+        for ttl in self.breakpoints.values():
+            if ttl not in rules.policies.names:
+                raise RequestError(f"cache_control.ttl: '{ttl}' is not available on this server")
+
+    async def encode(self, tokenization: Tokenization, marks: Sequence[Mark] = ()) -> Encoded:
+        """Return the prompt's token ids, and the ends of marked places."""
+        tools = [tool.for_template() for tool in self.tools]
+        return await tokenization.encode_chat(self.layout[0], {"tools": tools or None}, marks)
+
+
+class CountTokensRequest(Conversation, PlainRequest):
+    """`POST /v1/messages/count_tokens`."""
+
+    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+        """Return how long the prompt is."""
+        return {"input_tokens": len((await self.encode(tokenization)).token_ids)}
+
+
+class MessagesRequest(Conversation):
+    """`POST /v1/messages`; with `max_tokens` of 0 the prompt is kept and nothing is said."""
+
+    max_tokens: int = Field(ge=0)
+    temperature: float = Field(1.0, ge=0, le=1)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0, le=2**31 - 1)
+    stop_sequences: list[Text] = Field([], max_length=MAX_STOP_STRINGS)
+    stream: bool = False
+
+    def check(self, rules: Rules) -> None:
+        """Refuse what is not supported, too."""
+        super().check(rules)
+        if self.stream and self.max_tokens == 0:
+            raise RequestError("max_tokens: 0 is not allowed with stream")
+        if self.output_config is not None and self.output_config.format is not None:
+            raise RequestError("output_config.format: structured outputs are not supported")
+        if self.messages[-1].role == "assistant":
+            text = "This model does not support assistant message prefill."
+            raise RequestError(f"{text} The conversation must end with a user message.")
+
+    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+        """Render the conversation and find its breakpoints."""
+        places, ttls, lookback = self.layout[1], self.breakpoints, rules.cache_lookback
+        lasts = [places[i].position for i in ttls]
+        read = [
+            i
+            for i, it in enumerate(places)
+            if any(0 <= at - it.position < lookback for at in lasts)
+        ]
+        indexes = [*ttls, *read]
+        encoded = await self.encode(tokenization, [places[i].mark for i in indexes])
+        ends = dict(zip(indexes, encoded.ends, strict=True))
+        plan = CachePlan(
+            claims=[
+                Claim(end_token=ends[i], retention=ttl, protect_s=TTLS_S[ttl])
+                for i, ttl in ttls.items()
+            ],
+            cacheable_tokens=max((ends[i] for i in ttls), default=0),
+            read_ends=sorted(ends[i] for i in read) if lookback else None,
+        )
+        how = self.model_dump(include={"temperature", "top_p", "top_k"})
+        how |= {"max_tokens": max(1, self.max_tokens), "stop": tuple(self.stop_sequences)}
+        return Asked(
+            prompts=[encoded.token_ids],
+            params=SamplingParams(**how),
+            shape=MessageShape(self.model, rules.block_size, self.max_tokens),
+            stream=self.stream,
+            limit=how["max_tokens"],
+            plan=plan if ttls or not rules.is_implicit else CachePlan(),
+        )

@@ -1,0 +1,303 @@
+"""OpenAI's Responses API, as far as it needs nothing that is stored between requests.
+
+Its items become the messages of a chat, so that both endpoints render the same tokens.
+"""
+
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo
+from pydantic_core import PydanticCustomError
+
+from tieredkv.engine.answer import Answer
+from tieredkv.errors import RequestError
+from tieredkv.fields import Object
+from tieredkv.server import openai_requests as requests
+from tieredkv.server.asked import Asked, CachePlan, Json, Rules, Shape, Text
+from tieredkv.server.chat import Mark, Tokenization
+from tieredkv.server.generation import Piece
+from tieredkv.server.openai_requests import FAIL_FAST, CalledFunction, Message
+from tieredkv.server.openai_responses import caching_body
+
+_OF_ANSWERS = frozenset(("id", "status", "phase", "annotations", "logprobs"))
+"""What items and parts may bear that were part of an answer."""
+
+
+class InputPart(requests.ContentPart):
+    """A part of an item's text."""
+
+    type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
+    known_besides = _OF_ANSWERS
+
+
+class InputMessage(Message):
+    """A message."""
+
+    known_besides = _OF_ANSWERS
+    parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Annotated[list[InputPart], FAIL_FAST])
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+
+    def as_message(self) -> Message:
+        """Return it as a chat has it."""
+        return self
+
+
+class FunctionCall(CalledFunction):
+    """A call that the assistant made."""
+
+    known_besides = _OF_ANSWERS
+
+    type: Literal["function_call"]
+    call_id: Text
+
+    def as_message(self) -> Message:
+        """Return it as a chat has it."""
+        call = requests.ToolCall(
+            id=self.call_id, function=CalledFunction.model_construct(**vars(self))
+        )
+        return Message(role="assistant", content="", tool_calls=[call])
+
+
+class FunctionOutput(InputMessage):
+    """What a function has returned."""
+
+    type: Literal["function_call_output"]  # type: ignore[assignment]
+    role: Literal["tool"] = "tool"  # type: ignore[assignment]
+    call_id: Text
+    output: str | list[InputPart]
+    content: str | list[requests.ContentPart] = ""
+
+    def as_message(self) -> Message:
+        """Return it as a chat has it."""
+        return Message.model_construct(role="tool", content=self.output, tool_call_id=self.call_id)
+
+
+_ITEMS: dict[str, type[InputMessage | FunctionCall]] = {
+    "message": InputMessage,
+    "function_call": FunctionCall,
+    "function_call_output": FunctionOutput,
+}
+
+
+def _read_item(value: Any, info: ValidationInfo) -> Message:
+    kind = _ITEMS.get(str(value.get("type", "message"))) if isinstance(value, dict) else None
+    if kind is None:
+        names = ", ".join(f"'{name}'" for name in _ITEMS)
+        raise PydanticCustomError("item", f"an object whose type is one of {names}")
+    return kind.model_validate(value, context=info.context).as_message()
+
+
+def _read_input(value: Any) -> Any:
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    if not isinstance(value, list):
+        raise PydanticCustomError("input", "a string or an array")
+    return value
+
+
+Input = Annotated[
+    list[Annotated[Message, BeforeValidator(_read_item)]],
+    Field(min_length=1, max_length=16_384),
+    BeforeValidator(_read_input),
+]
+
+
+class FunctionTool(requests.Function, requests.FunctionType):
+    """A function that may be called."""
+
+
+class TextOptions(Object):
+    """The form of the answer's text."""
+
+    format: requests.ResponseFormat = requests.ResponseFormat(type="text")
+    verbosity: requests.Verbosity | None = None
+
+
+class Reasoning(Object):
+    """How long to think; it means nothing here."""
+
+    effort: requests.Effort | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class Options(requests.CacheOptions):
+    """With what other endpoints have not."""
+
+    prewarm: bool = False
+    comparison_response_id: str | None = None
+
+
+class ResponsesRequest(requests.ConversationRequest):
+    """`POST /v1/responses`."""
+
+    prompt_field = "input"
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: TextOptions = TextOptions()
+    tools: list[FunctionTool] = Field([], max_length=1024)
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool = False
+    prompt_cache_options: Options | None = None  # type: ignore[assignment]
+    n: int = Field(1, ge=1, le=1)
+    temperature: float | None = None
+
+    # These mean nothing here, or only what is the default.
+    reasoning: Reasoning | None = None
+    truncation: Literal["auto", "disabled"] = "disabled"
+    include: list[str] = Field([])
+    top_logprobs: int = Field(0, ge=0, le=0)
+    max_tool_calls: int | None = None
+
+    @property
+    def limit(self) -> int | None:
+        """Longest answer that the client asks for; one token is the least that can be made."""
+        return 1 if self.is_prewarm else self.max_output_tokens
+
+    @property
+    def is_prewarm(self) -> bool:
+        """Whether only the cache is to be filled."""
+        return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
+
+    @cached_property
+    def turns(self) -> Sequence[Message]:
+        """All messages; calls are part of the assistant's message that they come behind."""
+        messages: list[Message] = []
+        if self.instructions:
+            messages.append(Message.model_construct(role="system", content=self.instructions))
+        for message in self.input:
+            last = messages[-1] if messages else None
+            if message.tool_calls and last and last.role == "assistant":
+                calls = [*last.tool_calls, *message.tool_calls]
+                messages[-1] = last.model_copy(update={"tool_calls": calls})
+            else:
+                messages.append(message)
+        return messages
+
+    @cached_property
+    def marks(self) -> dict[Mark, requests.Breakpoint]:
+        """Where the prompt is marked."""
+        return requests.marks_in(self.turns)
+
+    def check(self, rules: Rules) -> None:
+        """Refuse what is not supported, too."""
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
+            if getattr(self, name):
+                what = f"'{name}' is not supported, as no response is stored here."
+                text = f"{what} Send the whole conversation in 'input'."
+                raise requests.unsupported(text, name)
+        super().check(rules)
+
+    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+        """Render the conversation."""
+        messages = [message.for_template() for message in self.turns]
+        functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
+        arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        plan = self.plan(rules, encoded.ends)
+        return self.asked([encoded.token_ids], ResponseShape(self, plan), plan)
+
+    def echo(self) -> Json:
+        """Return those fields of the answer that say what was asked."""
+        names = "max_output_tokens max_tool_calls metadata model parallel_tool_calls reasoning text"
+        names += " instructions tools truncation temperature top_p prompt_cache_key user"
+        names += " prompt_cache_options prompt_cache_retention safety_identifier"
+        told = self.model_dump(mode="json", include=set(names.split()))
+        return {**told, "tool_choice": self.tool_choice or "auto"}
+
+
+class ResponseShape(Shape):
+    """`/v1/responses`."""
+
+    names_events = True
+
+    def __init__(self, asked: ResponsesRequest, plan: CachePlan) -> None:
+        self._asked = asked
+        self._long_end = max((c.end_token for c in plan.claims if c.protect_s > 1800), default=0)
+        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._numbers = itertools.count()
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return the answer with its one message."""
+        (answer,) = answers
+        is_cut = answer.finish_reason == "length" and not self._asked.is_prewarm
+        status = "incomplete" if is_cut else "completed"
+        output = [] if self._asked.is_prewarm else [self._item(status, answer.text)]
+        return {
+            **self._response(status, output),
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": self._usage(answer),
+        }
+
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield the events of the message's one part between those of what holds it."""
+        for name in ("created", "in_progress"):
+            yield self._event(name, response=self._response("in_progress", []))
+        where = {"output_index": 0}
+        part = {"item_id": self._item_id, **where, "content_index": 0}
+        is_shown = not self._asked.is_prewarm
+        if is_shown:
+            yield self._event("output_item.added", **where, item=self._item("in_progress"))
+            yield self._event("content_part.added", **part, part=_part(""))
+        async for piece in pieces:
+            if is_shown and piece.text:
+                yield self._event("output_text.delta", **part, delta=piece.text, logprobs=[])
+        response = self.whole(answers)
+        if is_shown:
+            (item,) = response["output"]
+            text = answers[0].text
+            yield self._event("output_text.done", **part, text=text, logprobs=[])
+            yield self._event("content_part.done", **part, part=_part(text))
+            yield self._event("output_item.done", **where, item=item)
+        yield self._event(response["status"], response=response)
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the last event of a stream that has failed."""
+        told = {"code": error.code, "message": str(error), "param": error.param}
+        return {"type": "error", **told, "sequence_number": next(self._numbers)}
+
+    def _event(self, name: str, **fields: Any) -> Json:
+        return {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
+
+    def _item(self, status: str, text: str | None = None) -> Json:
+        content = [] if text is None else [_part(text)]
+        how = {"status": status, "role": "assistant", "content": content}
+        return {"id": self._item_id, "type": "message", **how}
+
+    def _response(self, status: str, output: list[Json]) -> Json:
+        nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
+        head = {"id": self._id, "object": "response", "created_at": self._created}
+        how = {"status": status, "output": output, "background": False, "store": False}
+        return {**head, **self._asked.echo(), **nothing, **how}
+
+    def _usage(self, answer: Answer) -> Json:
+        usage = answer.usage
+        cached, written = usage.cached_tokens, usage.written_tokens
+        num_long = max(0, min(self._long_end, cached + written) - cached)
+        by_ttl = {"ttl_30m_tokens": written - num_long, "ttl_12h_tokens": num_long}
+        num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
+        return {
+            "input_tokens": usage.prompt_tokens,
+            "input_tokens_details": {**caching_body([usage]), "cache_write_tokens_details": by_ttl},
+            "output_tokens": num_output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt_tokens + num_output,
+        }
+
+
+def _part(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,54 @@
+"""Requests for tokens and for their text, which need no engine: the shapes are vLLM's."""
+
+from typing import Annotated
+
+from pydantic import FailFast, Field
+
+from tieredkv.engine.messages import EngineInfo
+from tieredkv.engine.sampling_params import TokenId
+from tieredkv.errors import RequestError
+from tieredkv.server.asked import Json, PlainRequest
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.openai_requests import Message
+
+
+class TokenizeRequest(PlainRequest):
+    """`POST /tokenize`, of a text or of a conversation."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], FailFast()] = Field([], max_length=16_384)
+    tools: list[Json] = Field([], max_length=1024)
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    return_token_strs: bool = False
+
+    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+        """Return the token ids and, where they are wanted, what the vocabulary calls them."""
+        if (self.prompt is None) != bool(self.messages):
+            text = "Either 'prompt' or 'messages' is needed, and not both."
+            raise RequestError(text, param="prompt", code="invalid_value")
+        if self.prompt is not None:
+            how = {"add_special_tokens": self.add_special_tokens}
+            [token_ids] = await tokenization.encode_prompts([self.prompt], **how)
+        else:
+            messages = [message.for_template() for message in self.messages]
+            how = {"add_generation_prompt": self.add_generation_prompt}
+            arguments = {"tools": self.tools or None, **how}
+            token_ids = (await tokenization.encode_chat(messages, arguments)).token_ids
+        names = tokenization.tokenizer.convert_ids_to_tokens(token_ids)
+        return {
+            "count": len(token_ids),
+            "max_model_len": info.max_model_len,
+            "tokens": token_ids,
+            "token_strs": names if self.return_token_strs else None,
+        }
+
+
+class DetokenizeRequest(PlainRequest):
+    """`POST /detokenize`."""
+
+    tokens: Annotated[list[TokenId], FailFast()]
+
+    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+        """Return the text."""
+        return {"prompt": await tokenization.decode(self.tokens)}
