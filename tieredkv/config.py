@@ -136,7 +136,6 @@ class Settings:
                 raise ConfigError(f"`policies`: two policies are called `{name}`")
         _check_one_of("default_retention", self.default_retention, names)
         _check_one_of("max_retention", self.max_retention, (None, *names))
-        _check("min_cache_tokens", self.min_cache_tokens, self.min_cache_tokens >= 0, "at least 0")
 
     def retention_policies(self) -> RetentionPolicies:
         """Return the policies that requests may choose among."""
