@@ -40,7 +40,7 @@ def prompt(seed: int, num_tokens: int = 10 * SIZE + 3) -> list[int]:
 
 def serve(llm: LLM, tokens: list[int], **asked: Any) -> Answer:
     """Serve one prompt with fields of `EngineRequest`, and check every invariant."""
-    request = llm.make_request(tokens, asked.pop("params", GREEDY))
+    request = llm.make_request(tokens, asked.pop("params", FIRST))
     request = msgspec.structs.replace(request, **asked)
     answer = Answer(request, llm.tokenizer)
     llm.core.add_request(request)
@@ -187,10 +187,10 @@ def test_protection_is_kept_over_a_restart(
 
 def test_a_flood_evicts_what_is_not_protected() -> None:
     with LLM("tiny-random", device_size="1MiB", host_size="1MiB") as llm:
-        serve(llm, prompt(1), claims=ends_at(999, "in_memory", 1800), params=FIRST)
-        serve(llm, prompt(2), params=FIRST)
+        serve(llm, prompt(1), claims=ends_at(999, "in_memory", 1800))
+        serve(llm, prompt(2))
         for seed in range(10, 18):
-            serve(llm, prompt(seed, 200), params=FIRST)
+            serve(llm, prompt(seed, 200))
         assert cached(llm, prompt(1)) == 160
         assert cached(llm, prompt(2)) == 0
 
@@ -215,10 +215,10 @@ def test_nothing_is_read_or_written_behind_what_may_be_cached(
     cold = serve(shared_llm, tokens, cacheable_tokens=5 * SIZE + 7, params=params)
     assert cold.usage.written_tokens == 5 * SIZE
     assert len(shared_llm.core.tiers.directory.entries()) == 5, "nor is the answer"
-    warm = serve(shared_llm, tokens)
+    warm = serve(shared_llm, tokens, params=GREEDY)
     assert (warm.usage.cached_tokens, warm.usage.written_tokens) == (5 * SIZE, 5 * SIZE)
     assert warm.token_ids == cold.token_ids[:6]
-    again = serve(shared_llm, tokens, cacheable_tokens=3 * SIZE)
+    again = serve(shared_llm, tokens, cacheable_tokens=3 * SIZE, params=GREEDY)
     assert (again.usage.cached_tokens, again.usage.written_tokens) == (3 * SIZE, 0)
     assert again.token_ids == warm.token_ids
 
@@ -235,11 +235,11 @@ def test_the_answer_may_be_cached_in_part(shared_llm: LLM, pass_time: object) ->
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
 def test_a_hit_ends_where_it_may(llm: LLM, tier: str) -> None:
     tokens = prompt(1)
-    cold = serve(llm, tokens, retention="24h")
+    cold = serve(llm, tokens, retention="24h", params=GREEDY)
     for ends, found in (([], 0), ([40, 75], 4), ([160, 161], 10), ([31, 500], 1), (None, 10)):
         if tier != "device":
             assert llm.demote(tier)
-        warm = serve(llm, tokens, read_ends=ends, retention="24h")
+        warm = serve(llm, tokens, read_ends=ends, retention="24h", params=GREEDY)
         assert warm.usage.cached_tokens_by_tier[Tier(tier)] == found * SIZE
         assert warm.usage.written_tokens == (10 - found) * SIZE
         assert warm.token_ids == cold.token_ids
@@ -265,7 +265,7 @@ def test_every_token_of_a_prompt_is_counted_once(
 ) -> None:
     for length in lengths:
         tokens = prompt(seed, length)
-        asked = {"cacheable_tokens": cacheable, "read_ends": ends, "params": FIRST}
+        asked = {"cacheable_tokens": cacheable, "read_ends": ends}
         answer = serve(shared_llm, tokens, **asked)
         check_usage(answer.usage, length if cacheable is None else min(length, cacheable))
         if is_demoted:
