@@ -27,7 +27,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, failed
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 TOUCH_AGAIN_S = 10.0
+MAX_RETRY_AFTER_S = 60
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
@@ -191,19 +192,22 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            RequestError: it is malformed, too long, or the queue is full.
+            RequestError: it is malformed, too long, or the queue is full and holds the tenant's
+                share; one that has less displaces the newest request of who has most.
         """
         settings, vocab_size = self._settings, self.model.vocab_size
         check_prompt_length(len(request.prompt_token_ids), self._max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
         packed = pack_prompt(request.prompt_token_ids, vocab_size)
-        if len(self.scheduler.waiting) >= settings.max_num_queued_reqs:
-            raise RequestError(
-                f"The queue is full: {settings.max_num_queued_reqs} requests are waiting",
-                code="queue_full",
-                status=429,
-            )
+        displaced, waiting, most = None, self.scheduler.waiting, settings.max_num_queued_reqs
+        if len(waiting) >= most:
+            text = f"The queue is full: {most} requests are waiting"
+            full = RequestError(text, code="queue_full", status=429)
+            full.retry_after_s = min(1 + int(waiting.waited_s), MAX_RETRY_AFTER_S)
+            displaced = waiting.displaced(request.tenant, most)
+            if displaced is None:
+                raise full
         request.params.check_vocabulary(vocab_size)
         prefix = self._prefix(request, packed)
         token_ids = list(request.prompt_token_ids)
@@ -212,6 +216,7 @@ class EngineCore:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
+            tenant=request.tenant,
             sampler=SamplerState(
                 request.params,
                 self._seeds.getrandbits(63),
@@ -220,6 +225,9 @@ class EngineCore:
             ),
             max_output_tokens=min(request.params.max_tokens, self._max_model_len - len(token_ids)),
         )
+        if displaced is not None:
+            self._finish(displaced)
+            self._outputs.append(failed(displaced.request_id, full))
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
 

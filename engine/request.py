@@ -29,9 +29,12 @@ class Request:
     Attributes:
         token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
         max_output_tokens: tokens that it may generate at most.
+        tenant: whose API key it is.
         slot: its place among the running requests, -1 while it is none of them.
         table_key: unique to its present block table.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
+        queued_at: monotonic time at which it last joined the queue.
+        num_passes: requests admitted before it while it was the oldest of the tenant in turn.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
@@ -42,11 +45,14 @@ class Request:
     prefix: Prefix
     sampler: SamplerState
     max_output_tokens: int
+    tenant: str = ""
     slot: int = -1
     table_key: int = 0
     num_pending_tokens: int = 0
     num_computed_tokens: int = 0
     touched_at: float = 0.0
+    queued_at: float = 0.0
+    num_passes: int = 0
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
 

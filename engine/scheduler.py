@@ -1,7 +1,7 @@
 """Which tokens of which requests are computed in the next step.
 
 Continuous batching with chunked prefill: every running request that can move gets tokens out of one
-budget, then queued requests are admitted in order of arrival. The scheduler asks the cache for
+budget, then queued requests are admitted as `queue` says. The scheduler asks the cache for
 blocks and never learns which tier they come from.
 
 Called by the engine's thread only.
@@ -9,11 +9,12 @@ Called by the engine's thread only.
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
+from tieredkv.engine.queue import RequestQueue
 from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
@@ -21,8 +22,6 @@ from tieredkv.hashing import chain_hashes
 from tieredkv.types import BlockHash, HashAlgo
 
 logger = logging.getLogger(__name__)
-
-NUM_PROTECTED_REQUESTS = 16
 
 MAX_REST = 1 / 32
 """Of a budget; so short a rest of a prompt is computed with the chunk before it, not by itself."""
@@ -71,7 +70,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_alone_tokens = max_num_alone_tokens or max_num_batched_tokens
         self._hash_algo = hash_algo
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.is_short = False
@@ -152,6 +151,7 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
+        self.waiting.check()
         for request in self.waiting:
             if request.is_running or request.prefix.blocks:
                 raise IntegrityError(f"waiting request {request.request_id} holds a block table")
@@ -164,7 +164,7 @@ class Scheduler:
             raise IntegrityError("slots are lost or shared")
 
     def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
-        """Grow a request's table to its tokens, preempting newer requests if nothing is free."""
+        """Grow a request's table to its tokens, preempting others if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix):
@@ -175,7 +175,7 @@ class Scheduler:
                 self.is_short = True
                 return False
             in_step = {id(row.request) for row in scheduled}
-            victim = self.running[-1]
+            victim = self._victim()
             if victim is not request and id(victim) not in in_step:
                 self._preempt(victim)
             elif not self._unprotect(self.waiting):
@@ -225,18 +225,23 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
             if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
                 break
-            request = self.waiting[0]
+            request, *others = self.waiting.upcoming()
             if not self.cache.is_settled(request.prefix):
                 break
-            num_blocks = request.num_tokens // self._block_size + 1  # with room for the next token
-            if not self.cache.admit(request.prefix, num_blocks):
+            if not self._try(request):
                 self.cache.protect(request.prefix)
-                is_stuck = not self.running and not self.cache.is_room_coming(request.prefix)
-                if is_stuck and self._unprotect(itertools.islice(self.waiting, 1, None)):
-                    continue
-                break
+                if self.cache.is_room_coming(request.prefix):
+                    break
+                if not self.running:
+                    if self._unprotect(each for each in self.waiting if each is not request):
+                        continue
+                    break
+                passing = next(filter(self._fits, others), None)
+                if passing is None or not self._try(passing):
+                    break
+                request = passing
             num_admitted_tokens += request.num_tokens
-            self.waiting.popleft()
+            self.waiting.take(request)
             request.slot = self._free_slots.pop()
             request.table_key = next(self._table_keys)
             self.running.append(request)
@@ -245,8 +250,26 @@ class Scheduler:
                 scheduled.append(row)
                 budget -= row.end - row.start
         if num_admitted_tokens:
-            for request in itertools.islice(self.waiting, NUM_PROTECTED_REQUESTS):
+            for request in self.waiting.upcoming():
                 self.cache.protect(request.prefix)
+
+    def _try(self, request: Request) -> bool:
+        """Give a request its blocks, with room for the next token, if they are there."""
+        return self.cache.admit(request.prefix, request.num_tokens // self._block_size + 1)
+
+    def _fits(self, request: Request) -> bool:
+        """Return whether a request may be admitted at once."""
+        num_free = self.cache.tiers.device.num_free
+        is_small = request.num_tokens // self._block_size < num_free
+        return is_small and self.cache.is_settled(request.prefix)
+
+    def _victim(self) -> Request:
+        """Return the newest running request of the tenant whose requests hold most blocks."""
+        held: Counter[str] = Counter()
+        for request in self.running:
+            held[request.tenant] += len(request.prefix.blocks)
+        most = max(held.values())
+        return next(each for each in reversed(self.running) if held[each.tenant] == most)
 
     def _unprotect(self, requests: Iterable[Request]) -> bool:
         """Let go of what is held for queued requests, so that one before them can go on.
@@ -254,6 +277,8 @@ class Scheduler:
         Returns:
             Whether anything was held.
         """
+        if not self.cache.is_protecting:
+            return False
         protected = [request for request in requests if request.prefix.is_protected]
         for request in protected:
             self.cache.unprotect(request.prefix)
@@ -265,7 +290,7 @@ class Scheduler:
         request.slot = -1
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the head of the queue; its full blocks stay cached."""
+        """Send a running request back to its tenant's head; its full blocks stay cached."""
         logger.debug("preempting %s", request.request_id)
         self.num_preemptions += 1
         assert not request.num_pending_tokens, request.request_id

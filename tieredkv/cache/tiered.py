@@ -165,6 +165,11 @@ class TieredCache:
                 prefix.held_pages.append(page)
                 self._num_held_pages += 1
 
+    @property
+    def is_protecting(self) -> bool:
+        """Whether anything is held for a queued request."""
+        return self._num_held_blocks + self._num_held_pages > 0
+
     def unprotect(self, prefix: Prefix) -> None:
         """Let go of what was held for a queued request; it may still be found later."""
         self.tiers.device.release(prefix.held_blocks[::-1])

@@ -38,7 +38,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
-RETRY_AFTER_S = "1"
 CLIENT_CLOSED_REQUEST = 499
 
 Asked = TypeVar("Asked", bound=requests.ApiRequest)
@@ -355,7 +354,8 @@ def _to_json(value: object) -> str:
 
 async def _on_request_error(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _refusal(error, {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None)
+    headers = {"Retry-After": str(error.retry_after_s)}
+    return _refusal(error, headers if error.status in (429, 503) else None)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
