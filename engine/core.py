@@ -27,7 +27,7 @@ from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, failed
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
 from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
@@ -192,22 +192,20 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            RequestError: it is malformed, too long, or the queue is full and holds the tenant's
-                share; one that has less displaces the newest request of who has most.
+            RequestError: it is malformed, too long, or the queue is full and has the tenant's
+                share of requests.
         """
         settings, vocab_size = self._settings, self.model.vocab_size
         check_prompt_length(len(request.prompt_token_ids), self._max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
         packed = pack_prompt(request.prompt_token_ids, vocab_size)
-        displaced, waiting, most = None, self.scheduler.waiting, settings.max_num_queued_reqs
-        if len(waiting) >= most:
-            text = f"The queue is full: {most} requests are waiting"
-            full = RequestError(text, code="queue_full", status=429)
-            full.retry_after_s = min(1 + int(waiting.waited_s), MAX_RETRY_AFTER_S)
-            displaced = waiting.displaced(request.tenant, most)
-            if displaced is None:
-                raise full
+        waiting, most = self.scheduler.waiting, settings.max_num_queued_reqs
+        if waiting.is_full_for(request.tenant, most):
+            text = f"The queue is full: {len(waiting)} requests are waiting"
+            error = RequestError(text, code="queue_full", status=429)
+            error.retry_after_s = min(1 + int(waiting.waited_s), MAX_RETRY_AFTER_S)
+            raise error
         request.params.check_vocabulary(vocab_size)
         prefix = self._prefix(request, packed)
         token_ids = list(request.prompt_token_ids)
@@ -225,9 +223,6 @@ class EngineCore:
             ),
             max_output_tokens=min(request.params.max_tokens, self._max_model_len - len(token_ids)),
         )
-        if displaced is not None:
-            self._finish(displaced)
-            self._outputs.append(failed(displaced.request_id, full))
         self._requests[request.request_id] = queued
         self.scheduler.add(queued)
 

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from tieredkv.engine.request import Request
-from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 
 WINDOW = 16
@@ -31,9 +30,6 @@ MAX_PASSES = 8
 class RequestQueue:
     """Requests that wait, one queue a tenant; nothing here costs more for a longer queue.
 
-    Invariants (`check`): no tenant's queue is empty; each holds its own; nobody was passed more
-    often than stated.
-
     Attributes:
         waited_s: how long the last one admitted had waited.
     """
@@ -42,6 +38,7 @@ class RequestQueue:
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
         self._tokens: Counter[str] = Counter()  # that each tenant got, or missed while away
+        self._level = 0  # tokens of the tenant whose turn it was last
         self._last: dict[str, Sequence[BlockHash]] = {}  # chains last admitted
 
     def __len__(self) -> int:
@@ -60,57 +57,41 @@ class RequestQueue:
         window.sort(key=lambda each: -_num_shared(each.prefix.hashes, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
-    def displaced(self, tenant: str, most: int) -> Request | None:
-        """Return who gives way in a full queue to a request of this tenant.
+    def is_full_for(self, tenant: str, most: int) -> bool:
+        """Return whether so many wait, and the tenant has its equal share of them already.
 
-        It is the newest of the tenant that has most; None where the one that asks has its share,
-        `most` divided by the tenants, already.
+        Whoever has less still gets in, so that twice as many wait at the very most.
         """
-        if len(self._queues.get(tenant, ())) >= most // len({*self._queues, tenant}):
-            return None
-        longest = max(self._queues.values(), key=len)
-        return next((each for each in reversed(longest) if each.usage is None), None)
+        share = most // len({*self._queues, tenant})
+        return len(self) >= most and len(self._queues.get(tenant, ())) >= share
 
     def append(self, request: Request) -> None:
-        """Queue a request behind the others of its tenant."""
-        request.queued_at = time.monotonic()
-        tenant, tokens = request.tenant, self._tokens
+        """Queue a request behind the others of its tenant; before them if it was preempted."""
+        tenant = request.tenant
         if tenant not in self._queues:
-            least = min((tokens[each] for each in self._queues), default=0)
-            tokens[tenant] = max(tokens[tenant], least)
-        self._queues.setdefault(tenant, OrderedDict())[request] = None
-
-    def appendleft(self, request: Request) -> None:
-        """Queue a request before the others of its tenant."""
-        self.append(request)
-        self._queues[request.tenant].move_to_end(request, last=False)
+            self._queues[tenant] = OrderedDict()
+            self._tokens[tenant] = max(self._tokens[tenant], self._level)
+        self._queues[tenant][request] = None
+        self._queues[tenant].move_to_end(request, last=not request.table_key)
 
     def take(self, request: Request) -> None:
         """Take out an upcoming request: its tenant has got its tokens."""
-        oldest = self._oldest(min(self._queues, key=self._tokens.__getitem__))
-        oldest.num_passes += 1
+        turn = min(self._queues, key=self._tokens.__getitem__)
+        self._oldest(turn).num_passes += 1
         request.num_passes = 0
-        self.waited_s = time.monotonic() - request.queued_at
+        self._level = self._tokens[turn]
         self._tokens[request.tenant] += request.num_tokens
         self._last[request.tenant] = request.prefix.hashes
+        if not request.table_key:
+            self.waited_s = time.monotonic() - request.added_at
         self.remove(request)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is not to run."""
-        queue = self._queues[request.tenant]
-        del queue[request]
-        if not queue:
+        """Take out a request."""
+        del self._queues[request.tenant][request]
+        if not self._queues[request.tenant]:
             del self._queues[request.tenant]
-        if not self._queues:
-            self._tokens.clear()
-            self._last.clear()
-
-    def check(self) -> None:
-        """Raise IntegrityError if an invariant of the class docstring is broken."""
-        for tenant, queue in self._queues.items():
-            is_wrong = (each.tenant != tenant or each.num_passes > MAX_PASSES for each in queue)
-            if not queue or any(is_wrong):
-                raise IntegrityError(f"the queue of tenant `{tenant[:12]}` is not in order")
+            self._last.pop(request.tenant, None)
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
-from tieredkv.engine.queue import RequestQueue
+from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
@@ -51,7 +51,7 @@ class Scheduler:
     """Holds the queue and the running requests.
 
     Invariants (`check`): a running request has a block table that covers what it has computed; a
-    waiting one has none; nobody is in both; no two share a slot.
+    waiting one has none; nobody is in both; no two share a slot; none was passed too often.
     """
 
     def __init__(
@@ -151,10 +151,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        self.waiting.check()
         for request in self.waiting:
             if request.is_running or request.prefix.blocks:
                 raise IntegrityError(f"waiting request {request.request_id} holds a block table")
+            if request.num_passes > MAX_PASSES:
+                raise IntegrityError(f"waiting request {request.request_id} was passed too often")
         for request in self.running:
             capacity = len(request.prefix.blocks) * self._block_size
             if not request.is_running or capacity < request.num_computed_tokens:
@@ -232,11 +233,12 @@ class Scheduler:
                 self.cache.protect(request.prefix)
                 if self.cache.is_room_coming(request.prefix):
                     break
-                if not self.running:
-                    if self._unprotect(each for each in self.waiting if each is not request):
-                        continue
-                    break
-                passing = next(filter(self._fits, others), None)
+                behind = (each for each in self.waiting if each is not request)
+                if not self.running and self._unprotect(behind):
+                    continue
+                num_free_tokens = self.cache.tiers.device.num_free * self._block_size
+                fitting = (each for each in others if each.num_tokens < num_free_tokens)
+                passing = next(fitting, None) if self.running else None
                 if passing is None or not self._try(passing):
                     break
                 request = passing
@@ -257,19 +259,12 @@ class Scheduler:
         """Give a request its blocks, with room for the next token, if they are there."""
         return self.cache.admit(request.prefix, request.num_tokens // self._block_size + 1)
 
-    def _fits(self, request: Request) -> bool:
-        """Return whether a request may be admitted at once."""
-        num_free = self.cache.tiers.device.num_free
-        is_small = request.num_tokens // self._block_size < num_free
-        return is_small and self.cache.is_settled(request.prefix)
-
     def _victim(self) -> Request:
         """Return the newest running request of the tenant whose requests hold most blocks."""
         held: Counter[str] = Counter()
         for request in self.running:
             held[request.tenant] += len(request.prefix.blocks)
-        most = max(held.values())
-        return next(each for each in reversed(self.running) if held[each.tenant] == most)
+        return max(reversed(self.running), key=lambda each: held[each.tenant])
 
     def _unprotect(self, requests: Iterable[Request]) -> bool:
         """Let go of what is held for queued requests, so that one before them can go on.
@@ -306,5 +301,5 @@ class Scheduler:
         prefix.hashes.extend(self._hash_behind(request, num_full))
         request.touched_at = 0.0
         request.num_computed_tokens = 0
-        self.waiting.appendleft(request)
+        self.waiting.append(request)
         self.cache.arrive(prefix)
