@@ -172,15 +172,16 @@ class Scheduler:
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
+            if self._unprotect(self.waiting):  # what is queued comes after what runs
+                continue
             if not may_preempt:
                 self.is_short = True
                 return False
             in_step = {id(row.request) for row in scheduled}
             victim = self._victim()
-            if victim is not request and id(victim) not in in_step:
-                self._preempt(victim)
-            elif not self._unprotect(self.waiting):
+            if victim is request or id(victim) in in_step:
                 return False
+            self._preempt(victim)
         return True
 
     def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
@@ -236,10 +237,14 @@ class Scheduler:
                 behind = (each for each in self.waiting if each is not request)
                 if not self.running and self._unprotect(behind):
                     continue
-                num_free_tokens = self.cache.tiers.device.num_free * self._block_size
-                fitting = (each for each in others if each.num_tokens < num_free_tokens)
+                num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
+                fitting = (each for each in others if self._num_blocks(each) <= num_free)
                 passing = next(fitting, None) if self.running else None
-                if passing is None or not self._try(passing):
+                if passing is None:
+                    break
+                if not (
+                    self._try(passing) or (self._unprotect(self.waiting) and self._try(passing))
+                ):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
@@ -257,7 +262,10 @@ class Scheduler:
 
     def _try(self, request: Request) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
-        return self.cache.admit(request.prefix, request.num_tokens // self._block_size + 1)
+        return self.cache.admit(request.prefix, self._num_blocks(request))
+
+    def _num_blocks(self, request: Request) -> int:
+        return request.num_tokens // self._block_size + 1
 
     def _victim(self) -> Request:
         """Return the newest running request of the tenant whose requests hold most blocks."""
@@ -272,7 +280,7 @@ class Scheduler:
         Returns:
             Whether anything was held.
         """
-        if not self.cache.is_protecting:
+        if not self.cache.num_held_blocks:
             return False
         protected = [request for request in requests if request.prefix.is_protected]
         for request in protected:
@@ -302,4 +310,4 @@ class Scheduler:
         request.touched_at = 0.0
         request.num_computed_tokens = 0
         self.waiting.append(request)
-        self.cache.arrive(prefix)
+        self.cache.arrive(prefix, is_next=True)

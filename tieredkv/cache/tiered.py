@@ -166,9 +166,9 @@ class TieredCache:
                 self._num_held_pages += 1
 
     @property
-    def is_protecting(self) -> bool:
-        """Whether anything is held for a queued request."""
-        return self._num_held_blocks + self._num_held_pages > 0
+    def num_held_blocks(self) -> int:
+        """Device blocks that are held for queued requests."""
+        return self._num_held_blocks
 
     def unprotect(self, prefix: Prefix) -> None:
         """Let go of what was held for a queued request; it may still be found later."""
