@@ -112,7 +112,7 @@ class Scheduler:
             if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
-                has_room = False
+                has_room = has_room and self.cache.tiers.device.num_kept > 0  # for other tenants
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:
@@ -168,7 +168,7 @@ class Scheduler:
         """Grow a request's table to its tokens, preempting others if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:
-            if self.cache.extend(request.prefix):
+            if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
@@ -262,17 +262,19 @@ class Scheduler:
 
     def _try(self, request: Request) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
-        return self.cache.admit(request.prefix, self._num_blocks(request))
+        num_blocks = self._num_blocks(request)
+        return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
 
     def _num_blocks(self, request: Request) -> int:
         return request.num_tokens // self._block_size + 1
 
     def _victim(self) -> Request:
-        """Return the newest running request of the tenant whose requests hold most blocks."""
-        held: Counter[str] = Counter()
+        """Return the newest running request of the tenant that holds most beyond its floor."""
+        held: Counter[bytes] = Counter()
+        held.subtract(self.cache.tiers.device.floors)
         for request in self.running:
-            held[request.tenant] += len(request.prefix.blocks)
-        return max(reversed(self.running), key=lambda each: held[each.tenant])
+            held[request.prefix.tenant] += len(request.prefix.blocks)
+        return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
 
     def _unprotect(self, requests: Iterable[Request]) -> bool:
         """Let go of what is held for queued requests, so that one before them can go on.

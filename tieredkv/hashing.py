@@ -2,7 +2,7 @@
 
     root        = H("tieredkv/1", model fingerprint, KV dtype, layout, block size, TP, namespace)
     block_hash  = H(parent hash, tokens as packed uint32 little-endian)
-    namespace   = H(tenant, cache salt, prompt cache key)
+    namespace   = H(tenant)[:8] + H(tenant, cache salt, prompt cache key)[:24]
 
 Every field is written as a one-byte tag, a u32 length and its bytes, so that no two different
 inputs have the same encoding. Python's `hash()`, pickle, time and randomness have no part in it.
@@ -21,7 +21,7 @@ from typing import Any, cast
 import xxhash
 
 from tieredkv.errors import RequestError
-from tieredkv.types import BlockHash, HashAlgo
+from tieredkv.types import TENANT_BYTES, BlockHash, HashAlgo
 
 IDENTITY_VERSION = b"tieredkv/1"
 MAX_SALT_CHARS = 128
@@ -67,6 +67,8 @@ def namespace_digest(
 ) -> bytes:
     """Return the digest of who may share: a salt or a key only ever narrows a tenant's own.
 
+    All namespaces of a tenant begin with the same `TENANT_BYTES`.
+
     Raises:
         RequestError: the salt is empty or longer than 128 characters.
     """
@@ -81,11 +83,12 @@ def namespace_digest(
         _field(_TAG_PURPOSE, b"namespace"),
         _text_field(_TAG_TENANT, tenant),
     ]
+    of_tenant = _hasher(algo)(b"".join(parts)).digest()[:TENANT_BYTES]
     if cache_salt is not None:
         parts.append(_text_field(_TAG_SALT, cache_salt))
     if prompt_cache_key is not None:
         parts.append(_text_field(_TAG_CACHE_KEY, prompt_cache_key))
-    return bytes(_hasher(algo)(b"".join(parts)).digest())
+    return bytes(of_tenant + _hasher(algo)(b"".join(parts)).digest()[: 32 - TENANT_BYTES])
 
 
 def model_root(
