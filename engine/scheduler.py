@@ -168,11 +168,13 @@ class Scheduler:
         """Grow a request's table to its tokens, preempting others if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:
-            if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
+            if self.cache.extend(request.prefix):
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
             if self._unprotect(self.waiting):  # what is queued comes after what runs
+                continue
+            if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
                 continue
             if not may_preempt:
                 self.is_short = True
@@ -234,17 +236,10 @@ class Scheduler:
                 self.cache.protect(request.prefix)
                 if self.cache.is_room_coming(request.prefix):
                     break
-                behind = (each for each in self.waiting if each is not request)
-                if not self.running and self._unprotect(behind):
-                    continue
                 num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
-                fitting = (each for each in others if self._num_blocks(each) <= num_free)
-                passing = next(fitting, None) if self.running else None
-                if passing is None:
-                    break
-                if not (
-                    self._try(passing) or (self._unprotect(self.waiting) and self._try(passing))
-                ):
+                may_pass = others if self.running else [request]
+                passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
+                if passing is None or not self._try_hard(passing):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
@@ -262,6 +257,13 @@ class Scheduler:
 
     def _try(self, request: Request) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
+        return self.cache.admit(request.prefix, self._num_blocks(request))
+
+    def _try_hard(self, request: Request) -> bool:
+        """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
+        if self._try(request):
+            return True
+        self._unprotect(self.waiting)
         num_blocks = self._num_blocks(request)
         return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
 
