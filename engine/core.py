@@ -33,7 +33,7 @@ from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError, RequestError
-from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
@@ -41,15 +41,7 @@ from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import EvictFilter
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import (
-    DTYPE_BYTES,
-    TENANT_BYTES,
-    BlockHash,
-    KVSpec,
-    Progress,
-    Tier,
-    ignore_progress,
-)
+from tieredkv.types import DTYPE_BYTES, BlockHash, KVSpec, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -158,7 +150,7 @@ class EngineCore:
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         layer_bytes = spec.block_bytes // spec.num_layers
         transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
-        digest = partial(namespace_digest, algo=settings.hash_algo)
+        digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -167,7 +159,7 @@ class EngineCore:
             store=self._store,
             clock=self._clock,
             block_bytes=spec.block_bytes,
-            given_shares={digest(t)[:TENANT_BYTES]: s for t, s in settings.tenant_shares.items()},
+            given_shares={digest(t): share for t, share in settings.tenant_shares.items()},
         )
         self.cache = TieredCache(
             self.tiers,

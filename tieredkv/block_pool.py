@@ -321,9 +321,8 @@ class BlockPool:
         """Count for each tenant what may be taken from it; None where all may be."""
         if tenant is None or not self.floors:
             return None
-        floors = self.floors.items()
-        spare = {other: self._num_of[other] - floor for other, floor in floors if other != tenant}
-        return defaultdict(lambda: math.inf, spare)
+        spare = {other: self._num_of[other] - floor for other, floor in self.floors.items()}
+        return defaultdict(lambda: math.inf, spare | {tenant: math.inf})
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""

@@ -83,12 +83,17 @@ def namespace_digest(
         _field(_TAG_PURPOSE, b"namespace"),
         _text_field(_TAG_TENANT, tenant),
     ]
-    of_tenant = _hasher(algo)(b"".join(parts)).digest()[:TENANT_BYTES]
+    of_tenant = bytes(_hasher(algo)(b"".join(parts)).digest()[:TENANT_BYTES])
     if cache_salt is not None:
         parts.append(_text_field(_TAG_SALT, cache_salt))
     if prompt_cache_key is not None:
         parts.append(_text_field(_TAG_CACHE_KEY, prompt_cache_key))
-    return bytes(of_tenant + _hasher(algo)(b"".join(parts)).digest()[: 32 - TENANT_BYTES])
+    return of_tenant + bytes(_hasher(algo)(b"".join(parts)).digest()[: 32 - TENANT_BYTES])
+
+
+def tenant_digest(tenant: str, *, algo: HashAlgo = "sha256") -> bytes:
+    """Return how all namespaces of a tenant begin."""
+    return namespace_digest(tenant, algo=algo)[:TENANT_BYTES]
 
 
 def model_root(
