@@ -34,7 +34,7 @@ from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError, RequestError
-from tieredkv.hashing import chain_hashes, model_root, namespace_digest
+from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 TOUCH_AGAIN_S = 10.0
+MAX_RETRY_AFTER_S = 60
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
@@ -150,6 +151,7 @@ class EngineCore:
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         layer_bytes = spec.block_bytes // spec.num_layers
         transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
+        digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
@@ -158,6 +160,7 @@ class EngineCore:
             store=self._store,
             clock=self._clock,
             block_bytes=spec.block_bytes,
+            given_shares={digest(t): share for t, share in settings.tenant_shares.items()},
         )
         self.cache = TieredCache(
             self.tiers,
@@ -192,19 +195,20 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            RequestError: it is malformed, too long, or the queue is full.
+            RequestError: it is malformed, too long, or the queue is full and has the tenant's
+                share of requests.
         """
         settings, vocab_size = self._settings, self.model.vocab_size
         check_prompt_length(len(request.prompt_token_ids), self._max_model_len)
         if request.request_id in self._requests:
             raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
         packed = pack_prompt(request.prompt_token_ids, vocab_size)
-        if len(self.scheduler.waiting) >= settings.max_num_queued_reqs:
-            raise RequestError(
-                f"The queue is full: {settings.max_num_queued_reqs} requests are waiting",
-                code="queue_full",
-                status=429,
-            )
+        waiting, most = self.scheduler.waiting, settings.max_num_queued_reqs
+        if waiting.is_full_for(request.tenant, most):
+            text = f"The queue is full: {len(waiting)} requests are waiting"
+            error = RequestError(text, code="queue_full", status=429)
+            error.retry_after_s = min(1 + int(waiting.waited_s), MAX_RETRY_AFTER_S)
+            raise error
         request.params.check_vocabulary(vocab_size)
         prefix = self._prefix(request, packed)
         token_ids = list(request.prompt_token_ids)
@@ -213,6 +217,7 @@ class EngineCore:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
+            tenant=request.tenant,
             sampler=SamplerState(
                 request.params,
                 self._seeds.getrandbits(63),

@@ -5,9 +5,11 @@ the outputs of all requests of that step.
 """
 
 import msgspec
+from msgspec.structs import replace
 
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.errors import RequestError
 from tieredkv.types import Tier
 
 
@@ -116,6 +118,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
         finish_reason: "stop", "length", "abort" or "error" on the last output, else None.
         error: what went wrong, for "error".
         error_code: machine-readable reason, for "error".
+        retry_after_s: when to ask again, for "error".
         usage: on the first output and on the last.
     """
 
@@ -125,12 +128,14 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     error: str | None = None
     error_code: str | None = None
+    retry_after_s: int = 1
     usage: RequestUsage | None = None
 
 
-def failed(request_id: str, error: str, code: str | None) -> TokenOutput:
+def failed(request_id: str, error: RequestError) -> TokenOutput:
     """Return the last output of a request that cannot be answered."""
-    return TokenOutput(request_id=request_id, finish_reason="error", error=error, error_code=code)
+    output = TokenOutput(request_id=request_id, finish_reason="error", error=str(error))
+    return replace(output, error_code=error.code, retry_after_s=error.retry_after_s)
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

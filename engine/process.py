@@ -107,7 +107,7 @@ class EngineProcess:
                 try:
                     core.add_request(message)
                 except RequestError as error:
-                    self._send_outputs([messages.failed(request_id, str(error), error.code)])
+                    self._send_outputs([messages.failed(request_id, error)])
                 return len(message.prompt_token_ids)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)

@@ -1,5 +1,6 @@
 """One request: its tokens, how far they are computed, and what it holds in the cache."""
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,11 @@ class Request:
     Attributes:
         token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
         max_output_tokens: tokens that it may generate at most.
+        tenant: whose API key it is.
         slot: its place among the running requests, -1 while it is none of them.
-        table_key: unique to its present block table.
+        table_key: unique to its present block table, or the last one; 0 before the first.
+        num_passes: requests admitted before it while it was the oldest of the tenant in turn.
+        added_at: when it was queued.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
@@ -42,10 +46,13 @@ class Request:
     prefix: Prefix
     sampler: SamplerState
     max_output_tokens: int
+    tenant: str = ""
     slot: int = -1
     table_key: int = 0
     num_pending_tokens: int = 0
     num_computed_tokens: int = 0
+    num_passes: int = 0
+    added_at: float = field(default_factory=time.monotonic)
     touched_at: float = 0.0
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None

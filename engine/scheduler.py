@@ -1,7 +1,7 @@
 """Which tokens of which requests are computed in the next step.
 
 Continuous batching with chunked prefill: every running request that can move gets tokens out of one
-budget, then queued requests are admitted in order of arrival. The scheduler asks the cache for
+budget, then queued requests are admitted as `queue` says. The scheduler asks the cache for
 blocks and never learns which tier they come from.
 
 Called by the engine's thread only.
@@ -9,11 +9,12 @@ Called by the engine's thread only.
 
 import itertools
 import logging
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
+from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.request import Request
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import IntegrityError
@@ -21,8 +22,6 @@ from tieredkv.hashing import chain_hashes
 from tieredkv.types import BlockHash, HashAlgo
 
 logger = logging.getLogger(__name__)
-
-NUM_PROTECTED_REQUESTS = 16
 
 MAX_REST = 1 / 32
 """Of a budget; so short a rest of a prompt is computed with the chunk before it, not by itself."""
@@ -52,7 +51,7 @@ class Scheduler:
     """Holds the queue and the running requests.
 
     Invariants (`check`): a running request has a block table that covers what it has computed; a
-    waiting one has none; nobody is in both; no two share a slot.
+    waiting one has none; nobody is in both; no two share a slot; none was passed too often.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_alone_tokens = max_num_alone_tokens or max_num_batched_tokens
         self._hash_algo = hash_algo
-        self.waiting: deque[Request] = deque()
+        self.waiting = RequestQueue()
         self.running: list[Request] = []
         self.num_preemptions = 0
         self.is_short = False
@@ -113,7 +112,7 @@ class Scheduler:
             if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
-                has_room = False
+                has_room = has_room and self.cache.tiers.device.num_kept > 0  # for other tenants
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:
@@ -156,6 +155,8 @@ class Scheduler:
         for request in self.waiting:
             if request.is_running or request.prefix.blocks:
                 raise IntegrityError(f"waiting request {request.request_id} holds a block table")
+            if request.num_passes > MAX_PASSES:
+                raise IntegrityError(f"waiting request {request.request_id} was passed too often")
         for request in self.running:
             capacity = len(request.prefix.blocks) * self._block_size
             if not request.is_running or capacity < request.num_computed_tokens:
@@ -165,22 +166,25 @@ class Scheduler:
             raise IntegrityError("slots are lost or shared")
 
     def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
-        """Grow a request's table to its tokens, preempting newer requests if nothing is free."""
+        """Grow a request's table to its tokens, preempting others if nothing is free."""
         num_blocks = -(-request.num_tokens // self._block_size)
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix):
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
+            if self._unprotect(self.waiting):  # what is queued comes after what runs
+                continue
+            if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
+                continue
             if not may_preempt:
                 self.is_short = True
                 return False
             in_step = {id(row.request) for row in scheduled}
-            victim = self.running[-1]
-            if victim is not request and id(victim) not in in_step:
-                self._preempt(victim)
-            elif not self._unprotect(self.waiting):
+            victim = self._victim()
+            if victim is request or id(victim) in in_step:
                 return False
+            self._preempt(victim)
         return True
 
     def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
@@ -226,18 +230,21 @@ class Scheduler:
         while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
             if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
                 break
-            request = self.waiting[0]
+            request, *others = self.waiting.upcoming()
             if not self.cache.is_settled(request.prefix):
                 break
-            num_blocks = request.num_tokens // self._block_size + 1  # with room for the next token
-            if not self.cache.admit(request.prefix, num_blocks):
+            if not self._try(request):
                 self.cache.protect(request.prefix)
-                is_stuck = not self.running and not self.cache.is_room_coming(request.prefix)
-                if is_stuck and self._unprotect(itertools.islice(self.waiting, 1, None)):
-                    continue
-                break
+                if self.cache.is_room_coming(request.prefix):
+                    break
+                num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
+                may_pass = others if self.running else [request]
+                passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
+                if passing is None or not self._try_hard(passing):
+                    break
+                request = passing
             num_admitted_tokens += request.num_tokens
-            self.waiting.popleft()
+            self.waiting.take(request)
             request.slot = self._free_slots.pop()
             request.table_key = next(self._table_keys)
             self.running.append(request)
@@ -246,8 +253,31 @@ class Scheduler:
                 scheduled.append(row)
                 budget -= row.end - row.start
         if num_admitted_tokens:
-            for request in itertools.islice(self.waiting, NUM_PROTECTED_REQUESTS):
+            for request in self.waiting.upcoming():
                 self.cache.protect(request.prefix)
+
+    def _try(self, request: Request) -> bool:
+        """Give a request its blocks, with room for the next token, if they are there."""
+        return self.cache.admit(request.prefix, self._num_blocks(request))
+
+    def _try_hard(self, request: Request) -> bool:
+        """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
+        if self._try(request):
+            return True
+        self._unprotect(self.waiting)
+        num_blocks = self._num_blocks(request)
+        return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
+
+    def _num_blocks(self, request: Request) -> int:
+        return request.num_tokens // self._block_size + 1
+
+    def _victim(self) -> Request:
+        """Return the newest running request of the tenant that holds most beyond its floor."""
+        held: Counter[bytes] = Counter()
+        held.subtract(self.cache.tiers.device.floors)
+        for request in self.running:
+            held[request.prefix.tenant] += len(request.prefix.blocks)
+        return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
 
     def _unprotect(self, requests: Iterable[Request]) -> bool:
         """Let go of what is held for queued requests, so that one before them can go on.
@@ -255,6 +285,8 @@ class Scheduler:
         Returns:
             Whether anything was held.
         """
+        if not self.cache.num_held_blocks:
+            return False
         protected = [request for request in requests if request.prefix.is_protected]
         for request in protected:
             self.cache.unprotect(request.prefix)
@@ -266,7 +298,7 @@ class Scheduler:
         request.slot = -1
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to the head of the queue; its full blocks stay cached."""
+        """Send a running request back to its tenant's head; its full blocks stay cached."""
         logger.debug("preempting %s", request.request_id)
         self.num_preemptions += 1
         assert not request.num_pending_tokens, request.request_id
@@ -284,5 +316,5 @@ class Scheduler:
         prefix.hashes.extend(self._hash_behind(request, num_full))
         request.touched_at = 0.0
         request.num_computed_tokens = 0
-        self.waiting.appendleft(request)
-        self.cache.arrive(prefix)
+        self.waiting.append(request)
+        self.cache.arrive(prefix, is_next=True)

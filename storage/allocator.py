@@ -7,17 +7,18 @@ before heads, no more than needed. A slot that failed twice is left alone until 
 import errno
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain, groupby, islice
 from typing import TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
-from tieredkv.storage.codec import Extent, Located, extent_key
+from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
+from tieredkv.types import TENANT_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,9 @@ class SlotAllocator:
 
     Every slot below `num_used` of its segment is exactly one of: a stored block's, free (erased),
     or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
+    A tenant with a share of the budget keeps that much, whoever else wants room; where nothing else
+    is left, the longest unused gives way all the same.
+
     In memory these mirror the pending slots of the last committed transaction; `reload` restores
     that after a failed one. Used by the store's thread.
 
@@ -72,6 +76,7 @@ class SlotAllocator:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.num_evicted = 0
+        self.shares: Mapping[bytes, float] = {}
         self.lent: dict[Extent, int] = {}
         self._dirty: dict[int, dict[Extent, None]] = {}  # by size; 0 where the file is missing
         self.faulty: set[Extent] = set()
@@ -152,13 +157,18 @@ class SlotAllocator:
         unused = sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
         return self._dirty_bytes(keep=slot_bytes) + unused
 
+    @property
+    def _most_bytes(self) -> int:
+        """What all slots together may have."""
+        return self.budget_bytes - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
+
     def check_fits(self, slot_bytes: int) -> None:
         """Refuse a slot that no eviction could make room for.
 
         Raises:
             StoreFullError: with both sizes.
         """
-        most = self.budget_bytes - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
+        most = self._most_bytes
         if slot_bytes > most:
             needs = f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes}"
             leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
@@ -341,7 +351,7 @@ class SlotAllocator:
 
     # --- evicting ---------------------------------------------------------------------------
 
-    def obtain(self, slot_bytes: int, count: int) -> list[Extent]:
+    def obtain(self, slot_bytes: int, tenant: bytes, count: int) -> list[Extent]:
         """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
         slots: list[Extent] = []
         while len(slots) < count:
@@ -350,7 +360,7 @@ class SlotAllocator:
                 taken = self.take(txn, slot_bytes, short)
                 if len(taken) < short and not self.is_disk_full:
                     spare = max(self.room_bytes, 0) + self.idle_bytes(txn, slot_bytes)
-                    self._evict(txn, (short - len(taken)) * slot_bytes - spare)
+                    self._evict(txn, (short - len(taken)) * slot_bytes - spare, tenant)
                     taken += self.take(txn, slot_bytes, short - len(taken))
                 self.failpoint("reserve:before")
             self.failpoint("reserve:done")
@@ -361,13 +371,24 @@ class SlotAllocator:
                 break
         return slots
 
-    def _evict(self, txn: IndexTxn, needed_bytes: int) -> int:
+    def _kept(self, txn: IndexTxn, needed_bytes: int, tenant: bytes) -> set[bytes]:
+        """Name the other tenants that an eviction of so many bytes would leave less than theirs."""
+        if not self.shares:
+            return set()
+        spare = {each: -share * self._most_bytes for each, share in self.shares.items()}
+        for namespace, (num_blocks, num_bytes) in txn.namespaces().items():
+            if (owner := namespace[:TENANT_BYTES]) in spare:
+                spare[owner] += num_blocks * slot_bytes_for(num_bytes // num_blocks)
+        tenant = tenant or max(spare, key=spare.__getitem__)  # for nobody: who has most goes first
+        return {each for each in spare if each != tenant and spare[each] < needed_bytes}
+
+    def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
         """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
 
         A slot of another size than the one wanted counts too: its space can be given back.
         """
         victims: list[Located] = []
-        for block_hash in txn.longest_unused():
+        for block_hash in txn.longest_unused(self._kept(txn, needed_bytes, tenant)):
             if needed_bytes <= 0 or len(victims) >= TXN_BLOCKS:
                 break
             with suppress(CorruptBlockError):

@@ -48,6 +48,9 @@ class StoreClient:
       by a timeout;
     - while no worker is up, no new loan begins; once the last one is reaped, none is left;
     - every lookup gets its answer.
+
+    Attributes:
+        shares: of the budget, by tenant; others do not push a tenant below it.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class StoreClient:
         self._loans: dict[int, Ending] = {}  # page -> how its loan ends if the worker dies
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._serves_since: float | None = None  # while the worker serves
+        self.shares: dict[bytes, float] = {}
         self._stats: StoreStats | None = None
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
@@ -106,7 +110,7 @@ class StoreClient:
 
     def store(self, pages: Sequence[LentPage]) -> None:
         """Write blocks from pages; each page is on loan until its `PageStored`."""
-        self._lend(messages.StoreCall(list(pages)), PageStored)
+        self._lend(messages.StoreCall(list(pages), self.shares), PageStored)
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""

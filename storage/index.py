@@ -9,7 +9,7 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from heapq import merge
 from itertools import takewhile
@@ -20,6 +20,7 @@ import lmdb
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import Extent, Located, expiry_key, expiry_of, extent_key
+from tieredkv.types import TENANT_BYTES
 
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
@@ -277,11 +278,16 @@ class IndexTxn:
         """Drop a key of `expiry` that no sound record stands behind."""
         self._txn.delete(key, db=self._dbs["expiry"])
 
-    def longest_unused(self) -> Iterator[bytes]:
-        """Hashes across namespaces, the longest unused first; change nothing while it walks."""
-        prefixes = [codec.lru_prefix(namespace) for namespace, _ in self._walk("namespaces")]
-        orders = [self._keys_with(prefix, "lru") for prefix in prefixes]
-        return (codec.lru_hash(key) for key in merge(*orders, key=codec.lru_order))
+    def longest_unused(self, kept: Container[bytes] = ()) -> Iterator[bytes]:
+        """Hashes across namespaces, the longest unused first; change nothing while it walks.
+
+        Those of tenants to be kept come after all others.
+        """
+        namespaces = [namespace for namespace, _ in self._walk("namespaces")]
+        for is_kept in (False, True):
+            some = [each for each in namespaces if (each[:TENANT_BYTES] in kept) == is_kept]
+            orders = [self._keys_with(codec.lru_prefix(each), "lru") for each in some]
+            yield from map(codec.lru_hash, merge(*orders, key=codec.lru_order))
 
     # --- slots ------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice, pairwise
@@ -27,7 +27,7 @@ from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.inspection import Chains, climb, sum_up
 from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem, VerifyResult
 from tieredkv.storage.write_limit import WriteLimit
-from tieredkv.types import BlockRecord
+from tieredkv.types import TENANT_BYTES, BlockRecord
 
 logger = logging.getLogger(__name__)
 
@@ -207,14 +207,16 @@ class BlockStore:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
         """
         sizes = list(map(slot_bytes_of, records, packed or [None] * len(records)))
+        tenants = [record.namespace[:TENANT_BYTES] for record in records]
+        kinds = list(zip(sizes, tenants, strict=True))
         for record, size in zip(records, sizes, strict=True):
             check_record(record)
             self._slots.check_fits(size)
         lent_before = set(self._slots.lent)
         try:
             self._slots.enforce_budget()
-            lent = {size: iter(self._slots.obtain(size, sizes.count(size))) for size in set(sizes)}
-            answer = [next(lent[size], None) for size in sizes]
+            lent = {kind: iter(self._slots.obtain(*kind, kinds.count(kind))) for kind in set(kinds)}
+            answer = [next(lent[kind], None) for kind in kinds]
             if self._slots.is_disk_full and not any(answer):
                 raise StoreFullError(errno.ENOSPC, f"no space left on the disk of `{self.path}`")
         except BaseException as error:
@@ -289,6 +291,10 @@ class BlockStore:
             raise
         self._slots.enforce_budget()
         return stored
+
+    def keep_shares(self, shares: Mapping[bytes, float]) -> None:
+        """Leave each of these tenants its share of the budget from now on."""
+        self._slots.shares = shares
 
     def abandon(self, slot: Extent) -> None:
         """Give back a slot that was not committed; its thread must be done with it."""

@@ -127,6 +127,7 @@ class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     pages: list[LentPage]
+    shares: dict[bytes, float] = {}  # of the budget, by tenant; see `SlotAllocator`
 
 
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):

@@ -329,7 +329,8 @@ class StoreService:
 
     def _change(self, message: messages.EngineMessage) -> None:
         match message:
-            case messages.StoreCall(pages):
+            case messages.StoreCall(pages, shares):
+                self._store.keep_shares(shares)
                 for page in pages:
                     self._accept_store(page)
             case messages.TouchCall(touches):

@@ -106,6 +106,7 @@ class FakeStore(StoreClient):
         self.is_down = False
         self.reason = ""
         self.asked: list[bytes] = []
+        self.shares: dict[bytes, float] = {}
         self.loaded: list[BlockHash] = []
         self.stored: list[BlockHash] = []
         self.touched: list[TouchItem] = []
@@ -292,10 +293,11 @@ class Rig:
         self.num_computed = 0
 
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
-        """A request's chain, not queued yet."""
-        return Prefix(
-            root=root_of(name), namespace=b"ns", hashes=chain_of(name, length), retention=retention
-        )
+        """A request's chain, not queued yet; that of `who/what` is of a tenant `who`."""
+        tenant, is_named, _ = name.partition("/")
+        namespace = tenant.encode() if is_named else b"ns"
+        hashes = chain_of(name, length)
+        return Prefix(root=root_of(name), namespace=namespace, hashes=hashes, retention=retention)
 
     def turn(self, count: int = 1) -> None:
         """Do what the engine does in a step, but for computing."""

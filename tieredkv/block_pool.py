@@ -6,7 +6,9 @@ somebody else owns. It knows hashes as opaque keys; it does not know tokens, byt
 Called by the engine's thread only.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 
 from tieredkv.errors import IntegrityError
@@ -22,9 +24,13 @@ class Block:
         pin_count: copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
+        tenant: whose the content is.
     """
 
-    __slots__ = ("_next", "_prev", "block_hash", "block_id", "is_ready", "pin_count", "ref_count")
+    __slots__ = (
+        *("_next", "_prev", "block_hash", "block_id"),
+        *("is_ready", "pin_count", "ref_count", "tenant"),
+    )
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -32,6 +38,7 @@ class Block:
         self.pin_count = 0
         self.block_hash: BlockHash | None = None
         self.is_ready = False
+        self.tenant = b""
         self._prev: Block = self
         self._next: Block = self
 
@@ -60,7 +67,7 @@ class BlockPool:
            their hash: those come back with `unpin`;
         3. the index maps exactly the hashed blocks, each under its own hash;
         4. a free block is either empty or hashed and ready, and in the list of its kind;
-        5. the counters agree with the lists.
+        5. the counters agree with the lists, and while there are floors, with the blocks' tenants.
 
     Args:
         num_blocks: how many.
@@ -70,6 +77,8 @@ class BlockPool:
         protected: what is to be evicted last; a change counts for a block from its next use on.
         num_empty: blocks that nobody uses and that hold nothing.
         num_evictable: blocks that nobody uses and that hold cached content, protected or not.
+        floors: hashed blocks that each tenant keeps, whoever else wants them.
+        num_kept: how many of them the last `allocate` left to their tenants.
     """
 
     def __init__(
@@ -85,6 +94,9 @@ class BlockPool:
         self._last_ids: set[int] = set()  # of the blocks of the third list
         self.num_empty = 0
         self.num_evictable = 0
+        self.num_kept = 0
+        self.floors: dict[bytes, int] = {}
+        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant, while there are floors
         for block in self._blocks:
             self._append(block)
 
@@ -112,15 +124,21 @@ class BlockPool:
         """Return the block of this hash, ready or not; no side effect."""
         return self._index.get(block_hash)
 
-    def evictable(self, most_protected: int | None = None) -> Iterator[Block]:
+    def evictable(self) -> Iterator[Block]:
         """Yield the blocks that may be evicted, in that order; do not change the pool meanwhile."""
         yield from self._walk(self._evictable)
-        yield from islice(self._walk(self._last), most_protected)
+        yield from self._walk(self._last)
+
+    def set_floors(self, shares: Mapping[bytes, float]) -> None:
+        """Leave each of these tenants so much of the pool, in hashed blocks, from now on."""
+        self.floors = {tenant: int(share * self.num_blocks) for tenant, share in shares.items()}
+        self._num_of = Counter(block.tenant for block in self._index.values())
 
     def allocate(
         self,
         count: int,
         *,
+        tenant: bytes | None = None,
         can_evict: Callable[[Block], bool] | None = None,
         is_partial: bool = False,
     ) -> list[Block] | None:
@@ -128,27 +146,35 @@ class BlockPool:
 
         Args:
             count: how many.
+            tenant: for whom; it takes no block of another's floor. None for all the same.
             can_evict: asked of each cached block in turn; those it refuses keep their place.
             is_partial: fewer will do.
 
         Returns:
-            Blocks with ref_count 1 and no hash; None, with nothing changed, if there are too few.
+            Blocks with ref_count 1 and no hash; None if there are too few. Then nothing has
+            changed but that blocks of floors, which are passed over, have become the youngest.
         """
         victims: list[Block] = []
+        kept: list[Block] = []
+        self.num_kept = 0
         num_needed = count - self.num_empty
         if num_needed > self.num_evictable and not is_partial:
             return None
         if num_needed > 0:
-            # What is not protected is waited for where `can_evict` refuses it for now.
-            num_others = self.num_evictable - len(self._last_ids)
-            for block in self.evictable(max(0, num_needed - num_others)):
-                if not block.pin_count and (can_evict is None or can_evict(block)):
+            spare = self._spare(tenant)
+            for block in self._candidates(num_needed, kept):
+                if spare is not None and spare[block.tenant] <= 0:
+                    kept.append(block)
+                elif not block.pin_count and (can_evict is None or can_evict(block)):
                     victims.append(block)
+                    if spare is not None:
+                        spare[block.tenant] -= 1
                     if len(victims) == num_needed:
                         break
-            else:
-                if not is_partial:
-                    return None
+            self.num_kept = len(kept)
+            self.touch(kept[::-1])
+            if len(victims) < num_needed and not is_partial:
+                return None
         taken: list[Block] = []
         while len(taken) < count - len(victims) and self.num_empty:
             taken.append(self._empty._next)
@@ -165,7 +191,7 @@ class BlockPool:
             block.is_ready = False
         return taken
 
-    def insert(self, block: Block, block_hash: BlockHash) -> Block:
+    def insert(self, block: Block, block_hash: BlockHash, tenant: bytes = b"") -> Block:
         """Give a used block its identity; if another block has it already, return that one.
 
         Then nothing changes: the caller shares the one that is there, or keeps its own private.
@@ -175,7 +201,10 @@ class BlockPool:
             return known
         assert block.ref_count > 0 and block.block_hash is None, block
         block.block_hash = block_hash
+        block.tenant = tenant
         self._index[block_hash] = block
+        if self.floors:
+            self._num_of[tenant] += 1
         return block
 
     def mark_ready(self, block: Block) -> None:
@@ -291,10 +320,28 @@ class BlockPool:
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
+        if self.floors and +self._num_of != Counter(block.tenant for block in hashed):
+            raise IntegrityError("blocks are not counted to their tenants")
         for block in hashed:
             assert block.block_hash is not None
             if self._index.get(block.block_hash) is not block:
                 raise IntegrityError(f"{block} is not in the index under its hash")
+
+    def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
+        """Yield what may be evicted; of what is protected, only as much as the rest cannot give.
+
+        What is not protected is waited for where it cannot go for now, but for the blocks kept.
+        """
+        yield from self._walk(self._evictable)
+        num_others = self.num_evictable - len(self._last_ids) - len(kept)
+        yield from islice(self._walk(self._last), max(0, num_needed - num_others))
+
+    def _spare(self, tenant: bytes | None) -> dict[bytes, float] | None:
+        """Count for each tenant what may be taken from it; None where all may be."""
+        if tenant is None or not self.floors:
+            return None
+        spare = {other: self._num_of[other] - floor for other, floor in self.floors.items()}
+        return defaultdict(lambda: math.inf, spare | {tenant: math.inf})
 
     @staticmethod
     def _walk(head: Block) -> Iterator[Block]:
@@ -336,3 +383,5 @@ class BlockPool:
         if block.block_hash is not None:
             del self._index[block.block_hash]
             block.block_hash = None
+            if self.floors:
+                self._num_of[block.tenant] -= 1

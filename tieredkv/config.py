@@ -119,6 +119,7 @@ class Settings:
 
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
     clock_offset_file: str | None = _setting("", None, "for outside checks only")
+    tenant_shares: Mapping[str, float] = field(default_factory=dict, metadata={"section": ""})
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -130,6 +131,9 @@ class Settings:
                 raise ConfigError(f"`{name}` = {value} must be {what}")
         if not all(self.api_keys):
             raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
+        shares = self.tenant_shares.values()
+        is_fair = all(share >= 0 for share in shares) and sum(shares) <= 1
+        _check("tenant_shares", [*shares], is_fair, "at least 0 each and at most 1 in all")
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:

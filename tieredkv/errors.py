@@ -31,7 +31,10 @@ class RequestError(TieredKVError, ValueError):
         param: the request field at fault, if one is.
         code: a machine-readable code such as `context_length_exceeded`.
         status: the HTTP status it maps to.
+        retry_after_s: when to ask again, where that may help.
     """
+
+    retry_after_s = 1
 
     def __init__(
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400

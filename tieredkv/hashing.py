@@ -2,7 +2,7 @@
 
     root        = H("tieredkv/1", model fingerprint, KV dtype, layout, block size, TP, namespace)
     block_hash  = H(parent hash, tokens as packed uint32 little-endian)
-    namespace   = H(tenant, cache salt, prompt cache key)
+    namespace   = H(tenant)[:8] + H(tenant, cache salt, prompt cache key)[:24]
 
 Every field is written as a one-byte tag, a u32 length and its bytes, so that no two different
 inputs have the same encoding. Python's `hash()`, pickle, time and randomness have no part in it.
@@ -21,7 +21,7 @@ from typing import Any, cast
 import xxhash
 
 from tieredkv.errors import RequestError
-from tieredkv.types import BlockHash, HashAlgo
+from tieredkv.types import TENANT_BYTES, BlockHash, HashAlgo
 
 IDENTITY_VERSION = b"tieredkv/1"
 MAX_SALT_CHARS = 128
@@ -58,6 +58,8 @@ def namespace_digest(
 ) -> bytes:
     """Return the digest of who may share: a salt or a key only ever narrows a tenant's own.
 
+    All namespaces of a tenant begin with the same `TENANT_BYTES`.
+
     Raises:
         RequestError: the salt is empty or longer than 128 characters.
     """
@@ -68,7 +70,13 @@ def namespace_digest(
             code="invalid_value",
         )
     who: _Fields = {0x30: tenant, 0x31: cache_salt, 0x32: prompt_cache_key}
-    return _digest(algo, b"namespace", who)
+    of_tenant = _digest(algo, b"namespace", {0x30: tenant})[:TENANT_BYTES]
+    return of_tenant + _digest(algo, b"namespace", who)[: 32 - TENANT_BYTES]
+
+
+def tenant_digest(tenant: str, *, algo: HashAlgo = "sha256") -> bytes:
+    """Return how all namespaces of a tenant begin."""
+    return namespace_digest(tenant, algo=algo)[:TENANT_BYTES]
 
 
 def model_root(

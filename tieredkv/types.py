@@ -24,6 +24,9 @@ PageId = NewType("PageId", int)
 HashAlgo = Literal["sha256", "xxh3_128"]
 """SHA-256, or the fast one that is not collision-resistant: for a single trusted tenant only."""
 
+TENANT_BYTES = 8
+"""First bytes of a namespace's digest, which tell whose it is."""
+
 PAGE_ALIGNMENT_BYTES = 4096
 """Arena pages and disk slots start and end on multiples of this, as O_DIRECT asks."""
 

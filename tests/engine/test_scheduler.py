@@ -42,17 +42,22 @@ class Loop:
         self.pending: list[Request] = []
         self.num_computed_tokens = 0
 
-    def add(self, name: str, num_tokens: int, *, max_tokens: int = 1, seed: int = 0) -> Request:
+    def add(
+        self, name: str, num_tokens: int, *, max_tokens: int = 1, seed: int = 0, tenant: str = ""
+    ) -> Request:
         """Queue a request; prompts of one seed share their prefix."""
         token_ids = prompt_of(seed, num_tokens)
-        root = root_of("scheduler")
+        root = root_of(f"scheduler{tenant}")
         hashes = chain_hashes(root, token_ids, SIZE, algo="sha256")
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(
             request_id=name,
             token_ids=token_ids,
             num_prompt_tokens=num_tokens,
-            prefix=Prefix(root=root, namespace=b"ns", hashes=hashes, retention="24h"),
+            prefix=Prefix(
+                root=root, namespace=tenant.encode() or b"ns", hashes=hashes, retention="24h"
+            ),
+            tenant=tenant,
             sampler=SamplerState(params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids),
             max_output_tokens=max_tokens,
         )

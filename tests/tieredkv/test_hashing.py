@@ -69,18 +69,18 @@ def field(tag: int, value: bytes) -> bytes:
     [
         (
             "sha256",
-            "93f0645acc5a9ac5107244f082329d344c73beb7b4ecfd72941174c61e6de72d",
-            "0255b60934f878c9addd542801717551a669a18a6621d269b36390dc3ab89de4",
+            "04fe707e1cdba61a93f0645acc5a9ac5107244f082329d344c73beb7b4ecfd72",
+            "8b7a0d05858c5d29751c07fd28f18f9ec153287ddca1eeeb09654cf393b7785e",
             [
-                "7f9a5ad46f5bb591148bf1809997e926b08cf88a3c2203b3f8559eabb872e3a5",
-                "fe8da62de90a67ce7e36c51d2475baeb926aa6402e71ff7794685a737d2f6a0a",
+                "7ffe0a356e0453518e6295d7b99b2c0e34e6dbac308655e133b7ae01b28d5e6e",
+                "83447fe4b28b4fc0bb3077bed6bb31a3fcef812eb139508dd15a98cf3e8e06c4",
             ],
         ),
         (
             "xxh3_128",
-            "9b4a4cd6a75655b816fe6691979d6f28",
-            "27e5515a2c4135e8c7de8ea53df71c15",
-            ["84b3cf45fc10ce291ac91340f78c5900", "001a8283e4543b89da264fac45fc5531"],
+            "04b502201e2d97349b4a4cd6a75655b816fe6691979d6f28",
+            "a55bd206d5192b8eb7c343c82aaac353",
+            ["e2f7175d3ed59182e656308edbafdaab", "5bd2116c3aded1eda069c38173b727b0"],
         ),
     ],
 )
@@ -95,14 +95,10 @@ def test_hashes_that_name_blocks_on_disk_stay_what_they_are(
 
 @pytest.mark.parametrize("algo", ALGOS)
 def test_what_is_hashed_is_each_field_with_its_tag_and_length(algo: HashAlgo) -> None:
-    namespace = (
-        field(0x01, b"tieredkv/1")
-        + field(0x02, b"namespace")
-        + field(0x30, b"tenant")
-        + field(0x31, b"salt")
-        + field(0x32, "schlüssel".encode())
-    )
-    assert namespace_digest("tenant", "salt", "schlüssel", algo=algo) == PLAIN[algo](namespace)
+    tenant = field(0x01, b"tieredkv/1") + field(0x02, b"namespace") + field(0x30, b"tenant")
+    namespace = tenant + field(0x31, b"salt") + field(0x32, "schlüssel".encode())
+    digest = PLAIN[algo](tenant)[:8] + PLAIN[algo](namespace)[:24]
+    assert namespace_digest("tenant", "salt", "schlüssel", algo=algo) == digest
     root = (
         field(0x01, b"tieredkv/1")
         + field(0x02, b"root")
@@ -226,6 +222,14 @@ def test_names_that_only_look_alike_are_apart() -> None:
     assert len({namespace_digest("t", None, key) for key in names}) == len(names)
 
 
+@pytest.mark.parametrize("algo", ALGOS)
+def test_all_namespaces_of_a_tenant_begin_alike(algo: HashAlgo) -> None:
+    some = [("a", None, None), ("a", "b", None), ("a", "b", "c"), ("a", None, "c")]
+    assert len({namespace_digest(*each, algo=algo)[:8] for each in some}) == 1
+    assert len({namespace_digest(*each, algo=algo) for each in some}) == 4
+    assert namespace_digest("b", algo=algo)[:8] != namespace_digest("a", algo=algo)[:8]
+
+
 def test_a_salt_narrows_its_tenant_and_reaches_no_other() -> None:
     others = {namespace_digest("bob"), namespace_digest("bob", "alice"), namespace_digest("")}
     for salt in ("bob", "alice", "\x00", "alice\x31\x03\x00\x00\x00bob"):
@@ -300,7 +304,7 @@ def test_a_prompt_shorter_than_a_block_has_no_hash() -> None:
 
 def test_digests_have_the_length_of_their_algorithm() -> None:
     for algo, length in zip(ALGOS, (32, 16), strict=True):
-        assert len(namespace_digest("t", algo=algo)) == length
+        assert len(namespace_digest("t", algo=algo)) == 8 + min(length, 24)
         assert {len(h) for h in chain_hashes(ROOT, range(8), 2, algo=algo)} == {length}
 
 

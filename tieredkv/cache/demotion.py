@@ -11,7 +11,9 @@ Called by the engine's thread only.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
+from itertools import groupby, islice
+from operator import attrgetter
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
@@ -176,15 +178,16 @@ class Demoter:
             entry.is_droppable = True
         self._is_stale = True
 
-    def make_room(self, num_blocks: int) -> None:
-        """Empty clean device blocks, oldest first, until so many are empty.
+    def make_room(self, num_blocks: int, tenant: bytes | None) -> None:
+        """Empty clean device blocks, oldest first, until so many are empty, as for `allocate`.
 
         NOTE: an allocation that is larger than the host tier gets its room bit by bit. Blocks left
         where they are would be dirty again when the next ones push their pages out.
         """
         device = self._tiers.device
-        missing = max(0, num_blocks - device.num_empty)
-        self._drop_clean(device, self.is_device_clean, at_most=missing)
+        can_evict = self.is_device_clean
+        room = device.allocate(num_blocks, tenant=tenant, can_evict=can_evict, is_partial=True)
+        device.release(room or [])
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
@@ -306,13 +309,15 @@ class Demoter:
             and block.block_hash is not None
             and tiers.host.lookup(block.block_hash) is None
         ]
-        can_evict, count = self.is_host_clean, len(wanted)
-        pages = tiers.host.allocate(count, can_evict=can_evict, is_partial=True) or []
-        pairs = list(zip(wanted, pages, strict=False))
+        pairs: list[tuple[Block, Block]] = []
+        allocate = partial(tiers.host.allocate, can_evict=self.is_host_clean, is_partial=True)
+        for tenant, group in groupby(wanted, key=attrgetter("tenant")):
+            each = list(group)
+            pairs += zip(each, allocate(len(each), tenant=tenant) or [], strict=False)
         for block, page in pairs:
             assert block.block_hash is not None, block
             tiers.device.pin(block)
-            tiers.host.insert(page, block.block_hash)
+            tiers.host.insert(page, block.block_hash, block.tenant)
             self._copying.add(block.block_id)
         if pairs:
             tiers.transfer.demote(
@@ -356,12 +361,9 @@ class Demoter:
         if (entry.disk_expires_at, entry.protect_until) != told:
             tiers.store.touch([item])
 
-    def _drop_clean(
-        self, pool: BlockPool, is_clean: Callable[[Block], bool], *, at_most: int | None = None
-    ) -> int:
+    def _drop_clean(self, pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
         """Forget clean blocks of a pool that nobody uses, oldest first; return how many."""
-        free = (block for block in pool.evictable() if not block.pin_count and is_clean(block))
-        victims = list(islice(free, at_most))
+        victims = [each for each in pool.evictable() if not each.pin_count and is_clean(each)]
         for block in victims:
             block_hash = block.block_hash
             assert block_hash is not None, block

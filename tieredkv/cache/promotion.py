@@ -23,7 +23,7 @@ from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.messages import LentPage, PageLoaded
-from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
+from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
 LOOK_AGAIN_S = 0.05
 
@@ -245,12 +245,13 @@ class Promoter:
     def _begin_read(
         self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]
     ) -> Block | None:
-        pages = self._tiers.host.allocate(1, can_evict=self._is_host_clean)
+        record = decode_record(block_hash, sealed).record
+        host, tenant = self._tiers.host, record.namespace[:TENANT_BYTES]
+        pages = host.allocate(1, can_evict=self._is_host_clean, tenant=tenant)
         if pages is None:
             return None
         (page,) = pages
-        self._tiers.host.insert(page, block_hash)
-        record = decode_record(block_hash, sealed).record
+        host.insert(page, block_hash, tenant)
         self._reads[block_hash] = _Read(page, record)
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)

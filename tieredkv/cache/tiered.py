@@ -32,7 +32,7 @@ from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import expiry_of
 from tieredkv.storage.messages import ControlRequest, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import TouchItem
-from tieredkv.types import BlockHash, Tier
+from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -68,8 +68,8 @@ class Prefix:
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
         records: what the disk said about blocks, sealed as they are stored.
-        refused_at: free and cached blocks when there was no room for it; it is not looked up again
-            before they change.
+        refused_at: free and cached blocks, and whether it was alone, when there was no room for
+            it; it is not looked up again before they change.
     """
 
     root: BlockHash
@@ -88,7 +88,12 @@ class Prefix:
     lookup_give_up_at: float = 0.0
     held_blocks: list[Block] = field(default_factory=list)
     held_pages: list[Block] = field(default_factory=list)
-    refused_at: tuple[int, int] | None = None
+    refused_at: tuple[int, int, bool] | None = None
+
+    @property
+    def tenant(self) -> bytes:
+        """Whose it is."""
+        return self.namespace[:TENANT_BYTES]
 
     @property
     def is_admitted(self) -> bool:
@@ -153,6 +158,7 @@ class TieredCache:
             prefix: the request's chain.
             is_next: the request is about to be admitted; it is not protected just for that.
         """
+        self.tiers.note_tenant(prefix.tenant)
         self._ask(prefix)
         if not is_next:
             self.protect(prefix)
@@ -195,6 +201,11 @@ class TieredCache:
                 prefix.held_pages.append(page)
                 self._num_held_pages += 1
 
+    @property
+    def num_held_blocks(self) -> int:
+        """Device blocks that are held for queued requests."""
+        return self._num_held_blocks
+
     def unprotect(self, prefix: Prefix) -> None:
         """Let go of what was held for a queued request; it may still be found later."""
         self.tiers.device.release(prefix.held_blocks[::-1])
@@ -207,18 +218,19 @@ class TieredCache:
 
     # Admission
 
-    def admit(self, prefix: Prefix, num_blocks: int) -> bool:
+    def admit(self, prefix: Prefix, num_blocks: int, *, is_alone: bool = False) -> bool:
         """Give a request its block table, and start the promotions that it needs.
 
         Args:
             prefix: the request's chain; `is_settled`.
             num_blocks: length of the table: the chain and the partial block behind it.
+            is_alone: nobody else runs and could let go of blocks, so that floors give way.
 
         Returns:
             False, with nothing held, where there is no room yet or the disk has to be asked first.
         """
         device = self.tiers.device
-        if prefix.refused_at == (device.num_free, device.num_cached):
+        if prefix.refused_at == (device.num_free, device.num_cached, is_alone):
             return False
         self._ask(prefix)
         if prefix.lookup_job is not None:
@@ -226,13 +238,13 @@ class TieredCache:
         self.expire_due()
         chain = device.acquire_chain(self._readable(prefix))
         found = [block for block in chain if block is not None]
-        fresh = self._allocate(prefix, num_blocks - len(found))
+        fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
             if any(block.block_hash is None for block in prefix.held_blocks):
                 self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
             elif not self.is_room_coming(prefix):
-                prefix.refused_at = device.num_free, device.num_cached
+                prefix.refused_at = device.num_free, device.num_cached, is_alone
             return False
         prefix.refused_at = None
         if len(found) == len(prefix.hashes) and not self.promoter.num_loading:
@@ -252,9 +264,9 @@ class TieredCache:
         """Whether what was refused to it is about to become free without taking it from others."""
         return prefix in self._short_since
 
-    def extend(self, prefix: Prefix) -> bool:
+    def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
         """Add one private block to an admitted request's table; False if there is no room yet."""
-        fresh = self._allocate(prefix, 1)
+        fresh = self._allocate(prefix, 1, is_alone)
         if fresh is None:
             return False
         prefix.blocks.extend(fresh)
@@ -290,7 +302,7 @@ class TieredCache:
         block = prefix.blocks[index]
         prefix.hashes.append(block_hash)
         prefix.sources.append(None)
-        known = tiers.device.insert(block, block_hash)
+        known = tiers.device.insert(block, block_hash, prefix.tenant)
         if known is block:
             tiers.device.mark_ready(block)
             self._add_computed(prefix, [index])
@@ -487,7 +499,7 @@ class TieredCache:
         Fresh blocks are filled from the fastest tier that has them, if any does; those behind
         `chain`, where no hit may end, are computed.
         """
-        tiers, now = self.tiers, self.tiers.clock.now()
+        tiers, now, tenant = self.tiers, self.tiers.clock.now(), prefix.tenant
         copies: list[tuple[Block, Block]] = []
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
         hashes = prefix.hashes[: len(chain)]
@@ -500,7 +512,7 @@ class TieredCache:
                     source = Tier.DEVICE
             else:
                 block = fresh.pop()
-                tiers.device.insert(block, block_hash)
+                tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     copies.append((page, block))
                 elif page is None and (not record or (expiry_of(block_hash, record) or 0) <= now):
@@ -514,7 +526,7 @@ class TieredCache:
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(fresh.pop())
             sources.append(None)
-            tiers.device.insert(blocks[-1], block_hash)  # known already, it stays private
+            tiers.device.insert(blocks[-1], block_hash, tenant)  # known already, it stays private
         self.promoter.copy(copies)
 
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
@@ -563,24 +575,33 @@ class TieredCache:
         for entry in directory.add_all(entries):
             self.demoter.note_computed(entry)
 
-    def _allocate(self, prefix: Prefix, num_blocks: int) -> list[Block] | None:
+    def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
-        device = self.tiers.device
-        blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
-        if blocks is None and device.num_free >= num_blocks:
+        device, tenant = self.tiers.device, cast(bytes | None, prefix.tenant)
+        blocks = self._take_clean(num_blocks, tenant)
+        if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
+            tenant = None
+            blocks = self._take_clean(num_blocks, tenant)
+        if blocks is None and device.num_free - device.num_kept >= num_blocks:
             self.demoter.demote(num_blocks)
             self.poll()
-            self.demoter.make_room(num_blocks)
-            blocks = device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
+            self.demoter.make_room(num_blocks, tenant)
+            blocks = self._take_clean(num_blocks, tenant)
             if blocks is None:
-                return self._wait_or_drop(prefix, num_blocks)
-        # If there are none, requests hold the rest: waiting for a demotion cannot help.
+                return self._wait_or_drop(prefix, num_blocks, tenant)
+        # If there are none, requests or floors hold the rest: waiting for a demotion cannot help.
         self._short_since.pop(prefix, None)
         if blocks is not None:
             self.demoter.note_change()
         return blocks
 
-    def _wait_or_drop(self, prefix: Prefix, num_blocks: int) -> list[Block] | None:
+    def _take_clean(self, num_blocks: int, tenant: bytes | None) -> list[Block] | None:
+        can_evict = self.demoter.is_device_clean
+        return self.tiers.device.allocate(num_blocks, tenant=tenant, can_evict=can_evict)
+
+    def _wait_or_drop(
+        self, prefix: Prefix, num_blocks: int, tenant: bytes | None
+    ) -> list[Block] | None:
         now = time.monotonic()
         if prefix not in self._short_since:
             self._short_since[prefix] = now
@@ -589,7 +610,7 @@ class TieredCache:
         if now - self._short_since[prefix] < PATIENCE_S:
             return None
         self.demoter.drop_oldest(num_blocks)
-        blocks = self.tiers.device.allocate(num_blocks, can_evict=self.demoter.is_device_clean)
+        blocks = self._take_clean(num_blocks, tenant)
         if blocks is not None:
             del self._short_since[prefix]
             self.demoter.note_change()

@@ -2,6 +2,7 @@
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,8 @@ from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash
 
 logger = logging.getLogger(__name__)
+
+SEEN_S = 3600.0
 
 
 @dataclass(slots=True)
@@ -53,6 +56,8 @@ class Tiers:
         transfer: copies between them; its tags are lists of promotions or of demoted blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
+        given_shares: of each tier, by tenant, as the operator wants it; others share the rest.
+        shares: those of now; empty while one tenant has all.
     """
 
     device: BlockPool
@@ -63,6 +68,25 @@ class Tiers:
     clock: Clock
     block_bytes: int
     counters: CacheCounters = field(default_factory=CacheCounters)
+    given_shares: Mapping[bytes, float] = field(default_factory=dict)
+    shares: dict[bytes, float] = field(default_factory=dict)
+    _seen: dict[bytes, float] = field(default_factory=dict)
+
+    def note_tenant(self, tenant: bytes) -> None:
+        """Note whose request has come: in every tier, each tenant of the last hour has a floor."""
+        now, before = self.clock.now(), self._seen.keys()
+        recent = {each: at for each, at in self._seen.items() if now - at < SEEN_S}
+        self._seen = {**recent, tenant: now}
+        if self._seen.keys() == before:
+            return
+        rest = 1 - sum(self.given_shares.values())
+        equal = rest / max(1, len(self._seen.keys() - self.given_shares))
+        shares = {**dict.fromkeys(self._seen, equal), **self.given_shares}
+        self.shares = shares if len(shares) > 1 else {}
+        for pool in (self.device, self.host):
+            pool.set_floors(self.shares)
+        if self.store is not None:
+            self.store.shares = self.shares
 
     def __post_init__(self) -> None:
         self.device.protected = self.host.protected = self.directory.protected

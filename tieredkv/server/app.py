@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 32 << 20
 BODY_TIMEOUT_S = 60.0
-RETRY_AFTER_S = "1"
 CLIENT_CLOSED_REQUEST = 499
 
 ANSWERED: dict[str, type[ApiRequest]] = {
@@ -295,9 +294,8 @@ def _to_json(value: object) -> str:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    return _refusal(
-        request, error, {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
-    )
+    headers = {"Retry-After": str(error.retry_after_s)}
+    return _refusal(request, error, headers if error.status in (429, 503) else None)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:

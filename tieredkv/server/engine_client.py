@@ -149,7 +149,8 @@ class EngineClient:
 
 
 def _death_of(request_id: str) -> TokenOutput:
-    return messages.failed(request_id, "The engine has stopped; restart the server", "engine_dead")
+    error = RequestError("The engine has stopped; restart the server", code="engine_dead")
+    return messages.failed(request_id, error)
 
 
 STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}
@@ -160,4 +161,7 @@ def error_of(output: TokenOutput) -> RequestError:
     if output.finish_reason == "abort":
         return RequestError("The server is shutting down", code="shutting_down", status=503)
     status = STATUS_OF_CODE.get(output.error_code or "", 400)
-    return RequestError(output.error or "The request failed", code=output.error_code, status=status)
+    text = output.error or "The request failed"
+    error = RequestError(text, code=output.error_code, status=status)
+    error.retry_after_s = output.retry_after_s
+    return error

@@ -1,0 +1,103 @@
+"""Which request is admitted next: fair between tenants, and those of one prefix near each other.
+
+Between tenants it is start-time fair queueing: it is the turn of the tenant that has got the fewest
+tokens, and one that comes back starts level with the others. So at most one request of each other
+tenant is admitted before the first of a tenant that had nothing queued, however many they have.
+
+Within a tenant, of the oldest 16 the one goes next that shares most with the last one admitted.
+While there is no room for it, the first that does fit may pass it: the oldest of another tenant, or
+one of those 16. All this passes the oldest request of the tenant whose turn it is at most 8 times;
+then nobody is admitted before it.
+
+Called by the engine's thread only.
+
+Source: start-time fair queueing, Goyal, Vin and Cheng 1996.
+"""
+
+import time
+from bisect import bisect_left
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+
+from tieredkv.engine.request import Request
+from tieredkv.types import BlockHash
+
+WINDOW = 16
+MAX_PASSES = 8
+
+
+class RequestQueue:
+    """Requests that wait, one queue a tenant; nothing here costs more for a longer queue.
+
+    Attributes:
+        waited_s: how long the last one admitted had waited.
+    """
+
+    def __init__(self) -> None:
+        self.waited_s = 0.0
+        self._queues: dict[str, OrderedDict[Request, None]] = {}
+        self._tokens: Counter[str] = Counter()  # that each tenant got, or missed while away
+        self._level = 0  # tokens of the tenant whose turn it was last
+        self._last: dict[str, Sequence[BlockHash]] = {}  # chains last admitted
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[Request]:
+        return chain.from_iterable(self._queues.values())
+
+    def upcoming(self) -> list[Request]:
+        """Return the one to be admitted next, then those that may pass it; a few of them."""
+        tenants = sorted(self._queues, key=self._tokens.__getitem__)[:WINDOW]
+        window = list(islice(self._queues[tenants[0]], WINDOW)) if tenants else []
+        if not window or window[0].num_passes >= MAX_PASSES:
+            return window[:1]
+        last = self._last.get(tenants[0], ())
+        window.sort(key=lambda each: -_num_shared(each.prefix.hashes, last))
+        return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
+
+    def is_full_for(self, tenant: str, most: int) -> bool:
+        """Return whether so many wait, and the tenant has its equal share of them already.
+
+        Whoever has less still gets in, so that twice as many wait at the very most.
+        """
+        share = most // len({*self._queues, tenant})
+        return len(self) >= most and len(self._queues.get(tenant, ())) >= share
+
+    def append(self, request: Request) -> None:
+        """Queue a request behind the others of its tenant; before them if it was preempted."""
+        tenant = request.tenant
+        if tenant not in self._queues:
+            self._queues[tenant] = OrderedDict()
+            self._tokens[tenant] = max(self._tokens[tenant], self._level)
+        self._queues[tenant][request] = None
+        self._queues[tenant].move_to_end(request, last=not request.table_key)
+
+    def take(self, request: Request) -> None:
+        """Take out an upcoming request: its tenant has got its tokens."""
+        turn = min(self._queues, key=self._tokens.__getitem__)
+        self._oldest(turn).num_passes += 1
+        request.num_passes = 0
+        self._level = self._tokens[turn]
+        self._tokens[request.tenant] += request.num_tokens
+        self._last[request.tenant] = request.prefix.hashes
+        if not request.table_key:
+            self.waited_s = time.monotonic() - request.added_at
+        self.remove(request)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request."""
+        del self._queues[request.tenant][request]
+        if not self._queues[request.tenant]:
+            del self._queues[request.tenant]
+            self._last.pop(request.tenant, None)
+
+    def _oldest(self, tenant: str) -> Request:
+        return next(iter(self._queues[tenant]))
+
+
+def _num_shared(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
+    """Count the blocks that two chains share; a hash tells of all those before it."""
+    shortest = range(min(len(some), len(others)))
+    return bisect_left(shortest, True, key=lambda index: some[index] != others[index])

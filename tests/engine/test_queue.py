@@ -1,0 +1,184 @@
+"""Who is admitted next, counted in admissions and steps, never in seconds."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.engine.test_scheduler import SIZE, Loop
+from tests.fake_store import Rig
+from tieredkv.engine.queue import MAX_PASSES, WINDOW, RequestQueue
+from tieredkv.engine.request import Request
+
+
+def one_at_a_time() -> Loop:
+    return Loop(Rig(num_blocks=64, has_store=False), max_num_seqs=1)
+
+
+def order(queue: RequestQueue) -> list[str]:
+    """The names of all requests in the order in which they would be admitted."""
+    names = []
+    while queue:
+        request = queue.upcoming()[0]
+        queue.take(request)
+        names.append(request.request_id)
+    return names
+
+
+def test_a_request_of_a_quiet_tenant_waits_for_one_of_each_other_tenant_at_most() -> None:
+    loop = one_at_a_time()
+    for index in range(100):
+        loop.add(f"flood {index}", 8, seed=index, tenant="flood")
+        loop.add(f"other {index}", 8, seed=index, tenant="other")
+    for _ in range(40):
+        loop.step()
+    before = len(loop.finished) + len(loop.scheduler.running)
+    loop.add("quiet", 8, tenant="quiet")
+    loop.run(steps=2000)
+    assert loop.finished.index("quiet") <= before + 2
+    assert len(loop.finished) == 201
+
+
+def test_tenants_get_equal_numbers_of_tokens_whatever_the_length_of_their_prompts() -> None:
+    loop = one_at_a_time()
+    long = [loop.add(f"long {index}", 40, seed=index, tenant="long") for index in range(10)]
+    short = [loop.add(f"short {index}", 8, seed=index, tenant="short") for index in range(50)]
+    got = {"long": 0, "short": 0}
+    for name in order(loop.scheduler.waiting)[:36]:
+        got[name.split()[0]] += 40 if name.startswith("long") else 8
+        assert abs(got["long"] - got["short"]) <= 40
+    assert len(long) + len(short) == 60
+
+
+def test_a_tenant_that_comes_back_does_not_catch_up_on_what_it_did_not_ask_for() -> None:
+    loop = one_at_a_time()
+    for index in range(20):
+        loop.add(f"flood {index}", 8, seed=index, tenant="flood")
+    queue = loop.scheduler.waiting
+    for _ in range(10):
+        queue.take(queue.upcoming()[0])
+    for index in range(5):
+        loop.add(f"late {index}", 8, seed=index, tenant="late")
+    names = [name.split()[0] for name in order(queue)]
+    assert names[:10].count("late") == 5
+    assert max(len(run) for run in "".join(name[0] for name in names[:10]).split("f")) <= 1
+
+
+def test_requests_that_share_a_prefix_run_near_each_other() -> None:
+    loop = one_at_a_time()
+    for index in range(4):
+        for seed in (1, 2):
+            loop.add(f"{seed}{index}", 8 + index, seed=seed)
+    assert order(loop.scheduler.waiting) == ["10", "11", "12", "13", "20", "21", "22", "23"]
+
+
+def test_the_longest_shared_prefix_counts() -> None:
+    loop = one_at_a_time()
+    short = loop.add("a", 4 * SIZE, seed=1)
+    loop.add("far", 4 * SIZE, seed=2)
+    near = loop.add("near", 4 * SIZE, seed=1)
+    nearer = loop.add("nearer", 6 * SIZE, seed=1)
+    near.prefix.hashes[2:] = short.prefix.hashes[:2][::-1]
+    assert order(loop.scheduler.waiting) == ["a", "nearer", "near", "far"]
+    assert nearer.num_passes == 0
+
+
+def test_the_oldest_request_is_passed_so_often_and_no_more() -> None:
+    loop = one_at_a_time()
+    loop.add("first", 8, seed=1)
+    loop.add("alone", 8, seed=2)
+    for index in range(30):
+        loop.add(f"like the first {index}", 8, seed=1)
+    names = order(loop.scheduler.waiting)
+    assert names.index("alone") == 1 + MAX_PASSES
+
+
+def test_only_the_oldest_of_a_long_queue_are_looked_at() -> None:
+    loop = one_at_a_time()
+    loop.add("first", 8, seed=1)
+    for index in range(WINDOW):
+        loop.add(f"other {index}", 8, seed=2 + index)
+    loop.add("like the first", 8, seed=1)
+    assert order(loop.scheduler.waiting)[-1] == "like the first"
+    assert loop.scheduler.waiting.upcoming() == []
+
+
+def test_a_preempted_request_goes_to_the_head_of_its_tenant() -> None:
+    loop = one_at_a_time()
+    queue = loop.scheduler.waiting
+    for name in "abc":
+        loop.add(name, 8, seed=ord(name))
+    first = queue.upcoming()[0]
+    queue.take(first)
+    first.table_key = 1
+    queue.append(first)
+    assert order(queue) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("num_tokens", [2, 7])
+def test_a_small_request_gets_its_turn_beside_answers_that_do_not_fit_together(
+    num_tokens: int,
+) -> None:
+    """Bound: two blocks' worth of steps, as each of those that run asks for a block by then."""
+    loop = Loop(Rig(num_blocks=64, has_store=False), max_num_seqs=16)
+    for index in range(8):
+        loop.add(f"giant {index}", 8, seed=index, max_tokens=200)
+    for _ in range(60):
+        loop.step()
+    assert loop.scheduler.num_preemptions > 0
+    assert loop.scheduler.waiting
+    for number in range(MAX_PASSES):
+        name = f"small {number}"
+        loop.add(name, num_tokens, seed=100 + number, max_tokens=2)
+        for _ in range(2 * SIZE + 2):
+            loop.step()
+        assert name in loop.finished
+    loop.run(steps=5000)
+    assert len(loop.finished) == 8 + MAX_PASSES
+
+
+def test_small_requests_without_end_do_not_starve_a_large_one() -> None:
+    loop = Loop(Rig(num_blocks=16, has_store=False), max_num_seqs=8)
+    for index in range(3):
+        loop.add(f"small {index}", 12, seed=index, max_tokens=6)
+    loop.step()
+    large = loop.add("large", 50, seed=99)
+    for index in range(3, 200):
+        loop.add(f"small {index}", 12, seed=index, max_tokens=6)
+        loop.step()
+        if large.request_id in loop.finished:
+            break
+    assert len(loop.finished) <= 3 + MAX_PASSES + 8
+    loop.run(steps=3000)
+
+
+def test_the_newest_request_of_the_tenant_that_holds_most_is_preempted() -> None:
+    loop = Loop(rig := Rig(num_blocks=20, has_store=False), max_num_seqs=8)
+    flood = [loop.add(f"flood {i}", 16, seed=i, max_tokens=12, tenant="flood") for i in range(3)]
+    quiet = loop.add("quiet", 8, max_tokens=12, tenant="quiet")
+    while not loop.scheduler.num_preemptions:
+        loop.step()
+    assert [each.is_running for each in (*flood, quiet)] == [True, True, False, True]
+    loop.run()
+    rig.check_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("queued", "refused"),
+    [
+        ("aaaaaaa", ""),
+        ("aaaaaaaa", "a"),
+        ("aaaaaaaab", "a"),
+        ("aaaaaaaabbbb", "ab"),
+        ("aaaabbbb", "ab"),
+        ("aaaaabbb", "a"),
+    ],
+)
+def test_a_full_queue_refuses_who_has_its_share(queued: Sequence[str], refused: str) -> None:
+    loop = one_at_a_time()
+    requests: list[Request] = [
+        loop.add(f"{index}", 8, tenant=tenant) for index, tenant in enumerate(queued)
+    ]
+    queue = loop.scheduler.waiting
+    assert len(queue) == len(requests)
+    assert [tenant for tenant in "ab" if queue.is_full_for(tenant, 8)] == list(refused)
+    assert not queue.is_full_for("c", 8)

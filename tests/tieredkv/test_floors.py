@@ -1,0 +1,127 @@
+"""No tenant is pushed below its floor in VRAM and host memory, and nobody is stuck for it."""
+
+import time
+
+import pytest
+
+from tests.engine.test_scheduler import SIZE, Loop
+from tests.fake_store import Rig
+from tieredkv.cache.tiers import SEEN_S
+from tieredkv.types import Tier
+
+
+def flood(rig: Rig, *, num_blocks: int, retention: str = "24h") -> None:
+    """Serve one tenant's chains of four blocks, so many in all."""
+    for index in range(num_blocks // 4):
+        rig.run(f"flood/{index}", 4, retention)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_vram(length: int) -> None:
+    rig = Rig(num_blocks=16, num_pages=8, has_store=False)
+    rig.run("quiet/a", length, "in_memory")
+    flood(rig, num_blocks=160, retention="in_memory")
+    assert rig.on_device("quiet/a", length) == list(range(length))
+    prefix = rig.start("quiet/a", length)
+    assert prefix.sources == [Tier.DEVICE] * length
+    assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
+def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_host_memory() -> None:
+    rig = Rig(num_blocks=16, num_pages=16, has_store=False)
+    rig.run("quiet/a", 8)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    flood(rig, num_blocks=160)
+    assert (rig.on_host("quiet/a", 8), rig.on_device("quiet/a", 8)) == (list(range(8)), [])
+    prefix = rig.start("quiet/a", 8)
+    assert prefix.sources == [Tier.HOST] * 8
+    assert rig.finish(prefix) == 0
+
+
+def test_a_flood_takes_what_is_above_the_floor_and_no_more() -> None:
+    rig = Rig(num_blocks=16, num_pages=8, has_store=False)
+    for index in range(4):
+        rig.run(f"quiet/{index}", 4, "in_memory")
+    assert sum(len(rig.on_device(f"quiet/{index}", 4)) for index in range(4)) == 16
+    flood(rig, num_blocks=160, retention="in_memory")
+    assert [rig.on_device(f"quiet/{index}", 4) for index in (2, 3)] == [[0, 1, 2, 3]] * 2
+    assert rig.tiers.device.num_evictable == 16
+
+
+def test_shares_that_an_operator_gave_count_and_others_share_the_rest() -> None:
+    rig = Rig(num_blocks=20, num_pages=8, has_store=False)
+    rig.tiers.given_shares = {b"quiet": 0.6}
+    rig.run("quiet/a", 12, "in_memory")
+    rig.run("other/a", 4, "in_memory")
+    flood(rig, num_blocks=200, retention="in_memory")
+    assert rig.tiers.shares == {b"quiet": 0.6, b"other": 0.2, b"flood": 0.2}
+    assert rig.run("quiet/a", 12) + rig.run("other/a", 4) == 0
+
+
+def test_one_tenant_alone_has_no_floor_and_two_have_until_one_was_not_seen_for_an_hour() -> None:
+    rig = Rig(num_blocks=16, num_pages=8)
+    rig.run("quiet/a", 8)
+    assert rig.tiers.shares == rig.tiers.device.floors == rig.store.shares == {}
+    rig.run("flood/a", 4)
+    assert rig.tiers.shares == rig.store.shares == {b"quiet": 0.5, b"flood": 0.5}
+    assert rig.tiers.host.floors == {b"quiet": 4, b"flood": 4}
+    rig.clock.moment += SEEN_S
+    flood(rig, num_blocks=64)
+    assert rig.tiers.shares == rig.tiers.device.floors == {}
+    assert rig.on_device("quiet/a", 8) == []
+
+
+def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
+    rig = Rig(num_blocks=16, num_pages=8, has_store=False)
+    rig.run("quiet/a", 8, "in_memory")
+    flood(rig, num_blocks=16, retention="in_memory")
+    prefix = rig.prefix("flood/large", 11, "in_memory")
+    rig.cache.arrive(prefix)
+    assert not rig.cache.admit(prefix, 11)
+    assert not rig.cache.is_room_coming(prefix)
+    while not rig.cache.admit(prefix, 11, is_alone=True):
+        rig.turn()
+        time.sleep(0.01)
+    rig.finish(prefix)
+    assert rig.on_device("quiet/a", 8) == [0, 1, 2, 3, 4]
+
+
+def test_dirty_blocks_beside_floors_are_waited_for_and_dropped_and_nobody_is_stuck() -> None:
+    rig = Rig(num_blocks=16, num_pages=4)
+    rig.store.reason = "io_error"
+    rig.run("quiet/a", 8)
+    rig.tiers.note_tenant(b"flood")
+    for index in range(12):
+        rig.run_without_disk(f"flood/{index}", 6)
+    assert rig.on_device("quiet/a", 8) == list(range(8))
+    rig.check_nothing_is_held()
+
+
+def test_a_tenant_that_floods_waits_for_its_own_requests_and_the_other_keeps_its_blocks() -> None:
+    loop = Loop(rig := Rig(num_blocks=16, num_pages=8, has_store=False))
+    quiet = loop.add("quiet", 32, tenant="quiet")
+    hashes = list(quiet.prefix.hashes)
+    loop.run()
+    for index in range(40):
+        loop.add(f"flood {index}", 3 * SIZE, seed=index, max_tokens=9, tenant="flood")
+    loop.run(steps=3000)
+    assert len(loop.finished) == 41
+    assert all(rig.tiers.device.lookup(block_hash) for block_hash in hashes)
+    loop.add("again", 32, tenant="quiet")
+    before = loop.num_computed_tokens
+    loop.run()
+    assert loop.num_computed_tokens == before + 1
+    rig.check_nothing_is_held()
+
+
+def test_answers_that_outgrow_what_floors_leave_are_given_all_the_same() -> None:
+    loop = Loop(rig := Rig(num_blocks=16, num_pages=8, has_store=False))
+    loop.add("quiet", 32, tenant="quiet")
+    loop.run()
+    for index in range(3):
+        loop.add(f"flood {index}", 8, seed=index, max_tokens=50, tenant="flood")
+        loop.add(f"quiet {index}", 8, seed=index, max_tokens=50, tenant="quiet")
+    loop.run(steps=3000)
+    assert len(loop.finished) == 7
+    rig.check_nothing_is_held()
