@@ -1,5 +1,6 @@
 """One request: its tokens, how far they are computed, and what it holds in the cache."""
 
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ class Request:
         max_output_tokens: tokens that it may generate at most.
         slot: its place among the running requests, -1 while it is none of them.
         table_key: unique to its present block table.
+        added_at, admitted_at: when it was queued, and when it first left the queue.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
@@ -46,6 +48,8 @@ class Request:
     table_key: int = 0
     num_pending_tokens: int = 0
     num_computed_tokens: int = 0
+    added_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
     touched_at: float = 0.0
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
@@ -112,6 +116,7 @@ class Request:
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens_by_tier=counts,
             written_tokens=num_full_tokens - cached,
+            queue_s=self.admitted_at - self.added_at,
         )
 
 

@@ -31,6 +31,7 @@ DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
+MetricsKey = Literal["auto", "always", "never"]
 _POSITIVE = (
     *("host_size", "device_size", "disk_size", "load_timeout", "sweep_interval", "max_model_len"),
     *("max_num_seqs", "max_num_queued_reqs", "max_num_batched_tokens"),
@@ -102,6 +103,12 @@ class Settings:
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
     api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
+    api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")
+    admin_key: str | None = _server(None, "key that opens /admin")
+    metrics_key: MetricsKey = _server("auto", "whether /metrics needs a key; auto: not on loopback")
+    metric_labels: tuple[str, ...] = _server(
+        ("route", "prefix_version"), "fields of a request's metadata that label its metrics"
+    )
 
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
     clock_offset_file: str | None = _setting("", None, "for outside checks only")
@@ -176,6 +183,8 @@ class LoadedSettings(NamedTuple):
     def shown(self, name: str) -> Any:
         """Return the value of a field that people may see."""
         value = getattr(self.settings, name)
+        if name == "admin_key" and value:
+            return "configured"
         return f"{len(value)} configured" if name == "api_keys" else value
 
     def describe(self) -> list[tuple[str, str, str, str]]:

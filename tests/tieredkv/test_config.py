@@ -133,6 +133,10 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "host": "::",
         "port": 1,
         "api_keys": ("a", "b"),
+        "api_keys_file": "keys.toml",
+        "admin_key": "c",
+        "metrics_key": "always",
+        "metric_labels": ("route",),
     }
     rows = load_settings(environ={}).describe()
     plain = {name: section for section, name, _, _ in rows if name != "policy"}

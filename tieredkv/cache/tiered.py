@@ -344,7 +344,7 @@ class TieredCache:
     def expire_due(self) -> None:
         """Make every block unreachable whose time has come."""
         for entry in self.tiers.directory.due(self.tiers.clock.now()):
-            self.tiers.drop(entry.block_hash)
+            self.tiers.drop(entry.block_hash, "ttl")
             self.tiers.counters.expired_blocks += 1
 
     def take_control_requests(self) -> list[ControlRequest]:
@@ -365,7 +365,7 @@ class TieredCache:
         """
         wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
         for entry in wanted:
-            self.tiers.drop(entry.block_hash)
+            self.tiers.drop(entry.block_hash, "admin")
         self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)

@@ -101,7 +101,7 @@ class CachePlan:
         if min(num_tokens, num_tokens if cacheable is None else cacheable) < rules.min_cache_tokens:
             cacheable, claims = 0, []
         return {
-            "retention": self.retention,
+            "retention": self.retention or rules.default.name,
             "claims": [replace(it, end_token=min(it.end_token, num_tokens)) for it in claims],
             "cacheable_tokens": cacheable,
             "read_ends": self.read_ends,
