@@ -153,8 +153,8 @@ class EngineCore:
         transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
         digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
-            device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
-            host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.forget_if_absent(h)),
+            device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
+            host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.on_evict("host", h)),
             directory=Directory(self._policies),
             transfer=transfer,
             store=self._store,
@@ -294,6 +294,7 @@ class EngineCore:
                 "blocks": pool.num_cached,
                 "blocks_used": pool.num_used,
                 "blocks_total": pool.num_blocks,
+                "used_ratio": pool.num_used / pool.num_blocks,
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
@@ -302,6 +303,7 @@ class EngineCore:
         counters["requests_running"] = len(self.scheduler.running)
         counters["requests_waiting"] = len(self.scheduler.waiting)
         stats["counters"] = counters
+        stats["block_bytes"] = size
         stats["disk"] = msgspec.to_builtins(self._store.stats()) if self._store else None
         return stats
 

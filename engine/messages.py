@@ -4,6 +4,8 @@ Frames are a u32 little-endian length and msgpack of one tagged struct. One mess
 the outputs of all requests of that step.
 """
 
+from typing import Any
+
 import msgspec
 from msgspec.structs import replace
 
@@ -86,6 +88,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
             `EngineRequest.read_ends` kept it from using those that were there.
         recomputed_tokens: prompt tokens that were found and computed again for their logits: the
             last one of a wholly cached prompt.
+        queue_s: how long the request was in the queue.
     """
 
     prompt_tokens: int
@@ -94,6 +97,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     )
     written_tokens: int = 0
     recomputed_tokens: int = 0
+    queue_s: float = 0.0
 
     @property
     def cached_tokens(self) -> int:
@@ -168,6 +172,12 @@ class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
+class Stats(msgspec.Struct, frozen=True, tag="stats"):
+    """What the tiers hold and the engine has counted, as `EngineCore.tier_stats` tells it."""
+
+    tiers: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit.
 
@@ -179,4 +189,4 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 ToEngine = Start | EngineRequest | Abort | Shutdown
-ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport
+ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport | Stats

@@ -33,6 +33,7 @@ EXIT_START_FAILED = 3
 IDLE_WAIT_S = 1.0
 UNSENT_WAIT_S = 0.005
 PROGRESS_INTERVAL_S = 0.1
+STATS_INTERVAL_S = 1.0
 FAREWELL_S = 2.0
 
 
@@ -49,6 +50,7 @@ class EngineProcess:
         self._core: EngineCore | None = None
         self._shutdown: Shutdown | None = None
         self._reported_at = 0.0
+        self._told_at = 0.0
 
     def run(self) -> int:
         """Serve until the server says stop or is gone; return the exit code."""
@@ -76,6 +78,8 @@ class EngineProcess:
             while not self._inbox.empty() and num_taken_tokens < MAX_ADMITTED_TOKENS:
                 num_taken_tokens += self._take(self._inbox.get())
             self._send_outputs(core.step())
+            if time.monotonic() - self._told_at > STATS_INTERVAL_S:
+                self._tell_stats(core)
             core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
         self._end(core, self._shutdown.drain_timeout_s)
         return 0
@@ -119,10 +123,15 @@ class EngineProcess:
         if outputs:
             self._channel.send(messages.StepOutputs(outputs))
 
+    def _tell_stats(self, core: EngineCore) -> None:
+        self._told_at = time.monotonic()
+        self._channel.send(messages.Stats(core.tier_stats()))
+
     def _end(self, core: EngineCore, drain_timeout_s: float | None) -> None:
         """Abort what runs, tell its streams, and let the core write what was promised."""
         core.abort_all()
         self._send_outputs(core.step())
+        self._tell_stats(core)
         core.close(drain_timeout_s=drain_timeout_s, progress=self._report)
         self._push_everything()
 

@@ -34,7 +34,7 @@ class Request:
         slot: its place among the running requests, -1 while it is none of them.
         table_key: unique to its present block table, or the last one; 0 before the first.
         num_passes: requests admitted before it while it was the oldest of the tenant in turn.
-        added_at: when it was queued.
+        added_at, admitted_at: when it was queued, and when it first left the queue.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
@@ -53,6 +53,7 @@ class Request:
     num_computed_tokens: int = 0
     num_passes: int = 0
     added_at: float = field(default_factory=time.monotonic)
+    admitted_at: float = 0.0
     touched_at: float = 0.0
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
@@ -119,6 +120,7 @@ class Request:
             cached_tokens_by_tier=counts,
             written_tokens=written,
             recomputed_tokens=block_size * len(sources) - sum(counts.values()) - written,
+            queue_s=self.admitted_at - self.added_at,
         )
 
 

@@ -9,6 +9,7 @@ Called by the engine's thread only.
 
 import itertools
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -246,6 +247,7 @@ class Scheduler:
             num_admitted_tokens += request.num_tokens
             self.waiting.take(request)
             request.slot = self._free_slots.pop()
+            request.admitted_at = request.admitted_at or time.monotonic()
             request.table_key = next(self._table_keys)
             self.running.append(request)
             row = self._next_row(request, budget, claimed)

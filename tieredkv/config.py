@@ -34,6 +34,7 @@ DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
 Restore = Literal["auto", "load", "compute"]
 Switch = Literal["off", "on"]
+MetricsKey = Literal["auto", "always", "never"]
 _ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
 _AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -116,6 +117,12 @@ class Settings:
     )
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
     cache_lookback: int = _server(0, "`cache_control` hits end within so many blocks; 0 for any")
+    api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")
+    admin_key: str | None = _server(None, "key that opens /admin")
+    metrics_key: MetricsKey = _server("auto", "whether /metrics needs a key; auto: not on loopback")
+    metric_labels: tuple[str, ...] = _server(
+        ("route", "prefix_version"), "fields of a request's metadata that label its metrics"
+    )
 
     policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
     clock_offset_file: str | None = _setting("", None, "for outside checks only")
@@ -133,7 +140,9 @@ class Settings:
             raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
         shares = self.tenant_shares.values()
         is_fair = all(share >= 0 for share in shares) and sum(shares) <= 1
-        _check("tenant_shares", [*shares], is_fair, "at least 0 each and at most 1 in all")
+        if not is_fair:
+            what = "at least 0 each and at most 1 in all"
+            raise ConfigError(f"`tenant_shares` = {[*shares]} must be {what}")
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:
@@ -188,6 +197,8 @@ class LoadedSettings(NamedTuple):
     def shown(self, name: str) -> Any:
         """Return the value of a field that people may see."""
         value = getattr(self.settings, name)
+        if name == "admin_key" and value:
+            return "configured"
         return f"{len(value)} configured" if name == "api_keys" else value
 
     def describe(self) -> list[tuple[str, str, str, str]]:

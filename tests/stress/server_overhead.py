@@ -29,9 +29,9 @@ import httpx
 from tieredkv.bench import raw
 from tieredkv.bench.serve import _server as running_server
 from tieredkv.config import load_settings
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
-from tieredkv.server.engine_client import EngineClient, OutputQueue
+from tieredkv.server.engine_client import EngineClient
 from tieredkv.types import ignore_progress
 
 Prompts = list[list[int]]
@@ -44,10 +44,12 @@ def prompts_of(num: int, length: int, vocab_size: int, seed: int) -> Prompts:
 
 async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, name: str) -> float:
     """Return the seconds to the first token; the request runs to its end."""
-    queue: OutputQueue = asyncio.Queue()
+    queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
     start, first = time.perf_counter(), 0.0
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    engine.submit(EngineRequest(request_id=name, prompt_token_ids=prompt, params=params), queue)
+    engine.submit(
+        EngineRequest(request_id=name, prompt_token_ids=prompt, params=params), queue.put_nowait
+    )
     while True:
         output = await queue.get()
         assert output.error is None, output.error

@@ -136,6 +136,10 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "canonical_tools": "on",
         "anthropic_implicit": "off",
         "cache_lookback": 20,
+        "api_keys_file": "keys.toml",
+        "admin_key": "c",
+        "metrics_key": "always",
+        "metric_labels": ("route",),
     }
     rows = load_settings(environ={}).describe()
     plain = {name: section for section, name, _, _ in rows if name != "policy"}

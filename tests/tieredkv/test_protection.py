@@ -278,7 +278,7 @@ def test_a_hit_ends_at_the_last_end_that_is_there(
 def test_a_chain_with_a_hole_is_read_to_an_end_before_it() -> None:
     rig = Rig()
     rig.run("chain", 6)
-    rig.tiers.drop(chain_of("chain", 6)[3])
+    rig.tiers.drop(chain_of("chain", 6)[3], "admin")
     assert read(rig, "chain", 6, [2, 4, 6])[0] == 4
 
 

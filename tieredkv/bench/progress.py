@@ -1,18 +1,24 @@
-"""Progress of long work on a terminal; nothing in a pipe."""
+"""Progress of long work: bars on a terminal, elsewhere a line in the log now and then."""
 
+import logging
 import sys
+import time
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
-from tieredkv.types import Progress, ignore_progress
+from tieredkv.types import Progress
+
+logger = logging.getLogger(__name__)
+
+LOG_INTERVAL_S = 2.0
 
 
 def terminal_progress() -> Progress:
-    """Return a function that draws one bar a stage on stderr, where that is a terminal."""
+    """Return a function that draws one bar a stage on stderr, or logs where that is no terminal."""
     if not sys.stderr.isatty():
-        return ignore_progress
+        return _logged_progress()
     bars = RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -33,5 +39,17 @@ def terminal_progress() -> Progress:
             bars.remove_task(tasks.pop(stage))
             if not tasks:
                 bars.stop()
+
+    return report
+
+
+def _logged_progress() -> Progress:
+    told_at: dict[str, float] = {}
+
+    def report(stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - told_at.setdefault(stage, now) >= LOG_INTERVAL_S:
+            told_at[stage] = now
+            logger.info("%s: %d of %s", stage, done, total or "?")
 
     return report

@@ -368,5 +368,5 @@ class Demoter:
             block_hash = block.block_hash
             assert block_hash is not None, block
             pool.drop(block_hash)
-            self._tiers.forget_if_absent(block_hash)
+            self._tiers.on_evict("device" if pool is self._tiers.device else "host", block_hash)
         return len(victims)

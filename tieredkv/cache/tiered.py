@@ -394,7 +394,7 @@ class TieredCache:
         aged: list[BlockHash] = []
         for entry in tiers.directory.due(now):
             if tiers.directory.is_expired(entry, now):
-                tiers.drop(entry.block_hash)
+                tiers.drop(entry.block_hash, "ttl")
                 tiers.counters.expired_blocks += 1
             else:
                 aged.append(entry.block_hash)
@@ -419,7 +419,7 @@ class TieredCache:
         """
         wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
         for entry in wanted:
-            self.tiers.drop(entry.block_hash)
+            self.tiers.drop(entry.block_hash, "admin")
         self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)

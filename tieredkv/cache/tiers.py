@@ -27,6 +27,7 @@ class CacheCounters:
         allocation_waits: times an allocation found room only behind a copy still under way.
         demotions_dropped: blocks evicted without the copy below that they should have had.
         load_failures: by reason; each was recomputed.
+        evictions: copies in RAM by `tier,reason`.
     """
 
     promoted_host_blocks: int = 0
@@ -38,6 +39,7 @@ class CacheCounters:
     expired_blocks: int = 0
     load_failures: Counter[str] = field(default_factory=Counter)
     store_failures: Counter[str] = field(default_factory=Counter)
+    evictions: Counter[str] = field(default_factory=Counter)
 
 
 def count_failure(failures: Counter[str], reason: str, text: str) -> None:
@@ -109,8 +111,14 @@ class Tiers:
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
 
-    def drop(self, block_hash: BlockHash) -> None:
+    def on_evict(self, tier: str, block_hash: BlockHash) -> None:
+        """Count a copy that made room for another, and forget a block that has no other."""
+        self.counters.evictions[f"{tier},capacity"] += 1
+        self.forget_if_absent(block_hash)
+
+    def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
-        self.device.drop(block_hash)
-        self.host.drop(block_hash)
+        for tier, pool in (("device", self.device), ("host", self.host)):
+            if pool.drop(block_hash) is not None:
+                self.counters.evictions[f"{tier},{reason}"] += 1
         self.directory.forget(block_hash)

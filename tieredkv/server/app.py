@@ -5,8 +5,6 @@ to `generation`.
 """
 
 import asyncio
-import hashlib
-import hmac
 import json
 import logging
 import os
@@ -17,6 +15,8 @@ from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,13 +25,18 @@ from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
+from tieredkv.server.admin import carry_out
 from tieredkv.server.anthropic_requests import CountTokensRequest, MessagesRequest
-from tieredkv.server.asked import ApiRequest, Json, PlainRequest, Rules, Shape
+from tieredkv.server.asked import ApiRequest, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.error_bodies import anthropic_body, openai_body
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
+from tieredkv.server.keys import Keys
+from tieredkv.server.limits import Limits
+from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_requests import ChatRequest, CompletionRequest
+from tieredkv.server.openapi import describe
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
@@ -60,12 +65,15 @@ class Api:
     """What the routes need; one for each server."""
 
     def __init__(
-        self, settings: Settings, engine: EngineClient, tokenization: Tokenization, is_strict: bool
+        self, settings: Settings, engine: EngineClient, tokenization: Tokenization, keys: Keys
     ) -> None:
+        self._settings = settings
+        self._metrics = Metrics(settings, engine)
+        self.kinds: dict[Route, type[BaseModel]] = {}
         self._engine = engine
-        self._rules = Rules.of(settings, is_strict=is_strict)
         self._tokenization = tokenization
-        self._keys = [key.encode() for key in settings.api_keys]
+        self._keys = keys
+        self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
 
     # Routes
@@ -84,16 +92,28 @@ class Api:
 
     async def models(self, request: Request) -> Response:
         """List the one model."""
-        self._tenant(request)
+        self._keys.tenant(request.headers)
         return JSONResponse({"object": "list", "data": [self._model_body()]})
 
     async def model(self, request: Request) -> Response:
         """Describe a model by its name."""
-        self._tenant(request)
+        self._keys.tenant(request.headers)
         name = request.path_params["name"]
         if name != self._engine.info.model:
             raise unknown_model(name)
         return JSONResponse(self._model_body())
+
+    async def metrics(self, request: Request) -> Response:
+        """Tell Prometheus."""
+        self._keys.check_metrics(request.headers)
+        return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def admin(self, request: Request) -> Response:
+        """Carry out an operator's verb."""
+        self._keys.check_operator(request.headers)
+        body = parse_body(await _read_body(request) or b"{}")
+        verb = request.path_params["verb"]
+        return JSONResponse(await carry_out(verb, body, self._settings, self._engine))
 
     def answers(self, kind: type[ApiRequest]) -> Route:
         """Return the route that answers requests of a kind."""
@@ -102,50 +122,31 @@ class Api:
             tenant, body = await self.open(request, kind)
             if isinstance(body, PlainRequest):
                 return JSONResponse(await body.tell(self._tokenization, self._engine.info))
-            asked = await body.ask(self._tokenization, self._rules)
-            requests = asked.engine_requests(self._engine.info, tenant, self._rules)
-            generation = Generation(self._engine, self._tokenization.tokenizer, requests)
+            rules = self._keys.rules(tenant)
+            asked = await body.ask(self._tokenization, rules)
+            requests = asked.engine_requests(self._engine.info, tenant, rules)
+            observer = Observer(self._metrics, asked.labels, request.scope["arrived_at"])
+            tokenizer = self._tokenization.tokenizer
+            generation = Generation(self._engine, tokenizer, requests, observer)
             return await _answer(request, generation, asked.shape, is_stream=asked.stream)
 
+        self.kinds[route] = kind
         return route
 
     # Steps of a request
 
     async def open(self, request: Request, kind: type[Body]) -> tuple[str, Body]:
         """Return whose request it is, and its body, checked in whole."""
-        tenant = self._tenant(request)
+        tenant = self._keys.tenant(request.headers)
         parsed = parse_body(await _read_body(request))
         if issubclass(kind, PlainRequest):
             parsed.setdefault("model", self._engine.info.model)
         if (model := read(ApiRequest, parsed).model) != self._engine.info.model:
             raise unknown_model(model)
-        body = read(kind, parsed, self._rules.refuses)
-        body.check(self._rules)
+        rules = self._keys.rules(tenant, parsed)
+        body = read(kind, parsed, rules.refuses)
+        body.check(rules)
         return tenant, body
-
-    def _tenant(self, request: Request) -> str:
-        """Return whose request it is: a digest of its key, or the one tenant where no key is set.
-
-        Raises:
-            RequestError: keys are set and the request has none of them.
-        """
-        if not self._keys:
-            return ""
-        header = request.headers.get("authorization", "")
-        scheme, _, given = header.partition(" ")
-        if scheme.lower() != "bearer" or not given:
-            given = request.headers.get("x-api-key", "")
-        if not given:
-            text = (
-                "You didn't provide an API key. You need to provide your API key in an "
-                "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
-            )
-            raise RequestError(text, code="invalid_api_key", status=401)
-        encoded = given.strip().encode("latin-1", "replace")
-        # Every key is compared, so that the time tells nothing of which one is close.
-        if not any([hmac.compare_digest(encoded, key) for key in self._keys]):
-            raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)
-        return hashlib.sha256(encoded).hexdigest()
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
@@ -199,6 +200,9 @@ def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error shapes."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_route("/health", api.health)  # GET, and with it HEAD
+    app.add_route("/metrics", api.metrics)
+    app.add_route("/admin/cache/{verb}", api.admin, methods=["POST"])
+    app.add_route("/openapi.json", lambda _: JSONResponse(describe(app.routes, api.kinds)))
     app.add_route("/v1/models", api.models)
     app.add_route("/v1/models/{name:path}", api.model)
     for path, kind in ANSWERED.items():
@@ -209,7 +213,7 @@ def build_app(api: Api) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    return with_request_ids(app)
+    return with_request_ids(Limits(app, api.max_requests, _on_request_error))
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:

@@ -61,7 +61,7 @@ class Rules:
     def of(cls, settings: Settings, *, is_strict: bool) -> "Rules":
         """Return the rules of a server with these settings."""
         policies = settings.retention_policies().up_to(settings.max_retention)
-        default = settings.retention_policies().get(settings.default_retention)
+        default = settings.retention_policies().get(settings.default_retention, is_any=True)
         has_raised = settings.disk_dir and TWENTY_FOUR_HOURS.name in policies.names
         raised = policies.get(TWENTY_FOUR_HOURS.name) if has_raised else None
         return cls(
@@ -111,7 +111,7 @@ class CachePlan:
         if min(num_tokens, num_tokens if cacheable is None else cacheable) < rules.min_cache_tokens:
             cacheable, claims = 0, []
         return {
-            "retention": self.retention,
+            "retention": self.retention or rules.default.name,
             "claims": [replace(it, end_token=min(it.end_token, num_tokens)) for it in claims],
             "cacheable_tokens": cacheable,
             "read_ends": self.read_ends,

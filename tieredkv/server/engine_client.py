@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import logging
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
@@ -24,22 +26,25 @@ logger = logging.getLogger(__name__)
 EXIT_GRACE_S = 10.0
 _decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 
-OutputQueue = asyncio.Queue[TokenOutput]
+Take = Callable[[TokenOutput], None]
 
 
 class EngineClient:
     """One engine process.
 
-    Every submitted request gets its outputs through the queue that came with it, and always an
+    Every submitted request gets its outputs through the function that came with it, and always an
     output with a `finish_reason`: the engine's death is an output with "error".
 
     Args:
         on_progress: told how far loading and draining are.
+
+    Attributes:
+        stats: what the engine last said of its tiers; empty until it did.
     """
 
     def __init__(self, *, on_progress: Progress) -> None:
         self._on_progress = on_progress
-        self._queues: dict[str, OutputQueue] = {}
+        self._takers: dict[str, Take] = {}
         self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
         engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
@@ -47,6 +52,7 @@ class EngineClient:
         self._channel = FrameChannel(sock, _decoder)
         self._ended: asyncio.Event | None = None  # once it was told what to load
         self._is_stopping = False
+        self.stats: dict[str, Any] = {}
         self.is_alive = True
 
     async def start(self, settings: Settings, *, log_level: str = "INFO") -> EngineInfo:
@@ -70,20 +76,20 @@ class EngineClient:
         """The engine's process."""
         return self._process.pid
 
-    def submit(self, request: EngineRequest, queue: OutputQueue) -> None:
-        """Hand a request to the engine; its outputs go to `queue`."""
+    def submit(self, request: EngineRequest, take: Take) -> None:
+        """Hand a request to the engine; `take` is called with each of its outputs."""
         if self._is_stopping:
-            queue.put_nowait(TokenOutput(request_id=request.request_id, finish_reason="abort"))
+            take(TokenOutput(request_id=request.request_id, finish_reason="abort"))
             return
         if not self.is_alive:
-            queue.put_nowait(_death_of(request.request_id))
+            take(_death_of(request.request_id))
             return
-        self._queues[request.request_id] = queue
+        self._takers[request.request_id] = take
         self._channel.send(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; nothing more of it is put into its queue."""
-        if self._queues.pop(request_id, None) is not None and self.is_alive:
+        """Stop a request; nothing more of it is told."""
+        if self._takers.pop(request_id, None) is not None and self.is_alive:
             self._channel.send(messages.Abort(request_id))
 
     def stop(self, drain_timeout_s: float) -> None:
@@ -123,6 +129,8 @@ class EngineClient:
             case messages.StepOutputs(outputs):
                 for output in outputs:
                     self._deliver(output)
+            case messages.Stats(tiers):
+                self.stats = tiers
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case EngineInfo():
@@ -134,18 +142,18 @@ class EngineClient:
 
     def _deliver(self, output: TokenOutput) -> None:
         finish = output.finish_reason
-        pick = self._queues.get if finish is None else self._queues.pop
-        queue = pick(output.request_id, None)
-        if queue is not None:
-            queue.put_nowait(output)
+        pick = self._takers.get if finish is None else self._takers.pop
+        take = pick(output.request_id, None)
+        if take is not None:
+            take(output)
 
     def _mark_dead(self) -> None:
         self.is_alive = False
         if not self._info.done():
             self._info.set_exception(TieredKVError("the engine died while it was starting"))
-        for request_id, queue in self._queues.items():
-            queue.put_nowait(_death_of(request_id))
-        self._queues.clear()
+        for request_id, take in self._takers.items():
+            take(_death_of(request_id))
+        self._takers.clear()
 
 
 def _death_of(request_id: str) -> TokenOutput:

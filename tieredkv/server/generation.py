@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob, TokenOutput
-from tieredkv.server.engine_client import EngineClient, OutputQueue, error_of
+from tieredkv.server.engine_client import EngineClient, error_of
+from tieredkv.server.metrics import Observer
 
 CANCELLED = TokenOutput(request_id="", finish_reason="cancelled")
 
@@ -42,13 +43,15 @@ class Generation:
         engine: EngineClient,
         tokenizer: PreTrainedTokenizerBase,
         requests: Sequence[EngineRequest],
+        observer: Observer,
     ) -> None:
         self._engine = engine
-        self._queue: OutputQueue = asyncio.Queue()
+        self._observer = observer
+        self._queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
         self.answers = [Answer(request, tokenizer) for request in requests]
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
-            engine.submit(request, self._queue)
+            engine.submit(request, self._take)
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces of all answers as they come, until all have ended.
@@ -65,12 +68,12 @@ class Generation:
             if index is None:  # what was under way when a stop string ended it
                 continue
             if output.finish_reason in ("error", "abort"):
-                del self._unfinished[output.request_id]
+                self._end(index, output.finish_reason)
                 raise error_of(output)
             answer = self.answers[index]
             text = answer.take(output)
             if answer.finish_reason is not None:
-                del self._unfinished[output.request_id]
+                self._end(index, answer.finish_reason)
                 if output.finish_reason is None:
                     self._engine.abort(output.request_id)
             yield Piece(index, text, output.logprobs, answer.finish_reason)
@@ -78,7 +81,17 @@ class Generation:
     def cancel(self) -> None:
         """End `pieces` with `ClientGoneError` and give back what the engine holds."""
         self.close()
+        for index in self._unfinished.values():
+            self._observer.on_end(self.answers[index], "cancelled")
         self._queue.put_nowait(CANCELLED)
+
+    def _take(self, output: TokenOutput) -> None:
+        self._observer.on_output(output)  # now: a slow reader is not the engine's time
+        self._queue.put_nowait(output)
+
+    def _end(self, index: int, reason: str) -> None:
+        del self._unfinished[self.answers[index].request.request_id]
+        self._observer.on_end(self.answers[index], reason)
 
     def close(self) -> None:
         """Abort the answers that have not ended; twice is fine."""

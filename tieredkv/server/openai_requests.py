@@ -180,6 +180,7 @@ class OpenAIRequest(ApiRequest):
         how: dict[str, Any] = {"n": self.n, "stream": self.stream, "limit": self.limit}
         how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
         how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
+        how["labels"] = self.metadata
         return Asked(prompts=prompts, params=self.params, shape=shape, plan=plan, **how)
 
 

@@ -22,6 +22,8 @@ from tieredkv.errors import ConfigError
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
+from tieredkv.server.keys import Keys
+from tieredkv.server.limits import MAX_HEADER_BYTES, TimedConnection
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,7 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
         )[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"`host` = `{host}` is not an address of this machine: {error}") from None
-    is_loopback = ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
-    if not (is_loopback or settings.api_keys or allows_open_access):
+    if not (is_local(address) or settings.api_keys or settings.api_keys_file or allows_open_access):
         raise ConfigError(
             f"`host` = `{host}` can be reached by others and no API key is set\n"
             "hint: give --api-key, or --allow-open-access if something else keeps others out"
@@ -62,6 +63,11 @@ def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
         what = f"Cannot listen on {host}:{port}: {os.strerror(error.errno or 0)}"
         raise ConfigError(f"{what}\nhint: choose another --port") from None
     return sock
+
+
+def is_local(address: tuple[object, ...]) -> bool:
+    """Return whether only this machine can reach a socket's address."""
+    return ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback
 
 
 class _HttpServer(uvicorn.Server):
@@ -116,6 +122,8 @@ class Server:
         self._is_forced = False
         self._socket = bind(self.settings, allows_open_access=self.allows_open_access)
         with self._socket:
+            local = is_local(self._socket.getsockname())
+            self._keys = Keys(settings=self.settings, is_strict=self.is_strict, is_local=local)
             try:
                 return asyncio.run(self._run())
             except asyncio.CancelledError:
@@ -137,6 +145,7 @@ class Server:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._keys.load)
         engine = EngineClient(on_progress=self.on_progress)
         has_served, engine_exit_code = False, 0
         try:
@@ -151,7 +160,8 @@ class Server:
     async def _has_started(self, engine: EngineClient) -> bool:
         """Load model and tokenizer; False where a signal came first."""
         # The engine has no use for the keys.
-        settings = replace(self.settings, api_keys=())
+        shares = {**self.settings.tenant_shares, **self._keys.shares}
+        settings = replace(self.settings, api_keys=(), admin_key=None, tenant_shares=shares)
         starting = asyncio.create_task(engine.start(settings, log_level=self.log_level))
         loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, settings.model))
         stopping = asyncio.create_task(self._stop.wait())
@@ -170,10 +180,12 @@ class Server:
         return True
 
     async def _serve(self, engine: EngineClient) -> None:
-        api = Api(self.settings, engine, self._tokenization, self.is_strict)
+        api = Api(self.settings, engine, self._tokenization, self._keys)
         config = uvicorn.Config(
             build_app(api),
             loop="asyncio",
+            http=TimedConnection,
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             lifespan="off",
             log_config=None,
             log_level="warning",

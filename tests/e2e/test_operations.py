@@ -1,0 +1,261 @@
+"""What operators see and set on a real server: metrics, keys, admin verbs, limits, the end."""
+
+import json
+import re
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.serving import Server, running, wait_for
+
+MODEL = "tiny-random"
+GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 4}
+TEXT = "Xylophones and quicksand rarely meet in the same sentence. " * 8
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana.json"
+LOGS = ("--log-level", "DEBUG")
+VLLM = (
+    *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "cache_config_info"),
+    *("prefix_cache_queries_total", "prefix_cache_hits_total", "time_to_first_token_seconds_count"),
+)
+
+
+def samples(server: Server) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
+    """Return every sample of `/metrics` by name and labels."""
+    found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{server.root}/metrics").text):
+        for each in family.samples:
+            found.setdefault(each.name, {})[frozenset(each.labels.items())] = each.value
+    return found
+
+
+def value(server: Server, name: str, **labels: str) -> float:
+    """Return the sum of a family's samples that have these labels."""
+    of_family = samples(server).get(f"tieredkv_{name}", {})
+    return sum(number for have, number in of_family.items() if labels.items() <= have)
+
+
+def complete(server: Server, prompt: Any, **more: Any) -> httpx.Response:
+    """Ask for a completion."""
+    headers = more.pop("headers", {})
+    body = {**GREEDY, "prompt": prompt, **more}
+    return httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Return a server without keys that logs everything; it must end well."""
+    folder = tmp_path_factory.mktemp("operations")
+    with running(folder, *("--device-size", "2MiB", "--host-size", "2MiB"), *LOGS) as server:
+        yield server
+        assert server.stop() == 0
+        assert "Traceback" not in server.log, server.log
+
+
+def test_metrics_follow_a_prompt_through_the_tiers(server: Server) -> None:
+    prompt = f"tiers {TEXT}"
+    before = value(server, "prompt_tokens_total")
+    full = len(prompt) // 16 * 16
+    for _ in range(2):
+        assert complete(server, prompt).status_code == 200
+    assert value(server, "prompt_tokens_total") == before + 2 * len(prompt)
+    assert value(server, "cached_tokens_total", tier="device") >= full - 1
+    assert value(server, "ttft_seconds_count", source="cold") >= 1
+    assert value(server, "ttft_seconds_count", source="device") >= 1
+    assert value(server, "itl_seconds_count") >= 6
+    assert value(server, "answers_total", finished_reason="length") >= 2
+    for i in range(8):  # more than VRAM and host memory hold together
+        complete(server, f"{i} {TEXT}")
+    wait_for(lambda: value(server, "tier_moves_total", to="disk") > 0, "nothing went to disk")
+    for name, labels in (
+        ("tier_moves_total", {"from": "device", "to": "host"}),
+        ("tier_move_bytes_total", {"from": "host", "to": "disk"}),
+        ("evictions_total", {"tier": "device", "reason": "capacity"}),
+        ("disk_written_bytes_total", {}),
+        ("tier_blocks", {"tier": "disk"}),
+    ):
+        wait_for(lambda n=name, it=labels: value(server, n, **it) > 0, name)  # type: ignore[misc]
+    assert complete(server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    wait_for(lambda: value(server, "tier_moves_total", to="device") > 0, "nothing came up")
+
+
+def test_the_names_that_routers_look_for_are_there(server: Server) -> None:
+    complete(server, "a")
+    found = samples(server)
+    assert not [name for name in VLLM if f"vllm:{name}" not in found]
+    [labels] = [dict(labels) for labels in found["vllm:cache_config_info"]]
+    assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "64")
+    queries = found["vllm:prefix_cache_queries_total"]
+    assert sum(queries.values()) == value(server, "prompt_tokens_total")
+    head = httpx.head(f"{server.root}/metrics")
+    assert (head.status_code, head.text) == (200, "")
+
+
+def test_labels_are_those_allowed_and_not_too_many(server: Server) -> None:
+    for i in range(104):
+        metadata = {"route": f"r{i}", "prefix_version": "v1", "user": "alice"}
+        body = {**GREEDY, "max_tokens": 1, "prompt": "a", "metadata": metadata}
+        httpx.post(f"{server.url}/completions", json=body)
+    families = samples(server)["tieredkv_prompt_tokens_total"]
+    routes = {dict(labels)["route"] for labels in families}
+    assert "r1" in routes and "other" in routes
+    assert len(families) <= 101
+    assert {name for labels in families for name, _ in labels} == {"route", "prefix_version"}
+
+
+def test_the_dashboard_names_only_metrics_that_exist(server: Server) -> None:
+    complete(server, "a")
+    known = set(re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.root}/metrics").text, re.M))
+    known |= {f"{name}_bucket" for name in known}
+    dashboard = json.loads(DASHBOARD.read_text())
+    assert dashboard["templating"]["list"][0]["type"] == "datasource"
+    named = set(re.findall(r"tieredkv_\w+", DASHBOARD.read_text()))
+    assert named - known == set()
+    assert len(named) > 15
+
+
+def test_neither_logs_nor_metrics_tell_what_was_asked(server: Server) -> None:
+    secret = "my password is hunter2 and nobody must know it, " * 3
+    assert complete(server, secret, metadata={"route": "secret-test"}).status_code == 200
+    chat = {**GREEDY, "messages": [{"role": "user", "content": secret}], "stream": True}
+    assert httpx.post(f"{server.url}/chat/completions", json=chat).status_code == 200
+    ids = list(secret.encode())
+    assert complete(server, ids).status_code == 200
+    assert complete(server, [*ids, 70000]).status_code == 400
+    told = server.log + httpx.get(f"{server.root}/metrics").text
+    assert "hunter2" not in told
+    assert ", ".join(map(str, ids[:6])) not in told
+    assert not re.search(r"[0-9a-f]{64}", told), "a full hash"
+    assert " DEBUG " in server.log
+
+
+def test_operators_use_the_verbs_of_the_command_line(server: Server) -> None:
+    url = f"{server.root}/admin/cache"
+    complete(server, f"admin {TEXT}")
+    df = httpx.post(f"{url}/df").json()
+    assert df["device"]["blocks"] > 0 and df["disk"]["bytes_budget"] == 256 << 20
+    assert df["writer_pid"] == server.df()["writer_pid"]
+    assert "chains" in httpx.post(f"{url}/ls").json()
+    assert httpx.post(f"{url}/verify", timeout=60).json()["bad"] == 0
+    bodies: list[Any] = [{}, {"al": True}, {"all": "yes"}, [], {"ids": [[]]}]
+    for body in bodies:
+        refused = httpx.post(f"{url}/evict", json=body)
+        assert (refused.status_code, set(refused.json())) == (400, {"error"}), body
+    assert httpx.post(f"{url}/nothing").status_code == 404
+    assert httpx.get(f"{url}/evict").status_code == 405
+    assert httpx.post(f"{url}/evict", headers={"Origin": "http://evil"}).status_code == 403
+    assert httpx.post(f"{url}/evict", json={"all": True}).json()["evicted_blocks"] > 0
+    assert httpx.post(f"{url}/df").json()["disk"]["blocks"] == 0
+
+
+def test_long_headers_are_refused(server: Server) -> None:
+    for headers in ({"x": "a" * 70_000}, {f"x{i}": "a" * 1000 for i in range(90)}):
+        refused = httpx.post(f"{server.url}/completions", json=GREEDY, headers=headers)
+        assert refused.status_code == 431
+        assert refused.json()["error"]["code"] == "headers_too_large"
+
+
+def test_too_many_requests_at_once_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    with running(tmp_path, *flags) as server:
+        port = int(server.root.rpartition(":")[2])
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+        idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+        for sock in idle:
+            sock.sendall(head + b"{")
+        wait_for(lambda: complete(server, "a").status_code == 429, "nobody is refused")
+        refused = complete(server, "a")
+        assert refused.headers["retry-after"]
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert server.health().status_code == 200
+        assert httpx.post(f"{server.root}/admin/cache/df").status_code == 200
+        for sock in idle:
+            sock.close()
+        wait_for(lambda: complete(server, "a").status_code == 200, "the places are not free again")
+
+
+KEYS = """
+[alice]
+key = "sk-alice"
+retention = "in_memory"
+
+[bob]
+key_sha256 = "{digest}"
+share = 0.25
+
+[operator]
+key = "sk-root"
+admin = true
+"""
+
+
+def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
+    digest = "3bd2b1b29e4ff3ed6fc3e7ee2a4f5b66e4a1e5a0b0f5b6f4d6bb5a2fa0b9b1aa"
+    file = tmp_path / "keys.toml"
+    file.touch(0o600)
+    file.write_text(KEYS.format(digest=digest))
+    flags = ("--api-keys-file", str(file), "--metrics-key", "always")
+    with running(tmp_path, *flags) as server:
+        alice, root = ({"Authorization": f"Bearer sk-{who}"} for who in ("alice", "root"))
+        prompt = f"keys {TEXT}"
+        assert complete(server, prompt).status_code == 401
+        assert complete(server, prompt, headers={"x-api-key": "sk-bob"}).status_code == 401
+        for _ in range(2):
+            warm = complete(server, prompt, headers=alice)
+        assert warm.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+        refused = complete(server, prompt, headers=alice, prompt_cache_retention="24h")
+        assert refused.status_code == 400
+        assert refused.json()["error"] == {
+            "message": "This API key does not allow '24h' prompt caching.",
+            "type": "invalid_request_error",
+            "param": "prompt_cache_retention",
+            "code": "invalid_parameter",
+        }
+        odd = complete(server, prompt, headers=alice, prompt_cache_retention=["24h"])
+        assert odd.status_code == 400
+        assert complete(server, "x", headers=root, prompt_cache_retention="24h").status_code == 200
+        for path, method in (("/metrics", "GET"), ("/admin/cache/df", "POST")):
+            asked = [
+                httpx.request(method, server.root + path, headers=headers).status_code
+                for headers in ({}, alice, root)
+            ]
+            assert asked == [401, 401, 200], path
+
+        file.write_text('[carol]\nkey = "sk-carol"\n')
+        server.process.send_signal(signal.SIGHUP)
+        carol = {"Authorization": "Bearer sk-carol"}
+        wait_for(lambda: complete(server, "x", headers=carol).status_code == 200, "not read again")
+        assert complete(server, "x", headers=alice).status_code == 401
+        file.write_text("[carol]\n")
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: "needs one of `key`" in server.log, "a bad file is not reported")
+        assert complete(server, "x", headers=carol).status_code == 200
+        assert server.stop() == 0
+        # What `in_memory` kept is not on disk, though the server's default is `24h`.
+        assert server.df()["disk"]["blocks"] == 0
+
+
+def test_admin_is_off_where_only_tenants_have_keys_and_has_a_key_of_its_own(tmp_path: Path) -> None:
+    tenant = {"Authorization": "Bearer sk-a"}
+    with running(tmp_path, "--api-key", "sk-a") as server:
+        off = httpx.post(f"{server.root}/admin/cache/df", headers=tenant)
+        assert (off.status_code, off.json()["error"]["code"]) == (403, "admin_off")
+        assert httpx.get(f"{server.root}/metrics").status_code == 200
+    with running(tmp_path, "--api-key", "sk-a", "--admin-key", "sk-root") as server:
+        url = f"{server.root}/admin/cache/df"
+        assert httpx.post(url, headers=tenant).status_code == 401
+        assert httpx.post(url, headers={"Authorization": "Bearer sk-root"}).status_code == 200
+        assert "sk-root" not in server.log
+
+
+def test_a_long_end_says_how_far_it_is(tmp_path: Path) -> None:
+    flags = ("--disk-write-limit", "100KiB", "--drain-timeout", "5s")
+    with running(tmp_path, *flags) as server:
+        complete(server, TEXT * 6)
+        assert server.stop() == 0
+        assert re.search(r"writing to disk: \d+ of \d+", server.log), server.log

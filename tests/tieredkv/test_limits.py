@@ -1,0 +1,108 @@
+"""Connections that would stay for ever, and bodies that are too many, on a real HTTP server."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.responses import JSONResponse, Response
+
+from tests.serving import wait_for
+from tieredkv.server import limits
+from tieredkv.server.limits import Limits, TimedConnection
+
+seen: list[str] = []
+
+
+async def app(scope: Any, receive: Any, send: Any) -> None:
+    """Count a body, or send more than any buffer holds until the client is gone."""
+    if scope["path"] == "/count":
+        size, more = 0, True
+        while more:
+            message = await receive()
+            size, more = size + len(message["body"]), message.get("more_body", False)
+        await JSONResponse(size)(scope, receive, send)
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await receive()  # there is no body
+    gone = asyncio.ensure_future(receive())
+    while not gone.done():
+        await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        await asyncio.sleep(0)
+    seen.append(gone.result()["type"])
+
+
+async def refuse(_request: Any, error: Exception) -> Response:
+    """Answer as the server does."""
+    return JSONResponse({"error": str(error)}, getattr(error, "status", 500))
+
+
+@pytest.fixture
+def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Serve with short times and small sizes."""
+    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(limits, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 1000)
+    seen.clear()
+    config = uvicorn.Config(
+        Limits(app, 1, refuse), http=TimedConnection, lifespan="off", log_config=None
+    )
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        try:
+            wait_for(lambda: server.started, "no server")
+            yield sock.getsockname()[1]
+        finally:
+            server.force_exit = server.should_exit = True
+            thread.join()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Wait for the other side to close."""
+    sock.settimeout(30)
+    with contextlib.suppress(ConnectionResetError):
+        return sock.recv(1) == b""
+    return True
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\nX: "])
+def test_headers_that_do_not_end_are_not_waited_for(port: int, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(sent)
+        assert is_closed(sock)
+
+
+def test_a_half_request_on_a_kept_connection_is_not_waited_for(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        whole = b"POST /count HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nab"
+        sock.sendall(whole)
+        answer = b""
+        while not answer.endswith(b"\r\n\r\n2"):
+            answer += sock.recv(1000)
+        sock.sendall(b"POST /cou")
+        assert is_closed(sock)
+
+
+def test_a_client_that_does_not_read_is_let_go(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as sock:
+        sock.sendall(b"GET /stuck HTTP/1.1\r\nHost: x\r\n\r\n")
+        wait_for(lambda: seen == ["http.disconnect"], "it is waited for")
+
+
+def test_bodies_in_hand_are_bounded_in_all_and_given_back(port: int) -> None:
+    url = f"http://127.0.0.1:{port}/count"
+
+    def chunks() -> Iterator[bytes]:
+        yield from [b"x" * 400] * 3
+
+    for content in (b"x" * 1001, chunks()):
+        assert httpx.post(url, content=content).status_code == 429
+    for _ in range(3):
+        assert httpx.post(url, content=b"x" * 900).json() == 900

@@ -1,0 +1,141 @@
+"""Figures for Prometheus: what the engine reports, by a table, and what the server observes.
+
+It knows counts, times and the labels that the operator allows; no text, token or hash gets here.
+"""
+
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+from prometheus_client.core import Metric
+
+from tieredkv.config import Settings
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.messages import RequestUsage, TokenOutput
+from tieredkv.server.engine_client import EngineClient
+from tieredkv.types import Tier
+
+MAX_LABEL_SETS = 100
+MAX_LABEL_LENGTH = 64
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+
+
+class Metrics:
+    """All families of `/metrics`; `metrics.toml` says which they are."""
+
+    def __init__(self, settings: Settings, engine: EngineClient) -> None:
+        prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._settings = settings
+        self._engine = engine
+        self._seen: set[tuple[str, ...]] = set()
+        self._registry = prometheus_client.CollectorRegistry()
+        self._registry.register(self)
+        self.observed = {row["name"]: self._make(row) for row in _TABLE["server"]}
+
+    def labels_of(self, metadata: Mapping[str, object]) -> tuple[str, ...]:
+        """Return the allowed labels of a request; of so many sets of them, the rest is `other`."""
+        names = self._settings.metric_labels
+        labels = tuple(str(metadata.get(name, ""))[:MAX_LABEL_LENGTH] for name in names)
+        if labels not in self._seen and len(self._seen) >= MAX_LABEL_SETS:
+            return ("other",) * len(labels)
+        self._seen.add(labels)
+        return labels
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family, and those that have another name, too."""
+        reported = {**self._engine.stats, "block_size": self._settings.block_size, "one": 1}
+        families = {row["name"]: _read(row, reported) for row in _TABLE["engine"]}
+        families |= {name: own.collect()[0] for name, own in self.observed.items()}
+        yield from families.values()
+        who = {"model_name": self._engine.info.model, "engine": "0"}
+        for alias, name in _TABLE["alias"].items():
+            family = Metric(alias, families[name].documentation, families[name].type)
+            for each in families[name].samples:
+                new_name = each.name.replace(name, alias)
+                family.samples.append(each._replace(name=new_name, labels=each.labels | who))
+            yield family
+
+    def text(self) -> bytes:
+        """Return all families as Prometheus reads them."""
+        return prometheus_client.generate_latest(self._registry)
+
+    def _make(self, row: dict[str, Any]) -> Any:
+        labels = self._settings.metric_labels if row.get("is_labelled") else ()
+        names = [*row.get("labels", ()), *labels]
+        told: dict[str, Any] = {"registry": None}
+        if row["type"] == "counter":
+            return prometheus_client.Counter(row["name"], row["help"], names, **told)
+        told["buckets"] = row["buckets"]
+        return prometheus_client.Histogram(row["name"], row["help"], names, **told)
+
+
+class Observer:
+    """Measures the answers to one request; told of outputs when they arrive, read or not.
+
+    Args:
+        metadata: what the request says of itself.
+        arrived_at: when it did, by `perf_counter`.
+    """
+
+    def __init__(self, metrics: Metrics, metadata: Mapping[str, object], arrived_at: float) -> None:
+        self._families = metrics.observed
+        self._labels = metrics.labels_of(metadata)
+        self._arrived_at, self._submitted_at = arrived_at, time.perf_counter()
+        self._spans: dict[str, list[float]] = {}  # times of the first and the newest token
+        self._itl = self._families["tieredkv_itl_seconds"]
+
+    def on_output(self, output: TokenOutput) -> None:
+        """Take in what one step made of one answer."""
+        if not output.token_ids:
+            return
+        now = time.perf_counter()
+        if (span := self._spans.get(output.request_id)) is not None:
+            self._itl.observe(now - span[1])
+            span[1] = now
+            return
+        self._spans[output.request_id] = [now, now]
+        usage = output.usage or RequestUsage(prompt_tokens=0)
+        by_tier = usage.cached_tokens_by_tier
+        source = next((str(tier) for tier in reversed(Tier) if by_tier[tier]), "cold")
+        self._families["tieredkv_ttft_seconds"].labels(source).observe(now - self._arrived_at)
+        self._families["tieredkv_queue_seconds"].observe(usage.queue_s)
+        self._count("prefill_seconds", max(0.0, now - self._submitted_at - usage.queue_s))
+        self._count("prompt_tokens", usage.prompt_tokens)
+        for tier in Tier:
+            self._count("cached_tokens", by_tier[tier], tier)
+
+    def on_end(self, answer: Answer, reason: str) -> None:
+        """Take in that an answer has ended, or that nobody wants it any longer."""
+        first_at, last_at = self._spans.get(answer.request.request_id, (0.0, 0.0))
+        self._families["tieredkv_answers"].labels(reason).inc()
+        self._families["tieredkv_e2e_seconds"].observe(time.perf_counter() - self._arrived_at)
+        self._count("generation_tokens", len(answer.token_ids))
+        self._count("decode_seconds", last_at - first_at)
+
+    def _count(self, name: str, count: float, *labels: str) -> None:
+        self._families[f"tieredkv_{name}"].labels(*labels, *self._labels).inc(count)
+
+
+def _read(row: dict[str, Any], reported: dict[str, Any]) -> Metric:
+    """Return a family of the table with what was reported; what is not there is left out."""
+    family = Metric(row["name"], row["help"], row["type"])
+    sample = row["name"] + ("_total" if row["type"] == "counter" else "")
+    for *fixed, path in row["samples"]:
+        values = [str(_at(reported, each[1:])) if each[0] == "$" else each for each in fixed]
+        found = _at(reported, path)
+        for keys, number in (found if isinstance(found, dict) else {"": found}).items():
+            if number is not None:
+                labels = zip(row.get("labels", ()), values + keys.split(","), strict=False)
+                scale = _at(reported, row["times"]) if "times" in row else 1
+                family.add_sample(sample, dict(labels), number * scale)
+    return family
+
+
+def _at(tree: Any, path: str) -> Any:
+    """Return what a dotted path leads to, or None."""
+    for key in path.split("."):
+        tree = tree.get(key) if isinstance(tree, dict) else None
+    return tree
