@@ -125,7 +125,7 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> Non
 
 def test_an_unknown_retention_lists_the_known_ones(generate: Run, tmp_path: Path) -> None:
     message = refusal(generate("--default-retention", "48h"), 2)
-    assert message == "`default_retention` = `48h` must be one of in_memory, 24h"
+    assert message == "`default_retention` = `48h` must be one of in_memory, 24h, 5m, 1h"
     with (
         LLM("tiny-random", device_size="2MiB", host_size="2MiB") as llm,
         pytest.raises(ValueError, match=r"'48h'.*'in_memory' and '24h'"),
@@ -309,7 +309,7 @@ def test_a_lost_index_is_made_again_from_the_slots(store: Path, generate: Run) -
     assert exit_code == 0
     [output] = json.loads(stdout.splitlines()[-1])["outputs"]
     assert output["usage"]["cached_tokens_by_tier"]["disk"] == 192
-    assert "the index was made again from slot headers: 12 blocks" in stderr
+    assert "the index was made again from slot headers" in stderr
 
 
 def test_a_full_disk_is_counted_and_every_request_is_served(tmp_path: Path) -> None:
