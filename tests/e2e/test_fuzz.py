@@ -16,6 +16,7 @@ MODEL = "tiny-random"
 NUM_BODIES = 120
 LENGTH = 96
 Strategy = st.SearchStrategy[Any]
+MADE: dict[str, Strategy] = {}
 
 ODD_TEXTS = ["", "\0", "in_memory", "24h", "\U0001f600", "a" * 200]
 TEXTS = st.text(max_size=6) | st.sampled_from(ODD_TEXTS)
@@ -53,7 +54,8 @@ def client(server: Server) -> Iterator[httpx.Client]:
 def values(schema: dict[str, Any], known: dict[str, Any]) -> Strategy:
     """Return values that a schema allows, small ones above all."""
     if "$ref" in schema:
-        return values(known[schema["$ref"].rpartition("/")[2]], known)
+        name = schema["$ref"].rpartition("/")[2]  # blocks of content may hold such blocks
+        return MADE.setdefault(name, st.deferred(lambda: values(known[name], known)))
     for word in ("anyOf", "oneOf", "allOf"):
         if word in schema:
             return st.one_of([values(each, known) for each in schema[word]])
