@@ -38,6 +38,7 @@ FIGURES = (
     "stores cut off",
     "blocks acknowledged",
     "blocks verified",
+    "indexes mended by verify",
     "wrong",
     "lost",
 )
@@ -71,10 +72,9 @@ def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
     """Lose the power at random moments, every other seed without flushes."""
     outcome = lose_power(folder, shim, ("commit", "none")[seed % 2], seed, count)
     assert not outcome["unusable"], "a store does not serve again"
-    verified, certain = outcome["right"], outcome["certain"]
-    return Counter(
-        {"cuts": outcome["opened"], "blocks acknowledged": certain, "blocks verified": verified}
-    )
+    names = {"opened": "cuts", "certain": "blocks acknowledged", "right": "blocks verified"}
+    names["mended"] = "indexes mended by verify"
+    return Counter({told: outcome[name] for name, told in names.items()})
 
 
 def run_shard(kills: int, cuts: int, seed: int, folder: str) -> dict[str, Any]:
