@@ -283,7 +283,7 @@ def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(tmp_path: P
     for row in report["rows"]:
         sources = [row[f"{source}_answers"] for source in ("cold", "device", "host", "disk")]
         assert sum(sources) == row["answers"] > 0
-        assert row["answers"] % 3 == row["failed"] == 0  # conversations of three turns
+        assert row["failed"] == 0
         assert 0 < row["hit_rate"] < 1
         assert row["ttft_p50_ms"] <= row["ttft_p99_ms"]
     assert report["rows"][0]["host_answers"] == report["rows"][0]["disk_answers"] == 0

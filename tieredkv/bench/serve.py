@@ -46,7 +46,7 @@ class Workload:
     """What clients do.
 
     Attributes:
-        duration: seconds in which conversations begin; those that have begun go on to their end.
+        duration: seconds in which conversations begin; for as long again they go on.
         turns: answers in a conversation.
         think: mean seconds between an answer's end and the next turn.
         system_tokens, user_tokens, answer_tokens: about so many, by the server's tokenizer.
@@ -116,16 +116,19 @@ class Client:
                     break
                 await asyncio.sleep(start + at_s - time.perf_counter())
                 seed = f"{self.workload.bench_seed}/{rate}/{number}"
-                group.create_task(self._converse(system, random.Random(seed), body, turns))
+                end_at = start + 2 * self.workload.duration
+                group.create_task(self._converse(system, random.Random(seed), body, turns, end_at))
         return turns
 
     async def _converse(
-        self, system: str, generator: random.Random, body: Row, turns: list[Turn]
+        self, system: str, generator: random.Random, body: Row, turns: list[Turn], end_at: float
     ) -> None:
         messages = [{"role": "system", "content": system}]
         for number in range(self.workload.turns):
             if number:
                 await asyncio.sleep(generator.expovariate(1 / self.workload.think))
+            if time.perf_counter() > end_at:
+                return
             text = self._text(generator, self.workload.user_tokens)
             messages.append({"role": "user", "content": text})
             turns.append(turn := await self.answer(messages, **body))
