@@ -107,6 +107,12 @@ def test_a_response_has_every_field_and_says_what_was_asked(server: Server) -> N
     assert details["tieredkv"] == {"device": 0, "host": 0, "disk": 0, "recomputed": 0}
 
 
+def test_the_older_spelling_of_a_retention_is_told_as_the_newer_one(server: Server) -> None:
+    assert respond(
+        server, input="a", prompt_cache_retention="in-memory"
+    ).prompt_cache_retention == ("in_memory")
+
+
 def test_a_stream_has_the_events_of_the_protocol_in_order(client: openai.OpenAI) -> None:
     events = list(client.responses.create(**SHORT, input=f"stream {TEXT}", stream=True))
     for event in events:
