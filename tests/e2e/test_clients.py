@@ -84,7 +84,7 @@ def test_openai_chats_and_is_told_what_was_cached(client: openai.OpenAI, server:
 def test_openai_streams_the_same_words_and_the_same_usage(client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": user(f"stream {TEXT}"), **SHORT}
     whole = client.chat.completions.create(**asked)
-    told = {"stream": True, "stream_options": {"include_usage": True}}
+    told: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     chunks: list[Any] = list(client.chat.completions.create(**asked, **told))
     text = "".join(it.choices[0].delta.content or "" for it in chunks if it.choices)
     assert text == whole.choices[0].message.content
