@@ -11,7 +11,8 @@ from tests.serving import Server, running
 BLOCK = 16
 MODEL = "tiny-random"
 AS_STRICT = (
-    *("--strict-params", "--min-cache-tokens", "1024", "--default-retention", "in_memory"),
+    *("--strict-params", "--max-retention", "in_memory", "--default-retention", "in_memory"),
+    *("--min-cache-tokens", "1024"),
     *("--cache-lookback", "20", "--anthropic-implicit", "off"),
 )
 EPHEMERAL = {"type": "ephemeral"}
@@ -40,9 +41,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         assert "Traceback" not in server.log, server.log
 
 
+def send(server: Server, path: str, **fields: Any) -> httpx.Response:
+    """Send a body."""
+    return httpx.post(f"{server.url}/{path}", json={"model": MODEL, **fields}, timeout=60)
+
+
 def post(server: Server, path: str, **fields: Any) -> dict[str, Any]:
     """Return an answer."""
-    answer = httpx.post(f"{server.url}/{path}", json={"model": MODEL, **fields}, timeout=60)
+    answer = send(server, path, **fields)
     assert answer.status_code == 200, answer.text
     body: dict[str, Any] = answer.json()
     return body
@@ -174,7 +180,7 @@ def test_a_prompt_of_1024_tokens_is_cached_and_a_shorter_one_is_not(
         own: dict[str, Any] = {"input": words, "max_output_tokens": 4}
         if path != "responses":
             own = {"messages": [{"role": "user", "content": words}], "max_completion_tokens": 4}
-        key = {"prompt_cache_key": "user-1", "prompt_cache_retention": "24h"}
+        key = {"prompt_cache_key": "user-1", "prompt_cache_retention": "in_memory"}
         return details(server, path, **own, **key)
 
     long, short = f"{path} {BOOK}", f"{path} {BOOK}"[:900]
@@ -202,3 +208,134 @@ def test_explicit_breakpoints_end_what_is_cached(server: Server) -> None:
     _, written = ask(breakpoint_part, "Warm", prewarm=True)
     assert written >= 1024
     assert ask(breakpoint_part, "What is it about?" * 9, ttl="30m") == (written, 0)
+
+
+FUNCTION: dict[str, Any] = {
+    "name": "get_current_weather",
+    "description": "Get the current weather in a given location",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "location": {"type": "string", "description": "The city, e.g. San Francisco, CA"},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["location", "unit"],
+    },
+}
+DEVELOPER = {"role": "developer", "content": "You are a helpful assistant."}
+BREAKPOINT = {"mode": "explicit"}
+DOCUMENTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "text input": ("responses", {"input": "Tell me a three sentence bedtime story."}),
+    "instructions": (
+        "responses",
+        {"instructions": "You are a helpful assistant.", "input": "Hello!", "stream": True},
+    ),
+    "functions of responses": (
+        "responses",
+        {
+            "tools": [{"type": "function", **FUNCTION}],
+            "input": "What is the weather like in Boston today?",
+            "tool_choice": "auto",
+        },
+    ),
+    "reasoning": (
+        "responses",
+        {"input": "How much wood would a woodchuck chuck?", "reasoning": {"effort": "high"}},
+    ),
+    "breakpoints of responses": (
+        "responses",
+        {
+            "prompt_cache_key": "tenant-1",
+            "prompt_cache_options": {"mode": "explicit", "ttl": "30m"},
+            "input": [
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "input_text",
+                            "text": "A long document",
+                            "prompt_cache_breakpoint": BREAKPOINT,
+                        },
+                        {"type": "input_text", "text": "A question"},
+                    ],
+                }
+            ],
+        },
+    ),
+    "default": (
+        "chat/completions",
+        {"messages": [DEVELOPER, {"role": "user", "content": "Hello!"}]},
+    ),
+    "functions": (
+        "chat/completions",
+        {
+            "messages": [{"role": "user", "content": "What's the weather like in Boston today?"}],
+            "tools": [{"type": "function", "function": FUNCTION}],
+            "tool_choice": "auto",
+        },
+    ),
+    "logprobs": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "Hello!"}], "logprobs": True, "top_logprobs": 2},
+    ),
+    "breakpoints": (
+        "chat/completions",
+        {
+            "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
+            "messages": [
+                {
+                    "role": "system",
+                    "content": [
+                        {"type": "text", "text": "Rules", "prompt_cache_breakpoint": BREAKPOINT}
+                    ],
+                },
+                {"role": "user", "content": "Hello!"},
+            ],
+        },
+    ),
+    "completion": (
+        "completions",
+        {"prompt": "Say this is a test", "max_tokens": 7, "temperature": 0},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_an_example_of_the_documents_is_answered_by_a_strict_server(
+    server: Server, name: str
+) -> None:
+    path, fields = DOCUMENTED[name]
+    limit = {} if "max_tokens" in fields else {"max_tokens": 4}
+    if path == "responses":
+        limit = {"max_output_tokens": 4}
+    answer = send(server, path, **fields, **limit)
+    assert answer.status_code == 200, answer.text
+    if not fields.get("stream"):
+        assert answer.json()["usage"]["total_tokens"] > 4
+
+
+def test_a_strict_server_refuses_what_is_unknown_and_what_it_may_not_keep(server: Server) -> None:
+    long_lived = send(server, "responses", input="a", prompt_cache_options={"ttl": "12h"})
+    assert long_lived.status_code == 400
+    assert long_lived.json()["error"]["message"] == (
+        "Invalid value: '12h'. Supported value is: '30m'."
+    )
+    part = {"type": "text", "text": "a", "of_tomorrow": 1}
+    inside = send(server, "chat/completions", messages=[{"role": "user", "content": [part]}])
+    assert inside.json()["error"]["message"] == (
+        "Unknown parameter: 'messages[0].content[0].of_tomorrow'."
+    )
+    fine = send(
+        server,
+        "responses",
+        input="a",
+        tools=[{"type": "function", **FUNCTION}],
+        reasoning={"effort": "low"},
+        truncation="auto",
+        include=[],
+        user="u",
+        max_output_tokens=1,
+        top_p=1,
+        stop=None,
+    )
+    assert fine.status_code == 200, fine.text
