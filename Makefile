@@ -9,13 +9,16 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # set TORCH_INDEX_URL to the index that holds the CPU builds.
 CPU_TORCH := torch==2.13.0
 
-.PHONY: help setup demo test test-full lint types format clean
+CLIENTS := .venv-clients
+
+.PHONY: help setup demo test test-full test-clients lint types format clean
 
 help:
-	@echo "make setup      virtual environment in $(VENV), the package and its development tools"
-	@echo "make demo       serve a prompt cold, then from VRAM, host, disk, and disk after a restart"
-	@echo "make test       lint, types and the CPU tests"
-	@echo "make test-full  what make test leaves out: slow, stress and, with a GPU, gpu tests"
+	@echo "make setup         virtual environment in $(VENV), the package and its development tools"
+	@echo "make demo          serve a prompt cold, then from VRAM, host, disk, and disk after a restart"
+	@echo "make test          lint, types and the CPU tests"
+	@echo "make test-full     what make test leaves out: slow, stress and, with a GPU, gpu tests"
+	@echo "make test-clients  openai 2, litellm and langchain-openai against a server"
 
 setup: $(STAMP)
 
@@ -37,6 +40,13 @@ test-full: lint types
 	@$(BIN)/pytest -q -m "not gpu"
 	@$(if $(HAS_GPU),$(BIN)/pytest -q -m gpu,echo "not run: the gpu tests, there is no GPU here")
 
+test-clients: setup
+	@test -x $(CLIENTS)/bin/python || $(PYTHON) -m venv $(CLIENTS)
+	@$(CLIENTS)/bin/python -m pip install --quiet -r tests/e2e/clients.txt
+	@PYTHONPATH=. TIEREDKV_TEST_PYTHON=$(CURDIR)/$(BIN)/python $(CLIENTS)/bin/python -m pytest -q \
+		-c /dev/null --rootdir . --noconftest --import-mode=importlib -p no:cacheprovider \
+		tests/e2e/test_clients.py
+
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -49,4 +59,4 @@ format: setup
 	@$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(CLIENTS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,7 +14,8 @@ from typing import Any
 import httpx
 import openai
 
-COMMAND = (sys.executable, "-P", "-m", "tieredkv")
+PYTHON = os.environ.get("TIEREDKV_TEST_PYTHON", sys.executable)  # with tieredkv in it
+COMMAND = (PYTHON, "-P", "-m", "tieredkv")
 SMALL = (
     *("--port", "0", "--disk-size", "256MiB", "--host-size", "8MiB", "--device-size", "8MiB"),
     *("--default-retention", "24h", "--restore", "load"),

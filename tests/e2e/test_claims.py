@@ -229,6 +229,14 @@ def test_the_answer_may_be_cached_in_part(shared_llm: LLM, pass_time: object) ->
     assert len(shared_llm.core.tiers.directory.entries()) == 4
 
 
+def test_a_cache_key_is_a_namespace_where_the_operator_says_so() -> None:
+    for isolate_by, found in (("salt", 160), ("prompt_cache_key", 0)):
+        with LLM("tiny-random", isolate_by=isolate_by, device_size="1MiB", host_size="1MiB") as llm:
+            serve(llm, prompt(1), prompt_cache_key="a")
+            assert cached(llm, prompt(1), prompt_cache_key="b") == found
+            assert cached(llm, prompt(1), prompt_cache_key="a") == 160
+
+
 # --- where a hit may end
 
 

@@ -49,9 +49,8 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     monkeypatch.setattr(limits, "WRITE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 1000)
     seen.clear()
-    config = uvicorn.Config(
-        Limits(app, 1, refuse), http=TimedConnection, lifespan="off", log_config=None
-    )
+    limited = Limits(app, 2, refuse, lambda headers: headers.get("x-api-key", ""))
+    config = uvicorn.Config(limited, http=TimedConnection, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
@@ -106,3 +105,20 @@ def test_bodies_in_hand_are_bounded_in_all_and_given_back(port: int) -> None:
         assert httpx.post(url, content=content).status_code == 429
     for _ in range(3):
         assert httpx.post(url, content=b"x" * 900).json() == 900
+
+
+def test_a_tenant_that_takes_every_place_costs_others_none(port: int) -> None:
+    def ask(key: str) -> int:
+        headers = {"x-api-key": key}
+        url = f"http://127.0.0.1:{port}/count"
+        return httpx.post(url, headers=headers, content=b"x").status_code
+
+    head = b"POST /count HTTP/1.1\r\nHost: x\r\nx-api-key: a\r\nContent-Length: 9\r\n\r\n"
+    stuck = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
+    for sock in stuck:
+        sock.sendall(head)
+    wait_for(lambda: ask("a") == 429, "nobody is refused")
+    assert [ask("b") for _ in range(3)] == [200] * 3
+    for sock in stuck:
+        sock.close()
+    wait_for(lambda: ask("a") == 200, "the places are not free again")

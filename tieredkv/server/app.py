@@ -73,6 +73,7 @@ class Api:
         self._engine = engine
         self._tokenization = tokenization
         self._keys = keys
+        self.tenant_of = keys.tenant
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
 
@@ -213,7 +214,7 @@ def build_app(api: Api) -> ASGIApp:
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
     app.add_exception_handler(Exception, _on_bug)
-    return with_request_ids(Limits(app, api.max_requests, _on_request_error))
+    return with_request_ids(Limits(app, api.max_requests, _on_request_error, api.tenant_of))
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:

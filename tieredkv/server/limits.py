@@ -6,11 +6,13 @@ It knows connections and bytes, not what they mean.
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import h11
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,44 +30,58 @@ WRITE_TIMEOUT_S = 60.0
 class Limits:
     """Refuses what is too much at once, before its body is read, and notes when requests arrive.
 
+    Who holds less than an equal share is not refused for what others hold, so that twice as much
+    is held at the very most.
+
     Attributes:
         app: takes the others; the operator's own requests are never too many.
         max_requests: that are answered at once.
         refuse: makes the answer to a request that is refused.
+        tenant_of: tells by its headers whose a request is.
     """
 
     app: ASGIApp
     max_requests: int
     refuse: Callable[[Request, Exception], Awaitable[Response]]
-    _num_requests: int = 0
-    _num_bytes: int = 0
+    tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
+    _requests: Counter[str] = field(default_factory=Counter)
+    _bytes: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         scope["arrived_at"] = time.perf_counter()
-        sizes: list[int] = []
+        tenant, held = "", Counter[str]()
 
         async def receive_counted() -> Message:
             message = await receive()
-            sizes.append(len(message.get("body", b"")))
-            self._num_bytes += sizes[-1]
-            if self._num_bytes > MAX_BODIES_BYTES:
+            size = len(message.get("body", b""))
+            held[tenant] += size
+            self._bytes[tenant] += size
+            if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
                 raise _refused(429, "The server holds too many bytes of requests; retry later.")
             return message
 
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
-        self._num_requests += is_counted
+        counted = Counter[str]()
         try:
             if sum(map(len, itertools.chain(*scope["headers"]))) > MAX_HEADER_BYTES:
                 raise _refused(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.")
-            if is_counted and self._num_requests > self.max_requests:
-                raise _refused(429, "The server has too many requests in hand; retry later.")
+            if is_counted:
+                tenant = self.tenant_of(Headers(scope=scope))
+                counted[tenant] = 1
+                self._requests += counted
+                if _is_too_much(self._requests, tenant, self.max_requests):
+                    raise _refused(429, "The server has too many requests in hand; retry later.")
             await self.app(scope, receive_counted, send)
         except RequestError as error:
             await (await self.refuse(Request(scope), error))(scope, receive, send)
         finally:
-            self._num_requests -= is_counted
-            self._num_bytes -= sum(sizes)
+            self._requests -= counted
+            self._bytes -= held
+
+
+def _is_too_much(held: Counter[str], tenant: str, most: int) -> bool:
+    return held.total() > most and held[tenant] > most // len(+held)
 
 
 def _refused(status: int, text: str) -> RequestError:

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 from tieredkv.engine.answer import Answer
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object
+from tieredkv.retention import ALIASES
 from tieredkv.server import openai_requests as requests
 from tieredkv.server.asked import Asked, CachePlan, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Tokenization
@@ -213,6 +214,8 @@ class ResponsesRequest(requests.ConversationRequest):
         names += " instructions tools truncation temperature top_p prompt_cache_key user"
         names += " prompt_cache_options prompt_cache_retention safety_identifier"
         told = self.model_dump(mode="json", include=set(names.split()))
+        kept = self.prompt_cache_retention
+        told["prompt_cache_retention"] = kept and ALIASES.get(kept, kept)
         return {**told, "tool_choice": self.tool_choice or "auto"}
 
 

@@ -1,0 +1,151 @@
+"""What one tenant asked is not seen by another: not in counts, not in times, in no tier.
+
+Each test is run once more on a server that is told to share, where it must see all: so it could
+have seen something.
+"""
+
+import contextlib
+import math
+import random
+import time
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serving import Server, running
+
+FULL = 256
+SALTED = {"cache_salt": "of somebody else"}
+SMALL = ("--device-size", "2MiB", "--host-size", "16MiB")  # 64 and 512 blocks
+BRIEFLY = {"prompt_cache_retention": "in_memory"}
+
+
+def prompt(*seed: object) -> list[int]:
+    """Return random tokens; 16 blocks and some of them."""
+    generator = random.Random(str(seed))
+    return [generator.randrange(256) for _ in range(FULL + 8)]
+
+
+def ks_probability(some: Sequence[float], others: Sequence[float]) -> float:
+    """Return how likely two samples of one distribution are to lie apart as far as these.
+
+    Source: Kolmogorov-Smirnov; the approximation of small samples is by Stephens, 1970.
+    """
+    a, b = sorted(some), sorted(others)
+    gap: float = max(abs(bisect_right(a, x) / len(a) - bisect_right(b, x) / len(b)) for x in a + b)
+    size = math.sqrt(len(a) * len(b) / (len(a) + len(b)))
+    scaled = gap * (size + 0.12 + 0.11 / size)
+    if scaled < 0.2:  # the series does not converge, and the answer is 1
+        return 1.0
+    signs = [1.0, -1.0] * 50
+    series = (sign * math.exp(-2 * (k * scaled) ** 2) for k, sign in enumerate(signs, start=1))
+    return min(1.0, 2 * sum(series))
+
+
+class Tenants(contextlib.ExitStack):
+    """Two tenants of one server, on connections that stay open."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self._http = self.enter_context(httpx.Client(base_url=server.url, timeout=60))
+
+    def ask(self, key: str, tokens: list[int], **fields: Any) -> tuple[dict[str, int], float]:
+        """Return how many tokens were found in which tier, and the time to the first token."""
+        body = {"model": "tiny-random", "prompt": tokens, "max_tokens": 1, **fields}
+        start = time.perf_counter()
+        answer = self._http.post("/completions", json=body, headers={"x-api-key": key})
+        elapsed = time.perf_counter() - start
+        assert answer.status_code == 200, answer.text
+        details = answer.json()["usage"]["prompt_tokens_details"]
+        by_tier: dict[str, int] = details["cached_tokens_by_tier"]
+        assert sum(by_tier.values()) == details["cached_tokens"]
+        assert details["cached_tokens"] + details["cache_write_tokens"] == FULL
+        return by_tier, elapsed
+
+
+def flags(isolate_by: str) -> tuple[str, ...]:
+    """Return those of a server with two tenants."""
+    return (*SMALL, "--api-key", "sk-a", "--api-key", "sk-b", "--isolate-by", isolate_by)
+
+
+@pytest.fixture(scope="module", params=["salt", "none"])
+def isolate_by(request: pytest.FixtureRequest) -> str:
+    """Return whether tenants share."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, isolate_by: str) -> Iterator[Server]:
+    """Return a server that shares or does not."""
+    with running(tmp_path_factory.mktemp("isolation"), *flags(isolate_by)) as server:
+        yield server
+        assert "Traceback" not in server.log, server.log
+
+
+@pytest.mark.parametrize("num_probes", [60, pytest.param(250, marks=pytest.mark.slow)])
+def test_neither_counts_nor_times_tell_what_another_tenant_has_asked(
+    server: Server, isolate_by: str, num_probes: int
+) -> None:
+    order = random.Random(5)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    found: dict[bool, set[int]] = {True: set(), False: set()}
+    with Tenants(server) as tenants:
+        for i in range(num_probes):
+            tenants.ask("sk-a", prompt(num_probes, i, True), **BRIEFLY)
+            for is_known in order.sample((True, False), 2):
+                by_tier, elapsed = tenants.ask("sk-b", prompt(num_probes, i, is_known), **BRIEFLY)
+                times[is_known].append(elapsed)
+                found[is_known].add(sum(by_tier.values()))
+    probability = ks_probability(times[True], times[False])
+    if isolate_by == "none":
+        assert found == {True: {FULL}, False: {0}}
+        assert probability < 1e-6
+    else:
+        assert found == {True: {0}, False: {0}}
+        assert probability > 1e-4
+
+
+def test_no_tier_and_no_restart_gives_a_tenant_what_another_has_asked(
+    server: Server, isolate_by: str
+) -> None:
+    strangers: list[tuple[str, dict[str, Any]]] = [("sk-b", {}), ("sk-a", SALTED)]
+    if isolate_by == "none":
+        strangers.pop()
+
+    def check(tier: str) -> None:
+        for key, fields in strangers:
+            found, _ = tenants.ask(key, prompt(tier), **fields)
+            assert sum(found.values()) == (FULL if isolate_by == "none" else 0)
+            if isolate_by == "none":
+                assert found[tier] > 0
+        found, _ = tenants.ask("sk-a", prompt(tier))
+        assert sum(found.values()) == FULL
+        assert found[tier] > 0 or isolate_by == "none"  # there the stranger has brought it up
+
+    with Tenants(server) as tenants:
+        tenants.ask("sk-a", prompt("device"))
+        check("device")
+        tenants.ask("sk-a", prompt("host"))
+        for i in range(6):  # more than VRAM holds
+            tenants.ask("sk-a", prompt("other", i))
+        check("host")
+        tenants.ask("sk-a", prompt("disk"))
+    assert server.stop() == 0
+    if isolate_by == "none":
+        return
+    with running(server.disk_dir.parent, *flags(isolate_by)) as again, Tenants(again) as tenants:
+        check("disk")
+        assert again.stop() == 0
+
+
+def test_the_statistic_tells_samples_apart_and_is_calm_where_they_are_not() -> None:
+    draw = random.Random(1).gauss
+    calm = [
+        ks_probability([draw(0, 1) for _ in range(60)], [draw(0, 1) for _ in range(60)])
+        for _ in range(200)
+    ]
+    assert 0.02 < sum(it < 0.1 for it in calm) / 200 < 0.2
+    assert ks_probability([draw(0, 1) for _ in range(250)], [draw(1, 1) for _ in range(250)]) < 1e-6
