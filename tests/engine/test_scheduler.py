@@ -376,7 +376,7 @@ def test_a_queued_request_is_admitted_though_what_was_held_for_it_is_evicted_or_
     loop.step()
     large = loop.add("large", 31, seed=1)  # takes the whole pool, of which it protects a half
     loop.step()
-    assert len(large.prefix.held_blocks) == 4
+    assert len(large.prefix.held[rig.tiers.device]) == 4
     rig.clock.moment += seconds
     if not seconds:
         rig.cache.evict(lambda _entry: True)

@@ -292,7 +292,7 @@ def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() ->
         rig.cache.arrive(prefix)
         rig.turn(3)
         rig.cache.protect(prefix)
-        assert len(prefix.held_blocks) + len(prefix.held_pages) == 2
+        assert sum(map(len, prefix.held.values())) == 2
         rig.cache.release(prefix)
     assert len(rig.store.loaded) == 2
     rig.check_nothing_is_held()

@@ -19,11 +19,12 @@ import sys
 import time
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, cast
 
-from tieredkv.block_pool import Block
+from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
@@ -68,6 +69,7 @@ class Prefix:
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
         records: what the disk said about blocks, sealed as they are stored.
+        held: blocks of each pool that are held for it while it waits.
         refused_at: free and cached blocks, and whether it was alone, when there was no room for
             it; it is not looked up again before they change.
     """
@@ -86,8 +88,7 @@ class Prefix:
     asked: set[BlockHash] = field(default_factory=set)
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0
-    held_blocks: list[Block] = field(default_factory=list)
-    held_pages: list[Block] = field(default_factory=list)
+    held: dict[BlockPool, list[Block]] = field(default_factory=dict)
     refused_at: tuple[int, int, bool] | None = None
 
     @property
@@ -103,7 +104,7 @@ class Prefix:
     @property
     def is_protected(self) -> bool:
         """Whether something is held for it while it waits."""
-        return bool(self.held_blocks or self.held_pages)
+        return any(self.held.values())
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield the claims and, of these ascending indices of blocks, those that each covers."""
@@ -144,8 +145,7 @@ class TieredCache:
         )
         self._lookups: dict[int, Prefix] = {}
         self._overdue: set[int] = set()
-        self._num_held_blocks = 0
-        self._num_held_pages = 0
+        self._num_held: Counter[BlockPool] = Counter()
         self._short_since: dict[Prefix, float] = {}
         self._control_requests: list[ControlRequest] = []
 
@@ -187,33 +187,21 @@ class TieredCache:
         if not any(device.find(head) + host.find(head)):
             return  # without its head a chain is hardly ever cached
         self.expire_due()
-        for block_hash in self._readable(prefix):
-            block = device.lookup(block_hash)
-            if block is not None:
-                if self._num_held_blocks < device.num_blocks // 2:
-                    device.acquire(block)
-                    prefix.held_blocks.append(block)
-                    self._num_held_blocks += 1
-                continue
-            page = host.lookup(block_hash)
-            if page is not None and self._num_held_pages < host.num_blocks // 4:
-                host.acquire(page)
-                prefix.held_pages.append(page)
-                self._num_held_pages += 1
+        readable = self._readable(prefix)
+        self._hold(prefix, device, device.find(readable), device.num_blocks // 2)
+        self._hold(prefix, host, host.find(device.missing(readable)), host.num_blocks // 4)
 
     @property
     def num_held_blocks(self) -> int:
         """Device blocks that are held for queued requests."""
-        return self._num_held_blocks
+        return self._num_held[self.tiers.device]
 
     def unprotect(self, prefix: Prefix) -> None:
         """Let go of what was held for a queued request; it may still be found later."""
-        self.tiers.device.release(prefix.held_blocks[::-1])
-        self.tiers.host.release(prefix.held_pages[::-1])
-        self._num_held_blocks -= len(prefix.held_blocks)
-        self._num_held_pages -= len(prefix.held_pages)
-        prefix.held_blocks = []
-        prefix.held_pages = []
+        for pool, blocks in prefix.held.items():
+            pool.release(blocks[::-1])
+            self._num_held[pool] -= len(blocks)
+        prefix.held = {}
         self.demoter.note_change()
 
     # Admission
@@ -241,7 +229,7 @@ class TieredCache:
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
-            if any(block.block_hash is None for block in prefix.held_blocks):
+            if any(block.block_hash is None for block in prefix.held.get(device, ())):
                 self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
             elif not self.is_room_coming(prefix):
                 prefix.refused_at = device.num_free, device.num_cached, is_alone
@@ -439,10 +427,8 @@ class TieredCache:
             for block in pool.evictable():
                 if tiers.directory.get(block.block_hash) is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
-        if self._num_held_blocks > tiers.device.num_blocks // 2:
-            raise IntegrityError(f"{self._num_held_blocks} device blocks held for the queue")
-        if self._num_held_pages > tiers.host.num_blocks // 2:
-            raise IntegrityError(f"{self._num_held_pages} host pages held for the queue")
+            if self._num_held[pool] > pool.num_blocks // 2:
+                raise IntegrityError(f"{self._num_held[pool]} blocks held for the queue")
 
     # Inside
 
@@ -476,11 +462,21 @@ class TieredCache:
         found = cast(dict[BlockHash, bytes], event.found)
         prefix.records |= found
         if found and not prefix.is_admitted:
-            room = self.tiers.host.num_blocks // 4 - self._num_held_pages
+            host = self.tiers.host
+            most = host.num_blocks // 4
             wanted = {each: found[each] for each in self._readable(prefix) if each in found}
-            pages = self.promoter.prefetch(wanted, max_pages=room)
-            prefix.held_pages.extend(pages)
-            self._num_held_pages += len(pages)
+            pages = self.promoter.prefetch(wanted, max_pages=most - self._num_held[host])
+            self._hold(prefix, host, pages, most)
+
+    def _hold(
+        self, prefix: Prefix, pool: BlockPool, blocks: Sequence[Block | None], most: int
+    ) -> None:
+        """Hold blocks for a queued request, the first of them, up to so many for all."""
+        held = [block for block in blocks if block is not None][: most - self._num_held[pool]]
+        for block in held:
+            pool.acquire(block)
+        prefix.held.setdefault(pool, []).extend(held)
+        self._num_held[pool] += len(held)
 
     def _forget_disk_copies(self) -> None:
         """Count no block as being on disk: a new worker may have had to start with an empty store.
