@@ -7,7 +7,7 @@ Called by the engine's thread only.
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tieredkv.errors import IntegrityError
@@ -15,10 +15,6 @@ from tieredkv.retention import RetentionPolicies
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SLACK = 64
-_SHARED = (
-    *("block_hash", "parent_hash", "root", "namespace", "position"),
-    *("computed_at", "last_used", "protect_until", "hits"),
-)
 
 
 @dataclass(slots=True)
@@ -55,6 +51,9 @@ class Entry:
     def times(self) -> tuple[float, float, float]:
         """What its deadline follows from, beside its claims."""
         return self.computed_at, self.last_used, self.protect_until
+
+
+_SHARED = [field.name for field in fields(Entry) if field.name in BlockRecord.__struct_fields__]
 
 
 def _shared(block: Entry | BlockRecord) -> dict[str, Any]:

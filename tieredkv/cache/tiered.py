@@ -22,6 +22,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, cast
 
 from tieredkv.block_pool import Block, BlockPool
@@ -573,41 +574,34 @@ class TieredCache:
 
     def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
-        device, tenant = self.tiers.device, cast(bytes | None, prefix.tenant)
-        blocks = self._take_clean(num_blocks, tenant)
+        device, demoter = self.tiers.device, self.demoter
+        take = partial(
+            device.allocate, num_blocks, tenant=prefix.tenant, can_evict=demoter.is_device_clean
+        )
+        blocks = take()
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
-            tenant = None
-            blocks = self._take_clean(num_blocks, tenant)
-        if blocks is None and device.num_free - device.num_kept >= num_blocks:
-            self.demoter.demote(num_blocks)
-            self.poll()
-            self.demoter.make_room(num_blocks, tenant)
-            blocks = self._take_clean(num_blocks, tenant)
-            if blocks is None:
-                return self._wait_or_drop(prefix, num_blocks, tenant)
+            take = partial(take, tenant=None)
+            blocks = take()
         # If there are none, requests or floors hold the rest: waiting for a demotion cannot help.
+        if blocks is None and device.num_free - device.num_kept >= num_blocks:
+            demoter.demote(num_blocks)
+            self.poll()
+            # NOTE: what is larger than the host tier gets its room bit by bit. Blocks left where
+            # they are would be dirty again when the next ones push their pages out.
+            device.release(take(is_partial=True) or [])
+            blocks = take()
+            if blocks is None:
+                now = time.monotonic()
+                if prefix not in self._short_since:
+                    self._short_since[prefix] = now
+                    self.tiers.counters.allocation_waits += 1
+                demoter.write(num_blocks)
+                if now - self._short_since[prefix] >= PATIENCE_S:
+                    demoter.drop_oldest(num_blocks)
+                    blocks = take()
+                if blocks is None:
+                    return None
         self._short_since.pop(prefix, None)
         if blocks is not None:
-            self.demoter.note_change()
-        return blocks
-
-    def _take_clean(self, num_blocks: int, tenant: bytes | None) -> list[Block] | None:
-        can_evict = self.demoter.is_device_clean
-        return self.tiers.device.allocate(num_blocks, tenant=tenant, can_evict=can_evict)
-
-    def _wait_or_drop(
-        self, prefix: Prefix, num_blocks: int, tenant: bytes | None
-    ) -> list[Block] | None:
-        now = time.monotonic()
-        if prefix not in self._short_since:
-            self._short_since[prefix] = now
-            self.tiers.counters.allocation_waits += 1
-        self.demoter.write(num_blocks)
-        if now - self._short_since[prefix] < PATIENCE_S:
-            return None
-        self.demoter.drop_oldest(num_blocks)
-        blocks = self._take_clean(num_blocks, tenant)
-        if blocks is not None:
-            del self._short_since[prefix]
-            self.demoter.note_change()
+            demoter.note_change()
         return blocks
