@@ -276,29 +276,25 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        for part in (self._empty, self._evictable, self._last):
-            for block in part:
-                if (part is self._empty) != (block.block_hash is None):
-                    raise IntegrityError(f"{block} is in the wrong part of the free list")
-                if part is not self._empty and not block.is_ready:
-                    raise IntegrityError(f"{block} is evictable but was never filled")
-        free = {*self._empty, *self._evictable, *self._last}
-        if len(free) != self.num_free:
-            raise IntegrityError("a block is in the free list twice")
+        parts = (self._empty, self._evictable, self._last)
         for block in self._blocks:
-            is_pinned_only = block.pin_count > 0 and block.block_hash is None
-            is_free = block.ref_count == 0 and not is_pinned_only
-            if is_free != (block in free) or min(block.ref_count, block.pin_count) < 0:
+            is_hashed = block.block_hash is not None
+            is_free = block.ref_count == 0 and (is_hashed or block.pin_count == 0)
+            places = [part for part in parts if block in part]
+            if len(places) != is_free or min(block.ref_count, block.pin_count) < 0:
                 raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
+            if is_free and is_hashed == (places[0] is self._empty):
+                raise IntegrityError(f"{block} is in the wrong part of the free list")
+            if is_free and is_hashed and not block.is_ready:
+                raise IntegrityError(f"{block} is evictable but was never filled")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
+        for block_hash, block in self._index.items():
+            if block.block_hash != block_hash:
+                raise IntegrityError(f"{block} is not in the index under its hash")
         if +Counter(self._num_of) != Counter(block.tenant for block in hashed):
             raise IntegrityError("blocks are not counted to their tenants")
-        for block in hashed:
-            assert block.block_hash is not None
-            if self._index.get(block.block_hash) is not block:
-                raise IntegrityError(f"{block} is not in the index under its hash")
 
     def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
         """Yield what may be evicted; of what is protected, only as much as the rest cannot give.

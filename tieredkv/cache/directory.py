@@ -213,23 +213,20 @@ class Directory:
             id_prefixes: beginnings of block hashes, in hex.
             blocks: further blocks of these chains, whose tails may be on disk only.
         """
-        children: dict[BlockHash, list[Entry]] = {}
-        for entry in self._entries.values():
-            children.setdefault(entry.parent_hash, []).append(entry)
         prefixes = tuple(map(str.lower, id_prefixes))
-        found = {block_hash for block_hash in blocks if block_hash in self._entries}
-        below = [e for e in self._entries.values() if e.block_hash.hex().startswith(prefixes)]
-        for entry in below:  # grows while it is walked
-            found.add(entry.block_hash)
-            below.extend(children.get(entry.block_hash, ()))
-        for block_hash in list(found):
-            above = self._entries.get(self._entries[block_hash].parent_hash)
-            while above is not None:
-                found.add(above.block_hash)
-                above = self._entries.get(above.parent_hash)
-        for block_hash in sorted(found, key=lambda block: -self._entries[block].position):
-            if any(child.block_hash not in found for child in children.get(block_hash, ())):
-                found.discard(block_hash)
+        by_position = sorted(self._entries.values(), key=lambda entry: entry.position)
+        below: set[BlockHash] = set()
+        for entry in by_position:
+            if entry.parent_hash in below or entry.block_hash.hex().startswith(prefixes):
+                below.add(entry.block_hash)
+        found: set[BlockHash] = set()
+        wanted, shared = below.union(blocks), set[BlockHash]()
+        for entry in reversed(by_position):  # tails first
+            if entry.block_hash in wanted and entry.block_hash not in shared:
+                found.add(entry.block_hash)
+                wanted.add(entry.parent_hash)
+            else:
+                shared.add(entry.parent_hash)
         return found
 
     def has_due(self, now: float) -> bool:
