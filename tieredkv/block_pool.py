@@ -166,7 +166,7 @@ class BlockPool:
                     if len(victims) == num_needed:
                         break
             self.num_kept = len(kept)
-            self.touch(kept[::-1])
+            self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
             if len(victims) < num_needed and not is_partial:
                 return None
         taken = list(islice(self._empty, count - len(victims)))
@@ -258,10 +258,10 @@ class BlockPool:
         if block.ref_count == 0 and block.block_hash is None:
             self._append(block)
 
-    def touch(self, chain: Iterable[Block]) -> None:
+    def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Make a chain's evictable blocks (given head first) the youngest, its head last to go."""
-        for block in reversed(list(chain)):
-            if block.ref_count == 0 and block.block_hash is not None:
+        for block in reversed(self.find(hashes)):
+            if block is not None and block.ref_count == 0:
                 self._unlink(block)
                 self._append(block)
 

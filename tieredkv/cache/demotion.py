@@ -345,7 +345,7 @@ class Demoter:
         tiers = self._tiers
         assert tiers.store is not None
         entry.disk_expires_at = record.expires_at
-        item = tiers.touch_item(entry, tiers.clock.now())
+        item = tiers.directory.touch_item(entry, tiers.clock.now())
         told = record.expires_at, record.protect_until
         if (entry.disk_expires_at, entry.protect_until) != told:
             tiers.store.touch([item])

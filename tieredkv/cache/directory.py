@@ -12,6 +12,7 @@ from typing import Any
 
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SLACK = 64
@@ -189,18 +190,22 @@ class Directory:
         """Return whether a policy that asked for the block lets it into this tier."""
         return any(tier in self._policies.get(each, is_any=True).tiers for each in entry.claims)
 
-    def disk_retention(self, entry: Entry) -> str:
-        """Return the name of the longest of its policies that allow the disk; there is one."""
-        return self._policies.longest(entry.claims)
-
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return what the store is told of the block."""
         return BlockRecord(
             **_shared(entry),
             size_bytes=size_bytes,
-            retention=self.disk_retention(entry),
+            retention=self._policies.longest(entry.claims),
             expires_at=expires_at,
         )
+
+    def touch_item(self, entry: Entry, now: float) -> TouchItem:
+        """Return what the disk is to be told of a use of a block that it has, and note it."""
+        until, retention = self.disk_deadline(entry, now), None
+        if until is not None:
+            entry.disk_expires_at = max(entry.disk_expires_at, until)
+            retention = self._policies.longest(entry.claims)
+        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.protect_until)
 
     def chains(
         self, id_prefixes: Sequence[str], blocks: Collection[BlockHash] = ()

@@ -71,8 +71,8 @@ class Prefix:
         sources: tier in which each full block was found, None where it had to be computed.
         records: what the disk said about blocks, sealed as they are stored.
         held: blocks of each pool that are held for it while it waits.
-        refused_at: free and cached blocks, and whether it was alone, when there was no room for
-            it; it is not looked up again before they change.
+        refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
+            was no room for it; it is not looked up again before they change.
     """
 
     root: BlockHash
@@ -90,7 +90,7 @@ class Prefix:
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0
     held: dict[BlockPool, list[Block]] = field(default_factory=dict)
-    refused_at: tuple[int, int, bool] | None = None
+    refused_at: tuple[int, int, int, bool] | None = None
 
     @property
     def tenant(self) -> bytes:
@@ -219,7 +219,7 @@ class TieredCache:
             False, with nothing held, where there is no room yet or the disk has to be asked first.
         """
         device = self.tiers.device
-        if prefix.refused_at == (device.num_free, device.num_cached, is_alone):
+        if prefix.refused_at == (device.num_free, device.num_cached, num_blocks, is_alone):
             return False
         self._ask(prefix)
         if prefix.lookup_job is not None:
@@ -233,7 +233,7 @@ class TieredCache:
             if any(block.block_hash is None for block in prefix.held.get(device, ())):
                 self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
             elif not self.is_room_coming(prefix):
-                prefix.refused_at = device.num_free, device.num_cached, is_alone
+                prefix.refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             return False
         prefix.refused_at = None
         if len(found) == len(prefix.hashes) and not self.promoter.num_loading:
@@ -261,10 +261,6 @@ class TieredCache:
         prefix.blocks.extend(fresh)
         prefix.block_ids.append(fresh[0].block_id)
         return True
-
-    def is_loading(self, block: Block) -> bool:
-        """Return whether the bytes of a device block are on their way up."""
-        return self.promoter.is_loading(block)
 
     # Completion
 
@@ -314,12 +310,12 @@ class TieredCache:
             for entry in entries:
                 directory.claim(entry, claim.retentions, now)
                 if entry.is_on_disk:
-                    items.append(tiers.touch_item(entry, now))
+                    items.append(tiers.directory.touch_item(entry, now))
                 else:
                     self.demoter.note_computed(entry)
-        tiers.host.touch(self._pages(prefix))
+        tiers.host.touch(prefix.hashes)
         if prefix.read_ends is not None:  # blocks that it computed again and does not hold
-            tiers.device.touch(filter(None, tiers.device.find(hashes)))
+            tiers.device.touch(hashes)
         if items and tiers.store is not None:
             tiers.store.touch(items)
 
@@ -330,7 +326,7 @@ class TieredCache:
             prefix.lookup_job = None
         self._short_since.pop(prefix, None)
         self.unprotect(prefix)
-        self.tiers.host.touch(self._pages(prefix))
+        self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
         prefix.blocks = []
         prefix.block_ids = array("i")
@@ -388,7 +384,7 @@ class TieredCache:
             else:
                 aged.append(entry.block_hash)
         for pool in (tiers.device, tiers.host):
-            pool.touch(filter(None, pool.find(aged)))
+            pool.touch(aged)
 
     def take_control_requests(self) -> list[ControlRequest]:
         """Return what the store's worker wants to know for an operator."""
@@ -539,11 +535,6 @@ class TieredCache:
             missing = [each for each in tiers.host.missing(missing) if each not in prefix.records]
         num_found = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
-
-    def _pages(self, prefix: Prefix) -> list[Block]:
-        """Return the host pages of a chain, head first."""
-        pages = (self.tiers.host.lookup(block_hash) for block_hash in prefix.hashes)
-        return [page for page in pages if page is not None]
 
     def _add_computed(self, prefix: Prefix, indices: Sequence[int]) -> None:
         """Enter blocks that were computed just now."""
