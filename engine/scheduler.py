@@ -208,7 +208,7 @@ class Scheduler:
             block = prefix.blocks[index]
             if write_from > start:
                 break
-            if block.is_ready or block.block_id in claimed or self.cache.is_loading(block):
+            if block.is_ready or block.block_id in claimed or self.cache.promoter.is_loading(block):
                 end = min(end, index * size)
                 break
         if end <= start:

@@ -7,9 +7,9 @@ Called by the engine's thread only.
 """
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
@@ -27,10 +27,7 @@ class Block:
         tenant: whose the content is.
     """
 
-    __slots__ = (
-        *("_next", "_prev", "block_hash", "block_id"),
-        *("is_ready", "pin_count", "ref_count", "tenant"),
-    )
+    __slots__ = ("block_hash", "block_id", "is_ready", "pin_count", "ref_count", "tenant")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -39,8 +36,6 @@ class Block:
         self.block_hash: BlockHash | None = None
         self.is_ready = False
         self.tenant = b""
-        self._prev: Block = self
-        self._next: Block = self
 
     def __repr__(self) -> str:
         name = self.block_hash.hex()[:12] if self.block_hash is not None else "-"
@@ -55,19 +50,18 @@ def _ignore_eviction(_block: Block, _block_hash: BlockHash) -> None:
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
-    The free list is three doubly linked lists through the blocks themselves, empty blocks,
-    evictable ones and protected ones: taking a block out of the middle, as every hit does, is O(1).
-    Empty blocks are handed out first, then the evictable ones, least recently used first, then the
-    protected ones in the same order. What would make more than half of the pool protected stands
-    among the others.
+    The free list has three parts, each an ordered dict: taking a block out of the middle, as every
+    hit does, is O(1). Empty blocks are handed out first, then the evictable ones, least recently
+    used first, then the protected ones in the same order. What would make more than half of the
+    pool protected stands among the others.
 
     Invariants (`check`):
-        1. links are consistent both ways, and no block is in the list twice;
+        1. no block is in the free list twice;
         2. the free list holds exactly the blocks with ref_count 0, but for pinned ones that lost
            their hash: those come back with `unpin`;
         3. the index maps exactly the hashed blocks, each under its own hash;
-        4. a free block is either empty or hashed and ready, and in the list of its kind;
-        5. the counters agree with the lists, and while there are floors, with the blocks' tenants.
+        4. a free block is either empty or hashed and ready, and in the part of its kind;
+        5. hashed blocks are counted to their tenants.
 
     Args:
         num_blocks: how many.
@@ -75,8 +69,6 @@ class BlockPool:
 
     Attributes:
         protected: what is to be evicted last; a change counts for a block from its next use on.
-        num_empty: blocks that nobody uses and that hold nothing.
-        num_evictable: blocks that nobody uses and that hold cached content, protected or not.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
         num_kept: how many of them the last `allocate` left to their tenants.
     """
@@ -88,22 +80,27 @@ class BlockPool:
         self.protected: Collection[BlockHash] = ()
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
-        self._empty = Block(-1)
-        self._evictable = Block(-2)
-        self._last = Block(-3)
-        self._last_ids: set[int] = set()  # of the blocks of the third list
-        self.num_empty = 0
-        self.num_evictable = 0
+        self._empty = OrderedDict.fromkeys(self._blocks)
+        self._evictable: OrderedDict[Block, None] = OrderedDict()
+        self._last: OrderedDict[Block, None] = OrderedDict()
         self.num_kept = 0
         self.floors: dict[bytes, int] = {}
-        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant, while there are floors
-        for block in self._blocks:
-            self._append(block)
+        self._num_of: dict[bytes, int] = defaultdict(int)  # hashed blocks by tenant
 
     @property
     def num_blocks(self) -> int:
         """All blocks of the pool."""
         return len(self._blocks)
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks that nobody uses and that hold nothing."""
+        return len(self._empty)
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks that nobody uses and that hold cached content, protected or not."""
+        return len(self._evictable) + len(self._last)
 
     @property
     def num_free(self) -> int:
@@ -125,14 +122,12 @@ class BlockPool:
         return self._index.get(block_hash)
 
     def evictable(self) -> Iterator[Block]:
-        """Yield the blocks that may be evicted, in that order; do not change the pool meanwhile."""
-        yield from self._walk(self._evictable)
-        yield from self._walk(self._last)
+        """Return what may be evicted, in that order; do not change the pool meanwhile."""
+        return chain(self._evictable, self._last)
 
     def set_floors(self, shares: Mapping[bytes, float]) -> None:
         """Leave each of these tenants so much of the pool, in hashed blocks, from now on."""
         self.floors = {tenant: int(share * self.num_blocks) for tenant, share in shares.items()}
-        self._num_of = Counter(block.tenant for block in self._index.values())
 
     def allocate(
         self,
@@ -163,22 +158,20 @@ class BlockPool:
         if num_needed > 0:
             spare = self._spare(tenant)
             for block in self._candidates(num_needed, kept):
-                if spare is not None and spare[block.tenant] <= 0:
+                if spare[block.tenant] <= 0:
                     kept.append(block)
                 elif not block.pin_count and (can_evict is None or can_evict(block)):
                     victims.append(block)
-                    if spare is not None:
-                        spare[block.tenant] -= 1
+                    spare[block.tenant] -= 1
                     if len(victims) == num_needed:
                         break
             self.num_kept = len(kept)
-            self.touch(kept[::-1])
+            self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
             if len(victims) < num_needed and not is_partial:
                 return None
-        taken: list[Block] = []
-        while len(taken) < count - len(victims) and self.num_empty:
-            taken.append(self._empty._next)
-            self._unlink(taken[-1])
+        taken = list(islice(self._empty, count - len(victims)))
+        for block in taken:
+            del self._empty[block]
         for block in victims:
             self._unlink(block)
             block_hash = block.block_hash
@@ -203,8 +196,7 @@ class BlockPool:
         block.block_hash = block_hash
         block.tenant = tenant
         self._index[block_hash] = block
-        if self.floors:
-            self._num_of[tenant] += 1
+        self._num_of[tenant] += 1
         return block
 
     def mark_ready(self, block: Block) -> None:
@@ -224,13 +216,13 @@ class BlockPool:
 
     def acquire_chain(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
         """Add a user to every block of a chain that is in the index; None stands for the others."""
-        chain = self.find(hashes)
-        for block in chain:
+        found = self.find(hashes)
+        for block in found:
             if block is not None:
                 if not block.ref_count:
                     self._unlink(block)
                 block.ref_count += 1
-        return chain
+        return found
 
     def missing(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Return the hashes that are not in the index, in order."""
@@ -242,23 +234,18 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        tail, count, is_plain = self._evictable._prev, 0, not self.protected
+        evictable, protected = self._evictable, self.protected
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if not block.is_ready or block.block_hash is None:
-                self._unindex(block)
-            elif is_plain:
-                block._prev, tail._next = tail, block
-                tail = block
-                count += 1
-                continue
-            self._append(block)
-        if count:
-            tail._next, self._evictable._prev = self._evictable, tail
-            self.num_evictable += count
+            if block.is_ready and block.block_hash is not None and not protected:
+                evictable[block] = None
+            else:
+                if not block.is_ready:
+                    self._unindex(block)
+                self._append(block)
 
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""
@@ -271,10 +258,10 @@ class BlockPool:
         if block.ref_count == 0 and block.block_hash is None:
             self._append(block)
 
-    def touch(self, chain: Iterable[Block]) -> None:
+    def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Make a chain's evictable blocks (given head first) the youngest, its head last to go."""
-        for block in reversed(list(chain)):
-            if block.ref_count == 0 and block.block_hash is not None:
+        for block in reversed(self.find(hashes)):
+            if block is not None and block.ref_count == 0:
                 self._unlink(block)
                 self._append(block)
 
@@ -289,99 +276,60 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        free: set[int] = set()
-        for head, is_evictable, count in (
-            (self._empty, False, self.num_empty),
-            (self._evictable, True, self.num_evictable - len(self._last_ids)),
-            (self._last, True, len(self._last_ids)),
-        ):
-            seen, block = 0, head._next
-            while block is not head:
-                if block._prev._next is not block or block._next._prev is not block:
-                    raise IntegrityError(f"links of {block} disagree")
-                if block.block_id in free:
-                    raise IntegrityError(f"{block} is in the free list twice")
-                if is_evictable != (block.block_hash is not None):
-                    raise IntegrityError(f"{block} is in the wrong part of the free list")
-                if (block.block_id in self._last_ids) != (head is self._last):
-                    raise IntegrityError(f"{block} is counted in the wrong part of the free list")
-                if is_evictable and not block.is_ready:
-                    raise IntegrityError(f"{block} is evictable but was never filled")
-                free.add(block.block_id)
-                seen += 1
-                block = block._next
-            if seen != count:
-                raise IntegrityError(f"{seen} blocks in a list that counts {count}")
+        parts = (self._empty, self._evictable, self._last)
         for block in self._blocks:
-            is_pinned_only = block.pin_count > 0 and block.block_hash is None
-            is_free = block.ref_count == 0 and not is_pinned_only
-            if is_free != (block.block_id in free) or min(block.ref_count, block.pin_count) < 0:
+            is_hashed = block.block_hash is not None
+            is_free = block.ref_count == 0 and (is_hashed or block.pin_count == 0)
+            places = [part for part in parts if block in part]
+            if len(places) != is_free or min(block.ref_count, block.pin_count) < 0:
                 raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
+            if is_free and is_hashed == (places[0] is self._empty):
+                raise IntegrityError(f"{block} is in the wrong part of the free list")
+            if is_free and is_hashed and not block.is_ready:
+                raise IntegrityError(f"{block} is evictable but was never filled")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
-        if self.floors and +self._num_of != Counter(block.tenant for block in hashed):
-            raise IntegrityError("blocks are not counted to their tenants")
-        for block in hashed:
-            assert block.block_hash is not None
-            if self._index.get(block.block_hash) is not block:
+        for block_hash, block in self._index.items():
+            if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
+        if +Counter(self._num_of) != Counter(block.tenant for block in hashed):
+            raise IntegrityError("blocks are not counted to their tenants")
 
     def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
         """Yield what may be evicted; of what is protected, only as much as the rest cannot give.
 
         What is not protected is waited for where it cannot go for now, but for the blocks kept.
         """
-        yield from self._walk(self._evictable)
-        num_others = self.num_evictable - len(self._last_ids) - len(kept)
-        yield from islice(self._walk(self._last), max(0, num_needed - num_others))
+        yield from self._evictable
+        num_others = len(self._evictable) - len(kept)
+        yield from islice(self._last, max(0, num_needed - num_others))
 
-    def _spare(self, tenant: bytes | None) -> dict[bytes, float] | None:
-        """Count for each tenant what may be taken from it; None where all may be."""
-        if tenant is None or not self.floors:
-            return None
-        spare = {other: self._num_of[other] - floor for other, floor in self.floors.items()}
-        return defaultdict(lambda: math.inf, spare | {tenant: math.inf})
-
-    @staticmethod
-    def _walk(head: Block) -> Iterator[Block]:
-        block = head._next
-        while block is not head:
-            yield block
-            block = block._next
+    def _spare(self, tenant: bytes | None) -> dict[bytes, float]:
+        """Count for each tenant what may be taken from it."""
+        floors = self.floors if tenant is not None else {}
+        spare = {other: self._num_of[other] - floors[other] for other in floors if other != tenant}
+        return defaultdict(lambda: math.inf, spare)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            home, most = self._evictable, len(self._blocks) // 2
-            if block.block_hash in self.protected and len(self._last_ids) < most:
-                home = self._last
-                self._last_ids.add(block.block_id)
-            self._link(block, home._prev)
-            self.num_evictable += 1
+            most = len(self._blocks) // 2
+            is_last = block.block_hash in self.protected and len(self._last) < most
+            (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
-            self._link(block, self._empty._prev)
-            self.num_empty += 1
-
-    @staticmethod
-    def _link(block: Block, after: Block) -> None:
-        block._prev, block._next = after, after._next
-        after._next._prev = block
-        after._next = block
+            self._empty[block] = None
 
     def _unlink(self, block: Block) -> None:
+        """Take a block out of the free list."""
         if block.block_hash is None:
-            self.num_empty -= 1
+            del self._empty[block]
         else:
-            self.num_evictable -= 1
-            self._last_ids.discard(block.block_id)
-        block._prev._next, block._next._prev = block._next, block._prev
-        block._prev = block._next = block
+            del (self._last if block in self._last else self._evictable)[block]
 
     def _unindex(self, block: Block) -> None:
         if block.block_hash is not None:
             del self._index[block.block_hash]
             block.block_hash = None
-            if self.floors:
-                self._num_of[block.tenant] -= 1
+            self._num_of[block.tenant] -= 1

@@ -94,7 +94,7 @@ class Loop:
                 assert block.is_ready, f"{row.request.request_id} attends to what is not there"
             elif (index + 1) * SIZE <= row.end and row.row.write_from <= row.start:
                 assert not block.is_ready, "a shared block is written"
-                assert not self.rig.cache.is_loading(block), "two writers of one block"
+                assert not self.rig.cache.promoter.is_loading(block), "two writers of one block"
                 self.rig.write(block, prefix.hashes[index])
 
     def collect(self) -> None:
@@ -376,7 +376,7 @@ def test_a_queued_request_is_admitted_though_what_was_held_for_it_is_evicted_or_
     loop.step()
     large = loop.add("large", 31, seed=1)  # takes the whole pool, of which it protects a half
     loop.step()
-    assert len(large.prefix.held_blocks) == 4
+    assert len(large.prefix.held[rig.tiers.device]) == 4
     rig.clock.moment += seconds
     if not seconds:
         rig.cache.evict(lambda _entry: True)

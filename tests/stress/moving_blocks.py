@@ -12,7 +12,8 @@ import contextlib
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,6 +25,7 @@ from tieredkv.bench.decode import Bench, Row, Workload, begin, itl, parse_worklo
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.settings_options import settings_options
 from tieredkv.config import LoadedSettings
+from tieredkv.engine.loader import find_model
 from tieredkv.errors import TieredKVError
 from tieredkv.retention import DEFAULT_POLICIES, IN_MEMORY, RetentionPolicy
 from tieredkv.types import Progress, Tier, tracked
@@ -49,15 +51,18 @@ def run(
     settings = settings | {"policies": (*DEFAULT_POLICIES, DEVICE_ONLY)}
     report = begin(settings)
     report["raw"]["h2d_GBps"] = raw.h2d_GBps()
+    token_bytes = find_model(settings["model"], dtype=settings.get("dtype")).kv_spec(16).token_bytes
     if promotion:
         room = (promotion + NUM_DECODING * (DECODING_TOKENS + SPARE_TOKENS)) * 3 // 2
-        with contextlib.closing(Moving(settings, report, progress, room, 2 * promotion)) as moving:
+        told = {"host_size": 2 * promotion * token_bytes, **settings}
+        with contextlib.closing(Moving(told, report, progress, room)) as moving:
             moving.promotion(promotion, tokens, tracked(progress, "promotion", range(repeats)))
         del moving
     if demotion:
         workload = parse_workload(demotion)
         room = workload.num_tokens
-        with contextlib.closing(Moving(settings, report, progress, room // 4, room)) as moving:
+        told = {"host_size": room * token_bytes, **settings}
+        with contextlib.closing(Moving(told, report, progress, room // 4)) as moving:
             moving.demotion(workload, pairs, progress)
     return report
 
@@ -128,6 +133,18 @@ class Moving(Bench):
             self.report["problems"].append(f"two requests of one prefix loaded {loaded} blocks")
         if not is_released:
             self.report["problems"].append("a cancelled request still holds blocks")
+
+    def run(self, until: Callable[[], bool] = lambda: False) -> float:
+        """Step until something holds or every request has ended; return when that was."""
+        while self.unfinished and not until():
+            self.step()
+        return time.perf_counter()
+
+    def settle(self) -> None:
+        """Cancel what runs, and wait until nothing moves."""
+        for name in self.unfinished:
+            self.core.abort(name)
+        super().settle()
 
     def serve_counted(self, mode: str, workload: Workload) -> Row:
         """Serve a workload with the host tier or without, and count what it has moved."""

@@ -27,7 +27,7 @@ import click
 import httpx
 
 from tieredkv.bench import raw
-from tieredkv.bench.serve import _server as running_server
+from tieredkv.bench.serve import running_server
 from tieredkv.config import load_settings
 from tieredkv.engine.messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams

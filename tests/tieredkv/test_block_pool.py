@@ -14,6 +14,10 @@ def name(text: str | int) -> BlockHash:
     return BlockHash(str(text).encode().rjust(32, b"."))
 
 
+def hashes_of(blocks: Iterable[Block]) -> list[BlockHash]:
+    return [block.block_hash for block in blocks if block.block_hash is not None]
+
+
 def ids(blocks: Iterable[Block] | None) -> list[int]:
     assert blocks is not None
     return [block.block_id for block in blocks]
@@ -218,13 +222,13 @@ def test_a_block_acquired_from_the_middle_leaves_the_others_in_order(pool: Block
 def test_a_touched_chain_is_evicted_later_and_still_tail_first(pool: BlockPool) -> None:
     first = keep(pool, "a0", "a1", "a2")
     keep(pool, "b0", "b1", "b2")
-    pool.touch(first)
+    pool.touch(hashes_of(first))
     assert ids(pool.evictable()) == [5, 4, 3, 2, 1, 0]
 
 
 def test_a_touch_of_a_chains_head_leaves_its_tail_to_go_first(pool: BlockPool) -> None:
     chain = keep(pool, "a0", "a1", "a2")
-    pool.touch(chain[:2])
+    pool.touch(hashes_of(chain[:2]))
     assert ids(pool.evictable()) == [2, 1, 0]
 
 
@@ -232,7 +236,7 @@ def test_a_touch_leaves_used_and_empty_blocks_alone(pool: BlockPool) -> None:
     used, idle = fill(pool, "a0", "a1"), keep(pool, "b0", "b1")
     (empty,) = take(pool, 1)
     pool.release([empty])
-    pool.touch([*used, *idle, empty])
+    pool.touch(hashes_of([*used, *idle, empty]))
     assert ids(pool.evictable()) == [3, 2]
     assert [block.ref_count for block in used] == [1, 1]
     assert ids(take(pool, 2)) == [5, 4]
@@ -496,7 +500,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def touch(self, data: st.DataObject) -> None:
         chain = data.draw(st.lists(st.sampled_from(sorted(self.blocks)), unique=True))
-        self.pool.touch(self.blocks[block_id] for block_id in chain)
+        self.pool.touch(hashes_of(self.blocks[block_id] for block_id in chain))
         for block_id in reversed(chain):
             if block_id in self.evictable:
                 self.evictable.remove(block_id)

@@ -70,10 +70,10 @@ def test_no_more_than_half_of_a_pool_is_held_back() -> None:
 
 def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
     pool = filled_pool(protected := set(hashes("a", "b")), "a", "b", "c", "d")
-    pool.touch([block for block in pool.find(hashes("a")) if block])
+    pool.touch(hashes("a"))
     assert order(pool) == "cdba"
     protected.discard(hashes("b")[0])
-    pool.touch([block for block in pool.find(hashes("b", "c")) if block])
+    pool.touch(hashes("b", "c"))
     assert order(pool) == "dcba"
     pool.check()
     chain = [block for block in pool.acquire_chain(hashes("a", "d")) if block]
@@ -292,7 +292,7 @@ def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() ->
         rig.cache.arrive(prefix)
         rig.turn(3)
         rig.cache.protect(prefix)
-        assert len(prefix.held_blocks) + len(prefix.held_pages) == 2
+        assert sum(map(len, prefix.held.values())) == 2
         rig.cache.release(prefix)
     assert len(rig.store.loaded) == 2
     rig.check_nothing_is_held()

@@ -145,7 +145,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(stage: str, is_shared
         assert rig.transfer.has_pending
     rig.cache.release(prefix)
     rig.turn()
-    assert prefix.blocks == prefix.held_blocks == prefix.held_pages == []
+    assert (prefix.blocks, prefix.held) == ([], {})
     loans = rig.store.pending_pages
     if not rig.transfer.has_pending and other is None:
         assert rig.tiers.device.num_used == 0, "device blocks wait for a read that nobody wants"
@@ -249,7 +249,7 @@ def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None
     for name in "abc":
         rig.run(name, 4)
     queued = [rig.queue(name, 4) for name in "abc"]
-    assert [len(prefix.held_blocks) for prefix in queued] == [4, 4, 0]
+    assert [sum(map(len, prefix.held.values())) for prefix in queued] == [4, 4, 0]
     rig.run("d", 8)
     assert rig.on_device("a", 4) == rig.on_device("b", 4) == [0, 1, 2, 3]
     for prefix in queued:
@@ -264,7 +264,7 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
         rig.store.put(name, 8)
         queued.append(rig.queue(name, 8))
         rig.turn(2)
-    assert 0 < sum(len(prefix.held_pages) for prefix in queued) <= 8
+    assert 0 < sum(len(prefix.held[rig.tiers.host]) for prefix in queued) <= 8
     assert rig.tiers.host.num_used <= 8
     for prefix in queued:
         while not rig.admit(prefix):

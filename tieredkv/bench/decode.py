@@ -11,7 +11,7 @@ import itertools
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,20 +82,14 @@ def begin(settings: dict[str, Any]) -> Row:
 class Bench:
     """One engine, its requests, when each of their tokens came, and what is measured with it."""
 
-    def __init__(
-        self,
-        settings: dict[str, Any],
-        report: Row,
-        progress: Progress,
-        device_tokens: int,
-        host_tokens: int = 0,
-    ) -> None:
-        """Start an engine whose tiers hold so many tokens, unless the settings tell their sizes."""
+    def __init__(self, settings: Row, report: Row, progress: Progress, device_tokens: int) -> None:
+        """Start an engine whose VRAM holds so many tokens, unless the settings tell its size."""
         gc.collect()  # the pool of the engine before
-        found = find_model(settings["model"], dtype=settings.get("dtype"))
-        token_bytes, least = found.kv_spec(16).token_bytes, settings.get("block_size", 16)
-        host_tokens = max(host_tokens, MIN_HOST_BLOCKS * least)
-        sizes = {"device_size": device_tokens * token_bytes, "host_size": host_tokens * token_bytes}
+        spec = find_model(settings["model"], dtype=settings.get("dtype")).kv_spec(
+            settings.get("block_size", 16)
+        )
+        sizes = {"device_size": device_tokens * spec.token_bytes}
+        sizes["host_size"] = MIN_HOST_BLOCKS * spec.block_bytes
         told = Settings(**{"restore": "load", **sizes, **settings})
         self.core = EngineCore(told, progress=progress)
         self.close, self.report = self.core.close, report
@@ -160,16 +154,14 @@ class Bench:
         self.unfinished.add(name)
         return name
 
-    def run(self, until: Callable[[], bool] = lambda: False) -> float:
-        """Step until something holds or every request has ended; return when that was."""
-        while self.unfinished and not until():
+    def run(self) -> float:
+        """Step until every request has ended; return when that was."""
+        while self.unfinished:
             self.step()
         return time.perf_counter()
 
     def settle(self) -> None:
-        """Cancel what runs, and wait until nothing moves."""
-        for name in self.unfinished:
-            self.core.abort(name)
+        """Wait until nothing moves."""
         while self.core.has_work:
             self.step()
 

@@ -8,8 +8,8 @@ the answer: the slowest one counts. Rows:
     one retention at one rate; `device_only` is a policy of the bench's own server, whose blocks
     never leave VRAM: the tiers off
 
-Texts are made of random words, as many as a first request shows to be wanted. Each row has a cache
-salt of its own, so that it finds nothing of the rows before, but their blocks in its way.
+Texts are made of random letters, as many as a first request shows to be wanted. Each row has a
+cache salt of its own, so that it finds nothing of the rows before, but their blocks in its way.
 """
 
 import asyncio
@@ -19,8 +19,8 @@ import json
 import random
 import string
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,16 +28,24 @@ from typing import Any
 import httpx
 import numpy as np
 
+from tieredkv.config import load_settings
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
+from tieredkv.server.serve import Server
 from tieredkv.types import Progress, Tier, ignore_progress, tracked
 
 DEVICE_ONLY = RetentionPolicy(
     name="device_only", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE})
 )
-START_TIMEOUT_S, STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 600.0, 60.0, 300.0
+STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 300.0
 CALIBRATION_CHARS = 1000
+LETTERS = string.ascii_lowercase + 5 * " "
 PERCENTILES = (50, 90, 99)
+SOURCES = ("cold", *Tier)
+SHOWN = (
+    *("retention", "rate", "answers", "failed", "hit_rate", "output_tok_s"),
+    *("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"),
+)
 Row = dict[str, Any]
 
 
@@ -72,21 +80,24 @@ class Turn:
     error: str = ""
 
     @property
+    def details(self) -> Row:
+        """What the server tells of the cached tokens."""
+        return self.usage.get("prompt_tokens_details") or {}
+
+    @property
     def source(self) -> str:
         """The slowest tier that a part of its prefix came from; `cold` where nothing was cached."""
-        details = self.usage.get("prompt_tokens_details") or {}
-        by_tier = details.get("cached_tokens_by_tier") or {"cached": details.get("cached_tokens")}
-        return str([*["cold"], *(tier for tier, tokens in by_tier.items() if tokens)][-1])
+        cached = {"cached": self.details.get("cached_tokens")}
+        by_tier = self.details.get("cached_tokens_by_tier") or cached
+        return str(["cold", *(tier for tier, tokens in by_tier.items() if tokens)][-1])
 
 
 class Client:
     """Makes conversations with one server."""
 
-    def __init__(self, url: str, model: str, workload: Workload) -> None:
-        limits = httpx.Limits(max_connections=None)
-        self._http = httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=limits)
-        self._model, self.workload, self._chars_a_token = model, workload, 1.0
-        self._words = _words(random.Random(0))
+    def __init__(self, http: httpx.AsyncClient, model: str, workload: Workload) -> None:
+        self._http, self._model, self._workload = http, model, workload
+        self._chars_a_token = 1.0
 
     async def calibrate(self) -> None:
         """Learn how long a text of so many tokens is; the server has then answered once.
@@ -97,48 +108,49 @@ class Client:
         sizes = []
         for num_chars in (0, CALIBRATION_CHARS):
             message = {"role": "user", "content": "." + self._text(random.Random(1), num_chars)}
-            turn = await self.answer([message], max_completion_tokens=1)
+            turn = await self._answer([message], max_completion_tokens=1)
             if turn.error:
                 raise TieredKVError(f"The server does not answer: {turn.error}")
             sizes.append(turn.usage["prompt_tokens"])
         self._chars_a_token = CALIBRATION_CHARS / max(1, sizes[1] - sizes[0])
 
-    async def measure(self, rate: float, retention: str, salt: str) -> list[Turn]:
-        """Let conversations begin at a rate; return all their turns."""
-        generator, turns = random.Random(f"{self.workload.bench_seed}/{rate}"), list[Turn]()
-        system = self._text(random.Random(2), self.workload.system_tokens)
-        body = {"prompt_cache_retention": retention or None, "cache_salt": salt}
-        start, at_s = time.perf_counter(), 0.0
+    async def measure(self, rate: float, retention: str) -> Row:
+        """Let conversations begin at a rate; return what they came to."""
+        workload, turns = self._workload, list[Turn]()
+        generator = random.Random(f"{workload.bench_seed}/{rate}")
+        system = self._text(random.Random(2), workload.system_tokens)
+        body = {"prompt_cache_retention": retention or None}
+        body["cache_salt"] = random.randbytes(8).hex()
+        start, at_s = time.perf_counter(), generator.expovariate(rate)
         async with asyncio.TaskGroup() as group:
             for number in itertools.count():
-                at_s += generator.expovariate(rate)
-                if at_s >= self.workload.duration:
+                if at_s >= workload.duration:
                     break
                 await asyncio.sleep(start + at_s - time.perf_counter())
-                seed = f"{self.workload.bench_seed}/{rate}/{number}"
-                end_at = start + 2 * self.workload.duration
-                group.create_task(self._converse(system, random.Random(seed), body, turns, end_at))
-        return turns
+                each = random.Random(f"{workload.bench_seed}/{rate}/{number}")
+                end_at = start + 2 * workload.duration
+                group.create_task(self._converse(system, each, body, turns, end_at))
+                at_s += generator.expovariate(rate)
+        return _row(rate, retention, turns, time.perf_counter() - start)
 
     async def _converse(
         self, system: str, generator: random.Random, body: Row, turns: list[Turn], end_at: float
     ) -> None:
         messages = [{"role": "system", "content": system}]
-        for number in range(self.workload.turns):
+        for number in range(self._workload.turns):
             if number:
-                await asyncio.sleep(generator.expovariate(1 / self.workload.think))
+                await asyncio.sleep(generator.expovariate(1 / self._workload.think))
             if time.perf_counter() > end_at:
                 return
-            text = self._text(generator, self.workload.user_tokens)
+            text = self._text(generator, self._workload.user_tokens)
             messages.append({"role": "user", "content": text})
-            turns.append(turn := await self.answer(messages, **body))
+            turns.append(turn := await self._answer(messages, **body))
             if turn.error:
                 return
             messages.append({"role": "assistant", "content": turn.text})
 
-    async def answer(self, messages: list[Row], **body: Any) -> Turn:
-        """Ask for one answer."""
-        length = {"max_completion_tokens": self.workload.answer_tokens, "ignore_eos": True}
+    async def _answer(self, messages: list[Row], **body: Any) -> Turn:
+        length = {"max_completion_tokens": self._workload.answer_tokens, "ignore_eos": True}
         stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
         asked = {"model": self._model, "messages": messages, **length, **stream, **body}
         turn = Turn(time.perf_counter())
@@ -147,13 +159,9 @@ class Client:
                 if response.status_code != httpx.codes.OK:
                     turn.error = f"{response.status_code} {(await response.aread()).decode()[:200]}"
                     return turn
-                async for event in _events(response):
-                    turn.error = str(event.get("error") or "")
-                    turn.usage = event.get("usage") or turn.usage
-                    for choice in event.get("choices", ()):
-                        if "role" not in choice["delta"] and not choice["finish_reason"]:
-                            turn.chunk_times.append(time.perf_counter())
-                            turn.text += choice["delta"].get("content") or ""
+                async for line in response.aiter_lines():
+                    if line.startswith("data: {"):
+                        _take(json.loads(line[len("data: ") :]), turn)
         except httpx.HTTPError as error:
             turn.error = f"{type(error).__name__}: {error}"
         if not (turn.error or turn.chunk_times):
@@ -161,13 +169,17 @@ class Client:
         return turn
 
     def _text(self, generator: random.Random, num_tokens: int) -> str:
-        num_chars = round(num_tokens * self._chars_a_token)
-        words = generator.choices(self._words, k=num_chars // 4 + 1)
-        return " ".join(words)[:num_chars]
+        return "".join(generator.choices(LETTERS, k=round(num_tokens * self._chars_a_token)))
 
-    async def close(self) -> None:
-        """Close its connections."""
-        await self._http.aclose()
+
+def _take(event: Row, turn: Turn) -> None:
+    """Note an event of a stream."""
+    turn.error = str(event.get("error") or "")
+    turn.usage = event.get("usage") or turn.usage
+    for choice in event.get("choices", ()):
+        if "role" not in choice["delta"] and not choice["finish_reason"]:
+            turn.chunk_times.append(time.perf_counter())
+            turn.text += choice["delta"].get("content") or ""
 
 
 def run(
@@ -188,34 +200,27 @@ def run(
     asked = Workload(**workload)
     if not rates or min(rates) <= 0 or asked.duration <= 0 or asked.think <= 0:
         raise ConfigError("`rates`, `duration` and `think` must be above 0")
-    with contextlib.nullcontext(url) if url else _server(settings) as base:
-        rows = asyncio.run(_measure(base, asked, rates, retentions or [""], progress))
-    problems = [f"{row['retention']} at {row['rate']}/s: {row['error']}" for row in rows]
-    problems = [it for it, row in zip(problems, rows, strict=True) if row.pop("error")]
-    facts = {"model": settings["model"], "workload": asked.__dict__}
+    cases = list(itertools.product(rates, retentions or [""]))
+    with contextlib.nullcontext(url) if url else running_server(settings) as base:
+        rows = asyncio.run(_measure(base, asked, cases, progress))
+    errors = [(row["retention"], row["rate"], row.pop("error")) for row in rows]
+    problems = [f"{retention} at {rate}/s: {error}" for retention, rate, error in errors if error]
+    facts = {"model": settings["model"], "workload": asdict(asked)}
     return {**facts, "raw": {}, "rows": rows, "problems": problems}
 
 
 async def _measure(
-    url: str, workload: Workload, rates: list[float], retentions: list[str], progress: Progress
+    url: str, workload: Workload, cases: list[tuple[float, str]], progress: Progress
 ) -> list[Row]:
-    try:
-        async with httpx.AsyncClient(base_url=url) as http:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=limits) as http:
+        try:
             model = (await http.get("/v1/models")).json()["data"][0]["id"]
-    except (httpx.HTTPError, ValueError, LookupError) as error:
-        raise TieredKVError(f"`{url}` does not list its models: {error!r}") from None
-    client, rows = Client(url, model, workload), []
-    try:
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            raise TieredKVError(f"`{url}` does not list its models: {error!r}") from None
+        client = Client(http, model, workload)
         await client.calibrate()
-        cases = [(rate, retention) for rate in rates for retention in retentions]
-        for rate, retention in tracked(progress, "measuring", cases):
-            salt = random.randbytes(8).hex()
-            start = time.perf_counter()
-            turns = await client.measure(rate, retention, salt)
-            rows.append(_row(rate, retention, turns, time.perf_counter() - start))
-    finally:
-        await client.close()
-    return rows
+        return [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
 
 
 def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
@@ -224,34 +229,15 @@ def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
     firsts = [(turn.source, 1e3 * (turn.chunk_times[0] - turn.began_at)) for turn in good]
     gaps = [1e3 * gap for turn in good for gap in np.diff(turn.chunk_times)]
     prompt = sum(turn.usage["prompt_tokens"] for turn in good)
-    details = [turn.usage.get("prompt_tokens_details") or {} for turn in good]
-    cached = sum(it.get("cached_tokens") or 0 for it in details)
+    cached = sum(turn.details.get("cached_tokens") or 0 for turn in good)
     row: Row = {"retention": retention or "default", "rate": rate, "answers": len(good)}
     row |= {"failed": len(turns) - len(good), "hit_rate": cached / max(1, prompt)}
     row |= {"prompt_tok_s": prompt / wall_s, "output_tok_s": len(gaps) / wall_s}
     row |= _percentiles("ttft", [ms for _, ms in firsts]) | _percentiles("itl", gaps)
-    for source in ("cold", *Tier):
+    for source in SOURCES:
         of_source = [ms for name, ms in firsts if name == source]
         row |= {f"{source}_answers": len(of_source)} | _percentiles(f"{source}_ttft", of_source)
     return row | {"error": next((turn.error for turn in turns if turn.error), "")}
-
-
-def table(rows: list[Row]) -> list[Row]:
-    """Return rows for people: by tier the answers and their median TTFT."""
-    names = (
-        "retention rate answers failed hit_rate output_tok_s ttft_p50_ms ttft_p90_ms ttft_p99_ms"
-    )
-    names = f"{names} itl_p50_ms itl_p99_ms"
-    shown = []
-    for row in rows:
-        sources = {
-            source: f"{row[f'{source}_answers']} x {row[f'{source}_ttft_p50_ms']:.4g} ms"
-            for source in ("cold", *Tier)
-            if row[f"{source}_answers"]
-        }
-        none = dict.fromkeys(("cold", *Tier))
-        shown.append({name: row[name] for name in names.split()} | none | sources)
-    return shown
 
 
 def _percentiles(name: str, values: Sequence[float]) -> Row:
@@ -259,36 +245,39 @@ def _percentiles(name: str, values: Sequence[float]) -> Row:
     return {f"{name}_p{share}_ms": ms for share, ms in zip(PERCENTILES, made, strict=True)}
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[Row]:
-    """Yield the JSON objects of a stream of server-sent events."""
-    async for line in response.aiter_lines():
-        if line.startswith("data: {"):
-            yield json.loads(line[len("data: ") :])
+def table(rows: list[Row]) -> list[Row]:
+    """Return rows for people: by tier the answers and their median TTFT."""
 
+    def cell(row: Row, source: str) -> str | None:
+        count, p50_ms = row[f"{source}_answers"], row[f"{source}_ttft_p50_ms"]
+        return f"{count} x {p50_ms:.4g} ms" if count else None
 
-def _words(generator: random.Random) -> list[str]:
-    sizes = (generator.randint(2, 9) for _ in range(4096))
-    return ["".join(generator.choices(string.ascii_lowercase, k=size)) for size in sizes]
+    return [
+        {name: row[name] for name in SHOWN} | {source: cell(row, source) for source in SOURCES}
+        for row in rows
+    ]
 
 
 @contextlib.contextmanager
-def _server(settings: Row) -> Iterator[str]:
-    """Start a server in a process of its own; yield its URL."""
+def running_server(settings: Row) -> Iterator[str]:
+    """Start a server in a process of its own; yield its URL.
+
+    Raises:
+        TieredKVError: it does not start.
+    """
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(settings, theirs), name="server")
     process.start()
     theirs.close()
     try:
-        if not ours.poll(START_TIMEOUT_S):
-            raise TieredKVError("The server did not start in time")
         try:
-            url, error = ours.recv()
+            answer = ours.recv()
         except EOFError:
             raise TieredKVError("The server ended before it was ready") from None
-        if error is not None:
-            raise error
-        yield url
+        if isinstance(answer, TieredKVError):
+            raise answer
+        yield answer
     finally:
         process.terminate()
         process.join(STOP_TIMEOUT_S)
@@ -297,16 +286,13 @@ def _server(settings: Row) -> Iterator[str]:
 
 def _serve(settings: Row, ready: Connection) -> None:
     """Run a server; its URL, or the error that it ends with, is sent to `ready`."""
-    from tieredkv.config import load_settings
-    from tieredkv.server.serve import Server
-
     arguments = {"policies": [*DEFAULT_POLICIES, DEVICE_ONLY], **settings, "port": 0}
     try:
         Server(
             settings=load_settings(arguments=arguments).settings,
             on_progress=ignore_progress,
-            on_ready=lambda url, _info: ready.send((url, None)),
+            on_ready=lambda url, _info: ready.send(url),
             log_level="WARNING",
         ).serve()
     except TieredKVError as error:
-        ready.send(("", error))
+        ready.send(error)

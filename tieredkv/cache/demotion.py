@@ -119,7 +119,7 @@ class Demoter:
     def demote(self, num_blocks: int) -> int:
         """Start copying the dirty ones of the oldest `num_blocks` device blocks; count them."""
         oldest = islice(self._tiers.device.evictable(), num_blocks)
-        return self._copy_out([b for b in oldest if b.is_ready and not self.is_device_clean(b)])
+        return self._copy_out([block for block in oldest if not self.is_device_clean(block)])
 
     def _demote_ahead(self) -> None:
         """Copy blocks that are still in use, oldest first, as many as the reserve.
@@ -144,7 +144,7 @@ class Demoter:
     def write(self, num_pages: int) -> int:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
         oldest = islice(self._tiers.host.evictable(), num_pages)
-        return self._write_out([p for p in oldest if p.is_ready and not self.is_host_clean(p)])
+        return self._write_out([page for page in oldest if not self.is_host_clean(page)])
 
     def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
@@ -177,17 +177,6 @@ class Demoter:
             count_failure(tiers.counters.store_failures, event.reason, text)
             entry.is_droppable = True
         self._is_stale = True
-
-    def make_room(self, num_blocks: int, tenant: bytes | None) -> None:
-        """Empty clean device blocks, oldest first, until so many are empty, as for `allocate`.
-
-        NOTE: an allocation that is larger than the host tier gets its room bit by bit. Blocks left
-        where they are would be dirty again when the next ones push their pages out.
-        """
-        device = self._tiers.device
-        can_evict = self.is_device_clean
-        room = device.allocate(num_blocks, tenant=tenant, can_evict=can_evict, is_partial=True)
-        device.release(room or [])
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
@@ -356,7 +345,7 @@ class Demoter:
         tiers = self._tiers
         assert tiers.store is not None
         entry.disk_expires_at = record.expires_at
-        item = tiers.touch_item(entry, tiers.clock.now())
+        item = tiers.directory.touch_item(entry, tiers.clock.now())
         told = record.expires_at, record.protect_until
         if (entry.disk_expires_at, entry.protect_until) != told:
             tiers.store.touch([item])

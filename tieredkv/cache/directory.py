@@ -7,18 +7,15 @@ Called by the engine's thread only.
 import heapq
 import itertools
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
+from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SLACK = 64
-_SHARED = (
-    *("block_hash", "parent_hash", "root", "namespace", "position"),
-    *("computed_at", "last_used", "protect_until", "hits"),
-)
 
 
 @dataclass(slots=True)
@@ -55,6 +52,9 @@ class Entry:
     def times(self) -> tuple[float, float, float]:
         """What its deadline follows from, beside its claims."""
         return self.computed_at, self.last_used, self.protect_until
+
+
+_SHARED = [field.name for field in fields(Entry) if field.name in BlockRecord.__struct_fields__]
 
 
 def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
@@ -190,18 +190,22 @@ class Directory:
         """Return whether a policy that asked for the block lets it into this tier."""
         return any(tier in self._policies.get(each, is_any=True).tiers for each in entry.claims)
 
-    def disk_retention(self, entry: Entry) -> str:
-        """Return the name of the longest of its policies that allow the disk; there is one."""
-        return self._policies.longest(entry.claims)
-
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
         """Return what the store is told of the block."""
         return BlockRecord(
             **_shared(entry),
             size_bytes=size_bytes,
-            retention=self.disk_retention(entry),
+            retention=self._policies.longest(entry.claims),
             expires_at=expires_at,
         )
+
+    def touch_item(self, entry: Entry, now: float) -> TouchItem:
+        """Return what the disk is to be told of a use of a block that it has, and note it."""
+        until, retention = self.disk_deadline(entry, now), None
+        if until is not None:
+            entry.disk_expires_at = max(entry.disk_expires_at, until)
+            retention = self._policies.longest(entry.claims)
+        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.protect_until)
 
     def chains(
         self, id_prefixes: Sequence[str], blocks: Collection[BlockHash] = ()
@@ -214,23 +218,20 @@ class Directory:
             id_prefixes: beginnings of block hashes, in hex.
             blocks: further blocks of these chains, whose tails may be on disk only.
         """
-        children: dict[BlockHash, list[Entry]] = {}
-        for entry in self._entries.values():
-            children.setdefault(entry.parent_hash, []).append(entry)
         prefixes = tuple(map(str.lower, id_prefixes))
-        found = {block_hash for block_hash in blocks if block_hash in self._entries}
-        below = [e for e in self._entries.values() if e.block_hash.hex().startswith(prefixes)]
-        for entry in below:  # grows while it is walked
-            found.add(entry.block_hash)
-            below.extend(children.get(entry.block_hash, ()))
-        for block_hash in list(found):
-            above = self._entries.get(self._entries[block_hash].parent_hash)
-            while above is not None:
-                found.add(above.block_hash)
-                above = self._entries.get(above.parent_hash)
-        for block_hash in sorted(found, key=lambda block: -self._entries[block].position):
-            if any(child.block_hash not in found for child in children.get(block_hash, ())):
-                found.discard(block_hash)
+        by_position = sorted(self._entries.values(), key=lambda entry: entry.position)
+        below: set[BlockHash] = set()
+        for entry in by_position:
+            if entry.parent_hash in below or entry.block_hash.hex().startswith(prefixes):
+                below.add(entry.block_hash)
+        found: set[BlockHash] = set()
+        wanted, shared = below.union(blocks), set[BlockHash]()
+        for entry in reversed(by_position):  # tails first
+            if entry.block_hash in wanted and entry.block_hash not in shared:
+                found.add(entry.block_hash)
+                wanted.add(entry.parent_hash)
+            else:
+                shared.add(entry.parent_hash)
         return found
 
     def has_due(self, now: float) -> bool:

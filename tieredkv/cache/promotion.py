@@ -141,22 +141,21 @@ class Promoter:
         return True
 
     def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> list[Block]:
-        """Start reading blocks that a queued request wants; return the pages now held for it."""
+        """Start reading blocks that a queued request wants; return their pages."""
         tiers = self._tiers
-        held: list[Block] = []
+        pages: list[Block] = []
         items: list[LentPage] = []
         for block_hash, record in records.items():
             if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
-            if len(held) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
+            if len(pages) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
                 break
             page = self._begin_read(block_hash, record, items)
             if page is None:
                 break
-            tiers.host.acquire(page)
-            held.append(page)
+            pages.append(page)
         self._submit(items)
-        return held
+        return pages
 
     def pump(self) -> None:
         """Start the reads and copies that there is room for; give up what is late or unwanted."""

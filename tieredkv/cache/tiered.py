@@ -19,11 +19,13 @@ import sys
 import time
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, cast
 
-from tieredkv.block_pool import Block
+from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
@@ -68,8 +70,9 @@ class Prefix:
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
         records: what the disk said about blocks, sealed as they are stored.
-        refused_at: free and cached blocks, and whether it was alone, when there was no room for
-            it; it is not looked up again before they change.
+        held: blocks of each pool that are held for it while it waits.
+        refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
+            was no room for it; it is not looked up again before they change.
     """
 
     root: BlockHash
@@ -86,9 +89,8 @@ class Prefix:
     asked: set[BlockHash] = field(default_factory=set)
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0
-    held_blocks: list[Block] = field(default_factory=list)
-    held_pages: list[Block] = field(default_factory=list)
-    refused_at: tuple[int, int, bool] | None = None
+    held: dict[BlockPool, list[Block]] = field(default_factory=dict)
+    refused_at: tuple[int, int, int, bool] | None = None
 
     @property
     def tenant(self) -> bytes:
@@ -103,7 +105,7 @@ class Prefix:
     @property
     def is_protected(self) -> bool:
         """Whether something is held for it while it waits."""
-        return bool(self.held_blocks or self.held_pages)
+        return any(self.held.values())
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield the claims and, of these ascending indices of blocks, those that each covers."""
@@ -144,8 +146,7 @@ class TieredCache:
         )
         self._lookups: dict[int, Prefix] = {}
         self._overdue: set[int] = set()
-        self._num_held_blocks = 0
-        self._num_held_pages = 0
+        self._num_held: Counter[BlockPool] = Counter()
         self._short_since: dict[Prefix, float] = {}
         self._control_requests: list[ControlRequest] = []
 
@@ -187,33 +188,21 @@ class TieredCache:
         if not any(device.find(head) + host.find(head)):
             return  # without its head a chain is hardly ever cached
         self.expire_due()
-        for block_hash in self._readable(prefix):
-            block = device.lookup(block_hash)
-            if block is not None:
-                if self._num_held_blocks < device.num_blocks // 2:
-                    device.acquire(block)
-                    prefix.held_blocks.append(block)
-                    self._num_held_blocks += 1
-                continue
-            page = host.lookup(block_hash)
-            if page is not None and self._num_held_pages < host.num_blocks // 4:
-                host.acquire(page)
-                prefix.held_pages.append(page)
-                self._num_held_pages += 1
+        readable = self._readable(prefix)
+        self._hold(prefix, device, device.find(readable), device.num_blocks // 2)
+        self._hold(prefix, host, host.find(device.missing(readable)), host.num_blocks // 4)
 
     @property
     def num_held_blocks(self) -> int:
         """Device blocks that are held for queued requests."""
-        return self._num_held_blocks
+        return self._num_held[self.tiers.device]
 
     def unprotect(self, prefix: Prefix) -> None:
         """Let go of what was held for a queued request; it may still be found later."""
-        self.tiers.device.release(prefix.held_blocks[::-1])
-        self.tiers.host.release(prefix.held_pages[::-1])
-        self._num_held_blocks -= len(prefix.held_blocks)
-        self._num_held_pages -= len(prefix.held_pages)
-        prefix.held_blocks = []
-        prefix.held_pages = []
+        for pool, blocks in prefix.held.items():
+            pool.release(blocks[::-1])
+            self._num_held[pool] -= len(blocks)
+        prefix.held = {}
         self.demoter.note_change()
 
     # Admission
@@ -230,7 +219,7 @@ class TieredCache:
             False, with nothing held, where there is no room yet or the disk has to be asked first.
         """
         device = self.tiers.device
-        if prefix.refused_at == (device.num_free, device.num_cached, is_alone):
+        if prefix.refused_at == (device.num_free, device.num_cached, num_blocks, is_alone):
             return False
         self._ask(prefix)
         if prefix.lookup_job is not None:
@@ -241,10 +230,10 @@ class TieredCache:
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
-            if any(block.block_hash is None for block in prefix.held_blocks):
+            if any(block.block_hash is None for block in prefix.held.get(device, ())):
                 self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
             elif not self.is_room_coming(prefix):
-                prefix.refused_at = device.num_free, device.num_cached, is_alone
+                prefix.refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             return False
         prefix.refused_at = None
         if len(found) == len(prefix.hashes) and not self.promoter.num_loading:
@@ -272,10 +261,6 @@ class TieredCache:
         prefix.blocks.extend(fresh)
         prefix.block_ids.append(fresh[0].block_id)
         return True
-
-    def is_loading(self, block: Block) -> bool:
-        """Return whether the bytes of a device block are on their way up."""
-        return self.promoter.is_loading(block)
 
     # Completion
 
@@ -325,12 +310,12 @@ class TieredCache:
             for entry in entries:
                 directory.claim(entry, claim.retentions, now)
                 if entry.is_on_disk:
-                    items.append(tiers.touch_item(entry, now))
+                    items.append(tiers.directory.touch_item(entry, now))
                 else:
                     self.demoter.note_computed(entry)
-        tiers.host.touch(self._pages(prefix))
+        tiers.host.touch(prefix.hashes)
         if prefix.read_ends is not None:  # blocks that it computed again and does not hold
-            tiers.device.touch(filter(None, tiers.device.find(hashes)))
+            tiers.device.touch(hashes)
         if items and tiers.store is not None:
             tiers.store.touch(items)
 
@@ -341,7 +326,7 @@ class TieredCache:
             prefix.lookup_job = None
         self._short_since.pop(prefix, None)
         self.unprotect(prefix)
-        self.tiers.host.touch(self._pages(prefix))
+        self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
         prefix.blocks = []
         prefix.block_ids = array("i")
@@ -399,7 +384,7 @@ class TieredCache:
             else:
                 aged.append(entry.block_hash)
         for pool in (tiers.device, tiers.host):
-            pool.touch(filter(None, pool.find(aged)))
+            pool.touch(aged)
 
     def take_control_requests(self) -> list[ControlRequest]:
         """Return what the store's worker wants to know for an operator."""
@@ -439,10 +424,8 @@ class TieredCache:
             for block in pool.evictable():
                 if tiers.directory.get(block.block_hash) is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
-        if self._num_held_blocks > tiers.device.num_blocks // 2:
-            raise IntegrityError(f"{self._num_held_blocks} device blocks held for the queue")
-        if self._num_held_pages > tiers.host.num_blocks // 2:
-            raise IntegrityError(f"{self._num_held_pages} host pages held for the queue")
+            if self._num_held[pool] > pool.num_blocks // 2:
+                raise IntegrityError(f"{self._num_held[pool]} blocks held for the queue")
 
     # Inside
 
@@ -476,11 +459,21 @@ class TieredCache:
         found = cast(dict[BlockHash, bytes], event.found)
         prefix.records |= found
         if found and not prefix.is_admitted:
-            room = self.tiers.host.num_blocks // 4 - self._num_held_pages
+            host = self.tiers.host
+            most = host.num_blocks // 4
             wanted = {each: found[each] for each in self._readable(prefix) if each in found}
-            pages = self.promoter.prefetch(wanted, max_pages=room)
-            prefix.held_pages.extend(pages)
-            self._num_held_pages += len(pages)
+            pages = self.promoter.prefetch(wanted, max_pages=most - self._num_held[host])
+            self._hold(prefix, host, pages, most)
+
+    def _hold(
+        self, prefix: Prefix, pool: BlockPool, blocks: Sequence[Block | None], most: int
+    ) -> None:
+        """Hold blocks for a queued request, the first of them, up to so many for all."""
+        held = [block for block in blocks if block is not None][: most - self._num_held[pool]]
+        for block in held:
+            pool.acquire(block)
+        prefix.held.setdefault(pool, []).extend(held)
+        self._num_held[pool] += len(held)
 
     def _forget_disk_copies(self) -> None:
         """Count no block as being on disk: a new worker may have had to start with an empty store.
@@ -543,11 +536,6 @@ class TieredCache:
         num_found = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
 
-    def _pages(self, prefix: Prefix) -> list[Block]:
-        """Return the host pages of a chain, head first."""
-        pages = (self.tiers.host.lookup(block_hash) for block_hash in prefix.hashes)
-        return [page for page in pages if page is not None]
-
     def _add_computed(self, prefix: Prefix, indices: Sequence[int]) -> None:
         """Enter blocks that were computed just now."""
         now = self.tiers.clock.now()
@@ -577,41 +565,34 @@ class TieredCache:
 
     def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
-        device, tenant = self.tiers.device, cast(bytes | None, prefix.tenant)
-        blocks = self._take_clean(num_blocks, tenant)
+        device, demoter = self.tiers.device, self.demoter
+        take = partial(
+            device.allocate, num_blocks, tenant=prefix.tenant, can_evict=demoter.is_device_clean
+        )
+        blocks = take()
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
-            tenant = None
-            blocks = self._take_clean(num_blocks, tenant)
-        if blocks is None and device.num_free - device.num_kept >= num_blocks:
-            self.demoter.demote(num_blocks)
-            self.poll()
-            self.demoter.make_room(num_blocks, tenant)
-            blocks = self._take_clean(num_blocks, tenant)
-            if blocks is None:
-                return self._wait_or_drop(prefix, num_blocks, tenant)
+            take = partial(take, tenant=None)
+            blocks = take()
         # If there are none, requests or floors hold the rest: waiting for a demotion cannot help.
+        if blocks is None and device.num_free - device.num_kept >= num_blocks:
+            demoter.demote(num_blocks)
+            self.poll()
+            # NOTE: what is larger than the host tier gets its room bit by bit. Blocks left where
+            # they are would be dirty again when the next ones push their pages out.
+            device.release(take(is_partial=True) or [])
+            blocks = take()
+            if blocks is None:
+                now = time.monotonic()
+                if prefix not in self._short_since:
+                    self._short_since[prefix] = now
+                    self.tiers.counters.allocation_waits += 1
+                demoter.write(num_blocks)
+                if now - self._short_since[prefix] >= PATIENCE_S:
+                    demoter.drop_oldest(num_blocks)
+                    blocks = take()
+                if blocks is None:
+                    return None
         self._short_since.pop(prefix, None)
         if blocks is not None:
-            self.demoter.note_change()
-        return blocks
-
-    def _take_clean(self, num_blocks: int, tenant: bytes | None) -> list[Block] | None:
-        can_evict = self.demoter.is_device_clean
-        return self.tiers.device.allocate(num_blocks, tenant=tenant, can_evict=can_evict)
-
-    def _wait_or_drop(
-        self, prefix: Prefix, num_blocks: int, tenant: bytes | None
-    ) -> list[Block] | None:
-        now = time.monotonic()
-        if prefix not in self._short_since:
-            self._short_since[prefix] = now
-            self.tiers.counters.allocation_waits += 1
-        self.demoter.write(num_blocks)
-        if now - self._short_since[prefix] < PATIENCE_S:
-            return None
-        self.demoter.drop_oldest(num_blocks)
-        blocks = self._take_clean(num_blocks, tenant)
-        if blocks is not None:
-            del self._short_since[prefix]
-            self.demoter.note_change()
+            demoter.note_change()
         return blocks

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.directory import Directory, Entry
+from tieredkv.cache.directory import Directory
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.results import TouchItem
 from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash
 
@@ -92,14 +91,6 @@ class Tiers:
 
     def __post_init__(self) -> None:
         self.device.protected = self.host.protected = self.directory.protected
-
-    def touch_item(self, entry: Entry, now: float) -> TouchItem:
-        """Return what the disk is to be told of a use of a block that it has, and note it."""
-        until, retention = self.directory.disk_deadline(entry, now), None
-        if until is not None:
-            entry.disk_expires_at = max(entry.disk_expires_at, until)
-            retention = self.directory.disk_retention(entry)
-        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.protect_until)
 
     def forget_if_absent(self, block_hash: BlockHash) -> None:
         """Drop the entry once neither RAM tier holds the block's bytes."""
