@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from tieredkv.cache.departed import Reason
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
@@ -89,6 +90,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         recomputed_tokens: prompt tokens that were found and computed again for their logits: the
             last one of a wholly cached prompt.
         queue_s: how long the request was in the queue.
+        miss_token: the first token whose block was not served from the cache, or that cannot be.
+        miss_reason: why it was not; None where it cannot be.
     """
 
     prompt_tokens: int
@@ -98,6 +101,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     written_tokens: int = 0
     recomputed_tokens: int = 0
     queue_s: float = 0.0
+    miss_token: int = 0
+    miss_reason: Reason | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -106,10 +111,13 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token's log-probability and its most likely alternatives, most likely first."""
+    """One token's log-probability and its most likely alternatives, most likely first.
+
+    The first token of a prompt follows nothing and has none.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]] = []
 
 
@@ -119,6 +127,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token_ids: the new tokens of this step, often one.
         logprobs: one entry a new token where the request asked for them.
+        prompt_logprobs: of the prompt's tokens, on the first output, where the request asked for
+            them.
         finish_reason: "stop", "length", "abort" or "error" on the last output, else None.
         error: what went wrong, for "error".
         error_code: machine-readable reason, for "error".
@@ -129,6 +139,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     error: str | None = None
     error_code: str | None = None

@@ -4,9 +4,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, cast
 
 from tieredkv.block_pool import BlockPool
+from tieredkv.cache.departed import Departed, Reason
 from tieredkv.cache.directory import Directory, Entry
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
@@ -60,6 +61,7 @@ class Tiers:
         block_bytes: payload bytes of one block.
         given_shares: of each tier, by tenant, as the operator wants it; others share the rest.
         shares: those of now; empty while one tenant has all.
+        departed: why blocks have left.
     """
 
     device: BlockPool
@@ -72,6 +74,7 @@ class Tiers:
     counters: CacheCounters = field(default_factory=CacheCounters)
     given_shares: Mapping[bytes, float] = field(default_factory=dict)
     shares: dict[bytes, float] = field(default_factory=dict)
+    departed: Departed = field(default_factory=Departed)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def note_tenant(self, tenant: bytes) -> None:
@@ -114,11 +117,16 @@ class Tiers:
     def on_evict(self, tier: str, block_hash: BlockHash) -> None:
         """Count a copy that made room for another, and forget a block that has no other."""
         self.counters.evictions[f"{tier},capacity"] += 1
+        entry = self.directory.get(block_hash)
         self.forget_if_absent(block_hash)
+        if entry is not None and self.directory.get(block_hash) is None:
+            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
+            self.departed.note(block_hash, cast(Reason, reason), entry.disk_expires_at)
 
-    def drop(self, block_hash: BlockHash, reason: str) -> None:
+    def drop(self, block_hash: BlockHash, reason: Literal["ttl", "admin"]) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
         for tier, pool in (("device", self.device), ("host", self.host)):
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
         self.directory.forget(block_hash)
+        self.departed.note(block_hash, "expired" if reason == "ttl" else "admin")

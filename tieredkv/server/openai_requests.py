@@ -208,6 +208,7 @@ class CompletionRequest(OpenAIRequest):
     default_tokens = 16
 
     prompt: Annotated[list[Prompt], PlainValidator(_read_prompts)]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: Any = None
@@ -218,10 +219,17 @@ class CompletionRequest(OpenAIRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return self.logprobs
 
+    @property
+    def limit(self) -> int | None:
+        """Longest answer that the client asks for; one token is the least that can be made."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
+
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
-        if self.echo and self.logprobs is not None:
-            raise unsupported("'echo' together with 'logprobs' is not supported.", "echo")
+        if self.max_tokens == 0 and not self.echo:
+            what = "Invalid 'max_tokens': integer below minimum value."
+            text = f"{what} Expected a value >= 1, but got 0 instead."
+            raise RequestError(text, param="max_tokens", code="integer_below_min_value")
         if self.suffix not in (None, ""):
             raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
@@ -234,8 +242,11 @@ class CompletionRequest(OpenAIRequest):
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
         choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
-        shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
-        return self.asked(prompts, shape, self.plan(rules, []))
+        is_silent = self.max_tokens == 0
+        how: dict[str, Any] = {"wants_usage": usage, "is_silent": is_silent}
+        shape = ChoicesShape(choices, self.model, self.n, echoes, **how)
+        asked = self.asked(prompts, shape, self.plan(rules, []))
+        return replace(asked, prompt_logprobs=self.logprobs) if self.echo else asked
 
 
 class ContentPart(Object):

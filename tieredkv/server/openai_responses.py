@@ -58,6 +58,7 @@ class ChoicesShape(Shape):
         n: answers to each prompt.
         echoes: the prompts, where they are part of the answers.
         wants_usage: whether a stream ends with its usage.
+        is_silent: answers are nothing but the echoes.
     """
 
     def __init__(
@@ -68,8 +69,10 @@ class ChoicesShape(Shape):
         echoes: Sequence[str] = (),
         *,
         wants_usage: bool,
+        is_silent: bool = False,
     ) -> None:
         self._choices, self._n, self._wants_usage = choices, n, wants_usage
+        self._is_silent = is_silent
         id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
         self._head = {"id": id, "object": choices.object, "created": now, "model": model}
         self._echoes = [text for text in echoes for _ in range(n)]
@@ -80,8 +83,13 @@ class ChoicesShape(Shape):
         for i, (echo, answer) in enumerate(zip(self._starts(answers), answers, strict=True)):
             assert answer.finish_reason is not None, answer.request.request_id
             has_logprobs = answer.request.params.logprobs is not None
-            logprobs = self._choices.logprobs(answer.logprobs, len(echo)) if has_logprobs else None
-            text, reason = echo + answer.text, answer.finish_reason
+            said, tokens, reason = answer.text, answer.logprobs, answer.finish_reason
+            if self._is_silent:
+                said, tokens, reason = "", [], "length"
+            start = 0 if answer.prompt_logprobs else len(echo)
+            tokens = answer.prompt_logprobs + tokens
+            logprobs = self._choices.logprobs(tokens, start) if has_logprobs else None
+            text = echo + said
             choices.append(self._choices.choice(i, text, logprobs, reason))
         return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
@@ -96,12 +104,18 @@ class ChoicesShape(Shape):
             offsets.append(len(echo))
             for choice in self._choices.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
+        unscored = set(range(len(answers)))
         async for piece in pieces:
-            i, logprobs = piece.index, None
-            if piece.logprobs:
-                logprobs = self._choices.logprobs(piece.logprobs, offsets[i])
-            offsets[i] += len(piece.text)
-            for choice in self._choices.delta(i, piece.text, logprobs, piece.finish_reason):
+            i, text, tokens, reason = piece.index, piece.text, piece.logprobs, piece.finish_reason
+            if self._is_silent:
+                text, tokens, reason = "", [], "length"
+            start = offsets[i]
+            if i in unscored and answers[i].prompt_logprobs:
+                tokens, start = answers[i].prompt_logprobs + (tokens or []), 0
+            unscored.discard(i)
+            logprobs = self._choices.logprobs(tokens, start) if tokens else None
+            offsets[i] += len(text)
+            for choice in self._choices.delta(i, text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
         if self._wants_usage:
             yield {**head, "choices": [], "usage": self._usage(answers)}
@@ -115,7 +129,8 @@ class ChoicesShape(Shape):
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         of_prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
-        return usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        return usage_body(of_prompts, 0 if self._is_silent else num_tokens)
 
 
 @dataclass(frozen=True)
@@ -143,7 +158,10 @@ class CompletionChoices:
         """Return parallel lists, as the older endpoint has them."""
         texts = [self.token_text(token.token_id) for token in tokens]
         both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
-        tops = [{self.token_text(id): _finite(each) for id, each in top} for top in both]
+        tops: list[Json | None] = [
+            {self.token_text(id): _finite(each) for id, each in top if each is not None} or None
+            for top in both
+        ]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -191,11 +209,11 @@ class ChatChoices:
     ) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _token(self, token_id: int, logprob: float) -> Json:
+    def _token(self, token_id: int, logprob: float | None) -> Json:
         text = self.token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
