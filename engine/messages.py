@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from tieredkv.cache.departed import Reason
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
@@ -91,7 +90,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
             last one of a wholly cached prompt.
         queue_s: how long the request was in the queue.
         miss_token: the first token whose block was not served from the cache, or that cannot be.
-        miss_reason: why it was not; None where it cannot be.
+        miss_reason: why it was not, see `cache.departed`; None where it cannot be.
     """
 
     prompt_tokens: int
@@ -102,7 +101,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     recomputed_tokens: int = 0
     queue_s: float = 0.0
     miss_token: int = 0
-    miss_reason: Reason | None = None
+    miss_reason: str | None = None
 
     @property
     def cached_tokens(self) -> int:

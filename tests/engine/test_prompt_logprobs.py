@@ -59,8 +59,8 @@ def test_the_small_model_scores_as_its_forward_pass_in_float32() -> None:
     sizes: dict[str, Any] = {"device_size": "4MiB", "host_size": "4MiB", "dtype": "float32"}
     with LLM("tiny-random", **sizes) as llm:
         ids = random.Random(1).choices(range(256), k=300)
-        config: Any = llm.core.model.config
-        model: Any = LlamaForCausalLM(config).to(dtype=torch.float32).eval()
+        make: Any = LlamaForCausalLM
+        model = make(llm.core.model.config).to(dtype=torch.float32).eval()
         model.set_attn_implementation("sdpa")
         init_tiny_weights(model)
         check(serve(llm, ids, params=TWO, prompt_logprobs=3), ids, reference(model, ids))

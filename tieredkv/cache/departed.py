@@ -4,26 +4,14 @@ Called by the engine's thread only.
 """
 
 from array import array
-from typing import Literal
 
 from tieredkv.types import BlockHash
 
-Reason = Literal[
-    "never_seen",
-    "expired",
-    "evicted_device",
-    "evicted_host",
-    "evicted_disk",
-    "corrupt",
-    "admin",
-    "slower_than_recomputing",
-    "behind_lookback",
-]
-"""Why a block was not served: the tier that it was evicted from last, `admin` for an operator,
-`slower_than_recomputing` for a load that was given up or not wanted, `behind_lookback` where it is
-there and no hit may end."""
+REASONS = "expired evicted_device evicted_host evicted_disk corrupt admin slower_than_recomputing"
+"""Why a block was not served, beside `never_seen` and, where it is there but no hit may end,
+`behind_lookback`: evicted from which tier last, by an operator, or its load was given up."""
 
-_REASONS: tuple[Reason, ...] = Reason.__args__  # type: ignore[attr-defined]
+_REASONS = REASONS.split()
 NUM_PLACES = 65_536
 
 
@@ -40,14 +28,14 @@ class Departed:
         self._reasons = bytearray(NUM_PLACES)
         self._deadlines = array("I", bytes(4 * NUM_PLACES))
 
-    def note(self, block_hash: BlockHash, reason: Reason, until: float = 0.0) -> None:
+    def note(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
         """Note that a block is gone; one that is `evicted_disk` expires there at `until`."""
         tag = int.from_bytes(block_hash[-8:], "little")
         place = tag % NUM_PLACES
         self._tags[place], self._deadlines[place] = tag, min(int(until), 2**32 - 1)
         self._reasons[place] = _REASONS.index(reason)
 
-    def reason(self, block_hash: BlockHash, now: float) -> Reason:
+    def reason(self, block_hash: BlockHash, now: float) -> str:
         """Return why a block that is in no tier is not."""
         tag = int.from_bytes(block_hash[-8:], "little")
         place = tag % NUM_PLACES

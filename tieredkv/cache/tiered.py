@@ -25,7 +25,6 @@ from typing import NamedTuple, cast
 
 from tieredkv.block_pool import Block
 from tieredkv.cache.demotion import Demoter
-from tieredkv.cache.departed import Reason
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
@@ -276,7 +275,7 @@ class TieredCache:
         prefix.block_ids.append(fresh[0].block_id)
         return True
 
-    def why_missed(self, prefix: Prefix, index: int) -> Reason:
+    def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
         tiers, block_hash = self.tiers, prefix.hashes[index]
         if index < prefix.num_present:

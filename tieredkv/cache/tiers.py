@@ -4,10 +4,10 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any
 
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.departed import Departed, Reason
+from tieredkv.cache.departed import Departed
 from tieredkv.cache.directory import Directory, Entry
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
@@ -121,9 +121,9 @@ class Tiers:
         self.forget_if_absent(block_hash)
         if entry is not None and self.directory.get(block_hash) is None:
             reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
-            self.departed.note(block_hash, cast(Reason, reason), entry.disk_expires_at)
+            self.departed.note(block_hash, reason, entry.disk_expires_at)
 
-    def drop(self, block_hash: BlockHash, reason: Literal["ttl", "admin"]) -> None:
+    def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
         for tier, pool in (("device", self.device), ("host", self.host)):
             if pool.drop(block_hash) is not None:

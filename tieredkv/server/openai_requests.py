@@ -20,6 +20,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
 from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.diagnosis import Segment
 from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
 
 MAX_PROMPTS = 2048
@@ -126,6 +127,12 @@ class OpenAIRequest(ApiRequest):
         return None
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """What may be changed beside the prompt."""
+        names = "model prompt_cache_key service_tier reasoning_effort verbosity"
+        return {name: getattr(self, name, None) for name in names.split()}
+
+    @property
     def wants_stream_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and self.stream_options.include_usage
@@ -175,9 +182,17 @@ class OpenAIRequest(ApiRequest):
         cacheable = max([0, *ends]) if is_explicit else None
         return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
 
-    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan) -> Asked:
+    def asked(
+        self,
+        prompts: list[list[int]],
+        shape: Shape,
+        plan: CachePlan,
+        segments: Sequence[Segment] = (),
+        compared_id: str | None = None,
+    ) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        how: dict[str, Any] = {"n": self.n, "stream": self.stream, "limit": self.limit}
+        told = {"segments": segments, "settings": self.settings, "compared_id": compared_id}
+        how: dict[str, Any] = {**told, "n": self.n, "stream": self.stream, "limit": self.limit}
         how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
         how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
         how["labels"] = self.metadata
@@ -245,7 +260,8 @@ class CompletionRequest(OpenAIRequest):
         is_silent = self.max_tokens == 0
         how: dict[str, Any] = {"wants_usage": usage, "is_silent": is_silent}
         shape = ChoicesShape(choices, self.model, self.n, echoes, **how)
-        asked = self.asked(prompts, shape, self.plan(rules, []))
+        segments = await tokenization.segments(self.prompt)
+        asked = self.asked(prompts, shape, self.plan(rules, []), segments)
         return replace(asked, prompt_logprobs=self.logprobs) if self.echo else asked
 
 
@@ -442,7 +458,8 @@ class ChatRequest(ConversationRequest):
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         choices = ChatChoices(tokenization.token_text)
         shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
-        return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
+        plan = self.plan(rules, encoded.ends)
+        return self.asked([encoded.token_ids], shape, plan, encoded.segments)
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(

@@ -13,6 +13,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
+from tieredkv.server.diagnosis import NONE, Diagnosis, miss_body
 from tieredkv.server.error_bodies import openai_body
 from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
@@ -26,26 +27,29 @@ LEAST_LOGPROB = -9999.0
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
+def usage_body(
+    prompt_usages: Sequence[RequestUsage], num_completion_tokens: int, diagnosis: Diagnosis = NONE
+) -> Json:
     """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": caching_body(prompt_usages),
+        "prompt_tokens_details": caching_body(prompt_usages, diagnosis),
     }
 
 
-def caching_body(prompt_usages: Sequence[RequestUsage]) -> Json:
+def caching_body(prompt_usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> Json:
     """Return what is said of cached tokens; `tieredkv` and what is by tier are ours."""
-    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
+    miss = miss_body(prompt_usages, diagnosis)
+    by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
     recomputed = sum(usage.recomputed_tokens for usage in prompt_usages)
     return {
         "cached_tokens": sum(by_tier.values()),
         "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
         "cached_tokens_by_tier": by_tier,
-        "tieredkv": {**{str(tier): n for tier, n in by_tier.items()}, "recomputed": recomputed},
+        "tieredkv": {**by_tier, "recomputed": recomputed, **miss},
     }
 
 
@@ -73,8 +77,8 @@ class ChoicesShape(Shape):
     ) -> None:
         self._choices, self._n, self._wants_usage = choices, n, wants_usage
         self._is_silent = is_silent
-        id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
-        self._head = {"id": id, "object": choices.object, "created": now, "model": model}
+        self.id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
+        self._head = {"id": self.id, "object": choices.object, "created": now, "model": model}
         self._echoes = [text for text in echoes for _ in range(n)]
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -130,7 +134,7 @@ class ChoicesShape(Shape):
     def _usage(self, answers: Sequence[Answer]) -> Json:
         of_prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
         num_tokens = sum(len(answer.token_ids) for answer in answers)
-        return usage_body(of_prompts, 0 if self._is_silent else num_tokens)
+        return usage_body(of_prompts, 0 if self._is_silent else num_tokens, self.diagnosis)
 
 
 @dataclass(frozen=True)
