@@ -15,8 +15,7 @@ class Answer:
     """What a request has become so far.
 
     Attributes:
-        logprobs: one entry a token where the request asked for them.
-        prompt_logprobs: of the prompt's tokens, likewise.
+        logprobs: one entry a token where the request asked for them, the prompt's first.
         usage: where the prompt's tokens came from, once the engine has told.
         ttft_s: seconds from the making of this object to the first token, 0 before it.
         finish_reason: why the text has ended, None while it goes on.
@@ -27,7 +26,6 @@ class Answer:
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self.prompt_logprobs: list[TokenLogprob] = []
         self.usage = RequestUsage(prompt_tokens=len(request.prompt_token_ids))
         self.ttft_s = 0.0
         self.finish_reason: str | None = None
@@ -50,7 +48,6 @@ class Answer:
             self.ttft_s = time.perf_counter() - self._made_at
         self.token_ids += output.token_ids
         self.logprobs += output.logprobs or ()
-        self.prompt_logprobs += output.prompt_logprobs or ()
         self.usage = output.usage or self.usage
         text = self._detokenizer.feed(output.token_ids)
         if output.finish_reason is not None:

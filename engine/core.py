@@ -474,12 +474,14 @@ class EngineCore:
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
+            logprobs = request.take_scores() if is_first else []
+            if token.logprob is not None:
+                logprobs.append(token.logprob)
             self._outputs.append(
                 TokenOutput(
                     request_id=request.request_id,
                     token_ids=[token.token_id],
-                    logprobs=[token.logprob] if token.logprob is not None else None,
-                    prompt_logprobs=request.take_scores() if is_first else None,
+                    logprobs=logprobs or None,
                     finish_reason=finish_reason,
                     usage=request.usage if is_first or finish_reason else None,
                 )

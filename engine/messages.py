@@ -125,9 +125,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         token_ids: the new tokens of this step, often one.
-        logprobs: one entry a new token where the request asked for them.
-        prompt_logprobs: of the prompt's tokens, on the first output, where the request asked for
-            them.
+        logprobs: one entry a new token where the request asked for them; those of the prompt's
+            tokens, where it asked for these, come before the first.
         finish_reason: "stop", "length", "abort" or "error" on the last output, else None.
         error: what went wrong, for "error".
         error_code: machine-readable reason, for "error".
@@ -138,7 +137,6 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     token_ids: list[int] = []
     logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: list[TokenLogprob] | None = None
     finish_reason: str | None = None
     error: str | None = None
     error_code: str | None = None

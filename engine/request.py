@@ -102,10 +102,10 @@ class Request:
         self.token_ids.append(pending(self.slot))
         self.num_pending_tokens += 1
 
-    def take_scores(self) -> list[TokenLogprob] | None:
+    def take_scores(self) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt's tokens, where wanted."""
         if self.prompt_logprobs is None:
-            return None
+            return []
         scores, self.prompt_scores = self.prompt_scores, []
         first = TokenLogprob(token_id=self.token_ids[0], logprob=None)
         return [first, *(token for chunk in scores for token in chunk.logprobs())]

@@ -26,7 +26,8 @@ def reference(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def check(answer: Answer, ids: list[int], expected: torch.Tensor) -> None:
-    first, *others = answer.prompt_logprobs
+    first, *others = answer.logprobs[: len(ids)]
+    assert len(answer.logprobs) == len(ids) + len(answer.token_ids)
     assert (first.token_id, first.logprob, first.top) == (ids[0], None, [])
     assert [token.token_id for token in others] == ids[1:]
     own = expected[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
@@ -82,7 +83,7 @@ def test_scored_prompts_beside_others_and_after_a_preemption_are_the_same() -> N
         assert stats["counters"]["preemptions"]
     for expected, told in zip(alone, answers.values(), strict=True):
         assert told.token_ids == expected.token_ids
-        wanted = [it.logprob for it in expected.prompt_logprobs[1:]]
-        got = [it.logprob for it in told.prompt_logprobs[1:]]
-        assert got == pytest.approx(wanted, abs=1e-3) or not told.prompt_logprobs
-    assert [bool(it.prompt_logprobs) for it in answers.values()] == [False, True, False, True]
+        wanted = [it.logprob for it in expected.logprobs[1:]]
+        got = [it.logprob for it in told.logprobs[1:]]
+        assert got == pytest.approx(wanted, abs=1e-3) or not told.logprobs
+    assert [bool(it.logprobs) for it in answers.values()] == [False, True, False, True]

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from tieredkv.engine.answer import Answer
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
-from tieredkv.server.diagnosis import Diagnosis, miss_body
+from tieredkv.server.diagnosis import Diagnosis, told_of
 from tieredkv.server.error_bodies import anthropic_body
 from tieredkv.server.generation import Piece
 
@@ -26,8 +26,6 @@ def usage_body(
     `tieredkv` is an addition of ours.
     """
     usage, claims = answer.usage, answer.request.claims
-    by_tier = {str(tier): n for tier, n in usage.cached_tokens_by_tier.items()}
-    miss = miss_body([usage], diagnosis)
     num_read, num_written = usage.cached_tokens, usage.written_tokens
     end = max((claim.end_token for claim in claims if claim.retention == "1h"), default=0)
     for_an_hour = min(max(end - end % block_size - num_read, 0), num_written)
@@ -40,7 +38,7 @@ def usage_body(
             "ephemeral_1h_input_tokens": for_an_hour,
         },
         "output_tokens": num_output_tokens,
-        "tieredkv": {**by_tier, "recomputed": usage.recomputed_tokens, **miss},
+        "tieredkv": told_of([usage], diagnosis),
     }
 
 

@@ -6,12 +6,12 @@ Of what requests say only digests are kept.
 import hashlib
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tieredkv.engine.messages import RequestUsage
+from tieredkv.types import Tier
 
 MAX_REQUESTS = 256
 MAX_TENANTS = 256
@@ -78,8 +78,7 @@ def segments_of(
     return [Segment.of(*part) for part in parts]
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """What is kept of a request.
 
     Attributes:
@@ -89,7 +88,7 @@ class Seen:
 
     segments: Sequence[Segment] = ()
     num_tokens: int = 0
-    settings: Mapping[str, int] = field(default_factory=dict)
+    settings: Mapping[str, int] = MappingProxyType({})
     namespace: int = 0
 
     def num_common(self, other: "Seen") -> int:
@@ -104,8 +103,7 @@ class Seen:
         return self.num_tokens * sum(sizes[:index]) // max(1, sum(sizes))
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(NamedTuple):
     """The first difference: its kind, where it is, and in words."""
 
     kind: str
@@ -131,8 +129,7 @@ def change(old: Seen, new: Seen) -> Change | None:
     return Change(kind, place, detail)
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
+class Diagnosis(NamedTuple):
     """One request beside earlier ones of its tenant.
 
     Attributes:
@@ -140,7 +137,7 @@ class Diagnosis:
         compared: the request behind that, where it is known.
     """
 
-    seen: Seen = field(default_factory=Seen)
+    seen: Seen = Seen()
     earlier: Sequence[Seen] = ()
     compared_id: str | None = None
     compared: Seen | None = None
@@ -181,29 +178,31 @@ class Diagnosis:
 NONE = Diagnosis()
 
 
-def miss_body(usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return `miss` of the first prompt that was not wholly in the cache; nothing if all were."""
+def told_of(usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what only this server tells of prompts.
+
+    `miss` is that of the first prompt that was not wholly in the cache.
+    """
+    told = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in usages) for t in Tier}
+    told["recomputed"] = sum(usage.recomputed_tokens for usage in usages)
     missed = [usage for usage in usages if usage.miss_reason is not None]
-    return {"miss": diagnosis.miss(missed[0])} if missed else {}
+    return {**told, "miss": diagnosis.miss(missed[0])} if missed else told
 
 
 class Diagnoses:
     """The latest requests of each tenant, by the ids of their answers."""
 
     def __init__(self) -> None:
-        self._of: OrderedDict[str, OrderedDict[str, Seen]] = OrderedDict()
+        self._of: dict[str, dict[str, Seen]] = {}
 
     def add(self, tenant: str, id: str, seen: Seen, compared_id: str | None) -> Diagnosis:
         """Keep a request, and return it beside those before it, the latest first."""
-        known = self._of.setdefault(tenant, OrderedDict())
-        self._of.move_to_end(tenant)
+        known = self._of[tenant] = self._of.pop(tenant, {})
         compared = known.get(compared_id or "")
-        made = Diagnosis(seen, list(reversed(known.values())), compared_id, compared)
-        known[id] = Seen(
-            [segment._replace(name="") for segment in seen.segments],
-            *(seen.num_tokens, seen.settings, seen.namespace),
-        )
-        for kept, most in ((known, MAX_REQUESTS), (self._of, MAX_TENANTS)):
-            if len(kept) > most:
-                kept.popitem(last=False)
+        made = Diagnosis(seen, [*reversed(known.values())], compared_id, compared)
+        known[id] = seen._replace(segments=[it._replace(name="") for it in seen.segments])
+        if len(known) > MAX_REQUESTS:
+            del known[next(iter(known))]
+        if len(self._of) > MAX_TENANTS:
+            del self._of[next(iter(self._of))]
         return made

@@ -20,7 +20,6 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
 from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
-from tieredkv.server.diagnosis import Segment
 from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
 
 MAX_PROMPTS = 2048
@@ -118,8 +117,8 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for."""
-        return self.max_tokens
+        """Longest answer that the client asks for; one token is the least that can be made."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -182,17 +181,9 @@ class OpenAIRequest(ApiRequest):
         cacheable = max([0, *ends]) if is_explicit else None
         return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
 
-    def asked(
-        self,
-        prompts: list[list[int]],
-        shape: Shape,
-        plan: CachePlan,
-        segments: Sequence[Segment] = (),
-        compared_id: str | None = None,
-    ) -> Asked:
+    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan, **how: Any) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        told = {"segments": segments, "settings": self.settings, "compared_id": compared_id}
-        how: dict[str, Any] = {**told, "n": self.n, "stream": self.stream, "limit": self.limit}
+        how |= {"settings": self.settings, "n": self.n, "stream": self.stream, "limit": self.limit}
         how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
         how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
         how["labels"] = self.metadata
@@ -234,11 +225,6 @@ class CompletionRequest(OpenAIRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return self.logprobs
 
-    @property
-    def limit(self) -> int | None:
-        """Longest answer that the client asks for; one token is the least that can be made."""
-        return None if self.max_tokens is None else max(1, self.max_tokens)
-
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.max_tokens == 0 and not self.echo:
@@ -257,12 +243,11 @@ class CompletionRequest(OpenAIRequest):
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
         choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
-        is_silent = self.max_tokens == 0
-        how: dict[str, Any] = {"wants_usage": usage, "is_silent": is_silent}
-        shape = ChoicesShape(choices, self.model, self.n, echoes, **how)
-        segments = await tokenization.segments(self.prompt)
-        asked = self.asked(prompts, shape, self.plan(rules, []), segments)
-        return replace(asked, prompt_logprobs=self.logprobs) if self.echo else asked
+        shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
+        shape.is_silent = self.max_tokens == 0
+        how: dict[str, Any] = {"prompt_logprobs": self.logprobs if self.echo else None}
+        how["segments"] = await tokenization.segments(self.prompt)
+        return self.asked(prompts, shape, self.plan(rules, []), **how)
 
 
 class ContentPart(Object):
@@ -459,7 +444,7 @@ class ChatRequest(ConversationRequest):
         choices = ChatChoices(tokenization.token_text)
         shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
         plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], shape, plan, encoded.segments)
+        return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments)
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(

@@ -13,7 +13,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
-from tieredkv.server.diagnosis import NONE, Diagnosis, miss_body
+from tieredkv.server.diagnosis import NONE, Diagnosis, told_of
 from tieredkv.server.error_bodies import openai_body
 from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
@@ -42,14 +42,12 @@ def usage_body(
 
 def caching_body(prompt_usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> Json:
     """Return what is said of cached tokens; `tieredkv` and what is by tier are ours."""
-    miss = miss_body(prompt_usages, diagnosis)
-    by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
-    recomputed = sum(usage.recomputed_tokens for usage in prompt_usages)
+    by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
     return {
         "cached_tokens": sum(by_tier.values()),
         "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
         "cached_tokens_by_tier": by_tier,
-        "tieredkv": {**by_tier, "recomputed": recomputed, **miss},
+        "tieredkv": told_of(prompt_usages, diagnosis),
     }
 
 
@@ -62,8 +60,12 @@ class ChoicesShape(Shape):
         n: answers to each prompt.
         echoes: the prompts, where they are part of the answers.
         wants_usage: whether a stream ends with its usage.
-        is_silent: answers are nothing but the echoes.
+
+    Attributes:
+        is_silent: answers are nothing but the echoes; the one token that is made is left out.
     """
+
+    is_silent = False
 
     def __init__(
         self,
@@ -73,10 +75,8 @@ class ChoicesShape(Shape):
         echoes: Sequence[str] = (),
         *,
         wants_usage: bool,
-        is_silent: bool = False,
     ) -> None:
         self._choices, self._n, self._wants_usage = choices, n, wants_usage
-        self._is_silent = is_silent
         self.id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
         self._head = {"id": self.id, "object": choices.object, "created": now, "model": model}
         self._echoes = [text for text in echoes for _ in range(n)]
@@ -88,13 +88,10 @@ class ChoicesShape(Shape):
             assert answer.finish_reason is not None, answer.request.request_id
             has_logprobs = answer.request.params.logprobs is not None
             said, tokens, reason = answer.text, answer.logprobs, answer.finish_reason
-            if self._is_silent:
-                said, tokens, reason = "", [], "length"
-            start = 0 if answer.prompt_logprobs else len(echo)
-            tokens = answer.prompt_logprobs + tokens
-            logprobs = self._choices.logprobs(tokens, start) if has_logprobs else None
-            text = echo + said
-            choices.append(self._choices.choice(i, text, logprobs, reason))
+            if self.is_silent:
+                said, tokens, reason = "", tokens[:-1], "length"
+            logprobs = self._choices.logprobs(tokens, len(echo)) if has_logprobs else None
+            choices.append(self._choices.choice(i, echo + said, logprobs, reason))
         return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
     async def events(
@@ -108,16 +105,11 @@ class ChoicesShape(Shape):
             offsets.append(len(echo))
             for choice in self._choices.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
-        unscored = set(range(len(answers)))
         async for piece in pieces:
             i, text, tokens, reason = piece.index, piece.text, piece.logprobs, piece.finish_reason
-            if self._is_silent:
-                text, tokens, reason = "", [], "length"
-            start = offsets[i]
-            if i in unscored and answers[i].prompt_logprobs:
-                tokens, start = answers[i].prompt_logprobs + (tokens or []), 0
-            unscored.discard(i)
-            logprobs = self._choices.logprobs(tokens, start) if tokens else None
+            if self.is_silent:
+                text, tokens, reason = "", (tokens or [])[:-1], "length"
+            logprobs = self._choices.logprobs(tokens, offsets[i]) if tokens else None
             offsets[i] += len(text)
             for choice in self._choices.delta(i, text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
@@ -134,7 +126,7 @@ class ChoicesShape(Shape):
     def _usage(self, answers: Sequence[Answer]) -> Json:
         of_prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
         num_tokens = sum(len(answer.token_ids) for answer in answers)
-        return usage_body(of_prompts, 0 if self._is_silent else num_tokens, self.diagnosis)
+        return usage_body(of_prompts, 0 if self.is_silent else num_tokens, self.diagnosis)
 
 
 @dataclass(frozen=True)
@@ -159,7 +151,8 @@ class CompletionChoices:
         return self.delta(index, text, logprobs, reason)[0]
 
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        """Return parallel lists, as the older endpoint has them."""
+        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
+        text_offset = 0 if tokens and tokens[0].logprob is None else text_offset
         texts = [self.token_text(token.token_id) for token in tokens]
         both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
         tops: list[Json | None] = [

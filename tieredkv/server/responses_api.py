@@ -213,8 +213,9 @@ class ResponsesRequest(requests.ConversationRequest):
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
         options, shape = self.prompt_cache_options, ResponseShape(self, plan)
-        compared_id = options.comparison_response_id if options else None
-        return self.asked([encoded.token_ids], shape, plan, encoded.segments, compared_id)
+        how: dict[str, Any] = {"segments": encoded.segments}
+        how["compared_id"] = options.comparison_response_id if options else None
+        return self.asked([encoded.token_ids], shape, plan, **how)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -298,15 +299,15 @@ class ResponseShape(Shape):
         diagnosis = self.diagnosis
         if diagnosis.compared_id is None:
             return {}
-        told: Json = {"type": "comparison_response_not_found"}
-        if diagnosis.compared is not None:
-            found = diagnosis.divergence(usage)
-            told = {"type": "cache_hit" if found is None else "unavailable"}
-            if found and found.kind:
-                reason = "input" if found.kind in ("system", "messages") else found.kind
-                told = {"type": "cache_miss", "reason": f"{reason}_changed"}
-                told["cache_missed_tokens"] = usage.prompt_tokens - usage.miss_token
-                told["comparison_reusable_tokens"] = found.at_token
+        if diagnosis.compared is None:
+            return {"prompt_cache_diagnostics": {"type": "comparison_response_not_found"}}
+        found = diagnosis.divergence(usage)
+        told: Json = {"type": "cache_hit" if found is None else "unavailable"}
+        if found and found.kind:
+            reason = "input" if found.kind in ("system", "messages") else found.kind
+            told = {"type": "cache_miss", "reason": f"{reason}_changed"}
+            told["cache_missed_tokens"] = usage.prompt_tokens - usage.miss_token
+            told["comparison_reusable_tokens"] = found.at_token
         return {"prompt_cache_diagnostics": told}
 
     def _usage(self, answer: Answer) -> Json:
