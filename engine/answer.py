@@ -15,7 +15,7 @@ class Answer:
     """What a request has become so far.
 
     Attributes:
-        logprobs: one entry a token where the request asked for them.
+        logprobs: one entry a token where the request asked for them, the prompt's first.
         usage: where the prompt's tokens came from, once the engine has told.
         ttft_s: seconds from the making of this object to the first token, 0 before it.
         finish_reason: why the text has ended, None while it goes on.

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
@@ -29,13 +30,20 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, TokenOutput
-from tieredkv.engine.model_runner import ModelRunner, late_layer, make_kv_pool, num_device_blocks
+from tieredkv.engine.model_runner import (
+    ModelRunner,
+    StepOutput,
+    late_layer,
+    make_kv_pool,
+    num_device_blocks,
+)
 from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
-from tieredkv.engine.sampler import SamplerState, Sampling, sample
+from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
+from tieredkv.kernels.small_copies import to_device
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
@@ -217,6 +225,7 @@ class EngineCore:
             token_ids=token_ids,
             num_prompt_tokens=len(token_ids),
             prefix=prefix,
+            prompt_logprobs=request.prompt_logprobs,
             tenant=request.tenant,
             sampler=SamplerState(
                 request.params,
@@ -373,7 +382,8 @@ class EngineCore:
     def _prefix(self, request: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
         settings, size = self._settings, self.kv_spec.block_size
-        most_tokens = request.cacheable_tokens
+        # What was cached has no logits any more.
+        most_tokens = request.cacheable_tokens if request.prompt_logprobs is None else 0
         max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
         isolate_by = settings.isolate_by
         namespace = namespace_digest(
@@ -422,6 +432,8 @@ class EngineCore:
             [row.row for row in scheduled], self.tiers.transfer.late_event
         )
         rows = [row for row in scheduled if row.row.needs_logits]
+        if any(row.row.all_logits for row in scheduled):
+            output = _score(scheduled, output)
         launched = None
         if rows:
             states = [row.request.sampler for row in rows]
@@ -435,7 +447,12 @@ class EngineCore:
             request = row.request
             if request.usage is None:
                 num_recomputed = 1 if row.row.write_from > row.start else 0
-                request.usage = request.measure_usage(self.kv_spec.block_size, num_recomputed)
+                size = self.kv_spec.block_size
+                usage = request.measure_usage(size, num_recomputed)
+                if usage.written_tokens:
+                    why = self.cache.why_missed(request.prefix, usage.miss_token // size)
+                    usage = replace(usage, miss_reason=why)
+                request.usage = usage
             if not request.touched_at:
                 self._touch(request)
         return launched
@@ -457,11 +474,14 @@ class EngineCore:
             request.append(token.token_id)
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
+            logprobs = request.take_scores() if is_first else []
+            if token.logprob is not None:
+                logprobs.append(token.logprob)
             self._outputs.append(
                 TokenOutput(
                     request_id=request.request_id,
                     token_ids=[token.token_id],
-                    logprobs=[token.logprob] if token.logprob is not None else None,
+                    logprobs=logprobs or None,
                     finish_reason=finish_reason,
                     usage=request.usage if is_first or finish_reason else None,
                 )
@@ -494,6 +514,8 @@ class EngineCore:
             else:
                 evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
                 freed_bytes = evicted * self.kv_spec.block_bytes
+                if event.call.wanted == EVERYTHING:
+                    self.tiers.departed.clear_disk()
                 answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
             self._store.reply_control(event.id, answer)
 
@@ -516,6 +538,27 @@ class EngineCore:
         store = StoreClient(options, self._arena, wake=self.wake)
         stack.callback(store.close)
         return store
+
+
+def _score(scheduled: list[ScheduledRow], output: StepOutput) -> StepOutput:
+    """Score prompts, and return the logits of those rows only that get their next token."""
+    kept, end = [], 0
+    for request, start, stop, row in scheduled:
+        if row.all_logits:
+            logits = output.logits[end : end + stop - start]
+            token_ids = to_device(
+                request.token_ids[start + 1 : stop + 1], torch.int64, logits.device
+            )
+            if not start:
+                request.prompt_scores.clear()
+            counts = [request.prompt_logprobs or 0] * (stop - start)
+            request.prompt_scores.append(score(logits, token_ids, counts))
+            end += stop - start
+        elif row.needs_logits:
+            kept.append(end)
+            end += 1
+    at = to_device(kept, torch.int64, output.logits.device)
+    return StepOutput(*(part[at] for part in output))
 
 
 def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> int:

@@ -89,6 +89,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         recomputed_tokens: prompt tokens that were found and computed again for their logits: the
             last one of a wholly cached prompt.
         queue_s: how long the request was in the queue.
+        miss_token: the first token whose block was not served from the cache, or that cannot be.
+        miss_reason: why it was not, see `cache.departed`; None where it cannot be.
     """
 
     prompt_tokens: int
@@ -98,6 +100,8 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     written_tokens: int = 0
     recomputed_tokens: int = 0
     queue_s: float = 0.0
+    miss_token: int = 0
+    miss_reason: str | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -106,10 +110,13 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
-    """One token's log-probability and its most likely alternatives, most likely first."""
+    """One token's log-probability and its most likely alternatives, most likely first.
+
+    The first token of a prompt follows nothing and has none.
+    """
 
     token_id: int
-    logprob: float
+    logprob: float | None
     top: list[tuple[int, float]] = []
 
 
@@ -118,7 +125,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         token_ids: the new tokens of this step, often one.
-        logprobs: one entry a new token where the request asked for them.
+        logprobs: one entry a new token where the request asked for them; those of the prompt's
+            tokens, where it asked for these, come before the first.
         finish_reason: "stop", "length", "abort" or "error" on the last output, else None.
         error: what went wrong, for "error".
         error_code: machine-readable reason, for "error".

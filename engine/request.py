@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tieredkv.cache.tiered import Prefix
-from tieredkv.engine.messages import RequestUsage
-from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.engine.sampler import SamplerState, Scores
 from tieredkv.engine.step_buffers import pending
 from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash, Tier
@@ -36,6 +36,8 @@ class Request:
         num_passes: requests admitted before it while it was the oldest of the tenant in turn.
         added_at, admitted_at: when it was queued, and when it first left the queue.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
+        prompt_logprobs: alternatives wanted with each token of the prompt; None for none of it.
+        prompt_scores: of the prompt's tokens behind the first, chunk by chunk.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
@@ -55,6 +57,8 @@ class Request:
     added_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     touched_at: float = 0.0
+    prompt_logprobs: int | None = None
+    prompt_scores: list[Scores] = field(default_factory=list)
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
 
@@ -86,10 +90,25 @@ class Request:
         """Whether its last token has been sampled, seen or not."""
         return self.num_tokens - self.num_prompt_tokens >= self.max_output_tokens
 
+    @property
+    def num_unscored_tokens(self) -> int:
+        """Tokens to be computed next whose logits tell of the prompt's own tokens."""
+        if self.prompt_logprobs is None or self.usage is not None:
+            return 0
+        return self.num_prompt_tokens - 1 - self.num_computed_tokens
+
     def expect_token(self) -> None:
         """Add a token that is being sampled on the device."""
         self.token_ids.append(pending(self.slot))
         self.num_pending_tokens += 1
+
+    def take_scores(self) -> list[TokenLogprob]:
+        """Return the log-probabilities of the prompt's tokens, where wanted."""
+        if self.prompt_logprobs is None:
+            return []
+        scores, self.prompt_scores = self.prompt_scores, []
+        first = TokenLogprob(token_id=self.token_ids[0], logprob=None)
+        return [first, *(token for chunk in scores for token in chunk.logprobs())]
 
     def append(self, token_id: int) -> None:
         """Take in the first pending token."""
@@ -112,6 +131,7 @@ class Request:
             ]
         counts = {tier: block_size * sources.count(tier) for tier in Tier}
         written = block_size * sources.count(None)
+        num_found = sources.index(None) if written else len(sources)
         last = sources[-1] if sources else None
         if last is not None:
             counts[last] -= num_recomputed_tokens
@@ -119,6 +139,7 @@ class Request:
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens_by_tier=counts,
             written_tokens=written,
+            miss_token=block_size * num_found,
             recomputed_tokens=block_size * len(sources) - sum(counts.values()) - written,
             queue_s=self.admitted_at - self.added_at,
         )

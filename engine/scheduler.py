@@ -39,6 +39,13 @@ def longest_chunk(budget: int) -> int:
     return budget + int(budget * MAX_REST)
 
 
+MAX_SCORED_TOKENS = 256
+"""Of a prompt whose every token is scored, in one step: each has logits of the whole vocabulary."""
+
+SCORING = -1
+"""Claimed, beside ids of blocks, by the one row of a step that is scored."""
+
+
 class ScheduledRow(NamedTuple):
     """Tokens `[start, end)` of one request, to be computed in this step."""
 
@@ -204,6 +211,11 @@ class Scheduler:
         end = request.num_tokens if request.num_tokens <= end else start + budget
         if end < request.num_tokens and end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT > start:
             end = end // CHUNK_ALIGNMENT * CHUNK_ALIGNMENT
+        is_scored = request.num_unscored_tokens > 0
+        if is_scored:
+            most = 0 if SCORING in claimed else min(MAX_SCORED_TOKENS, request.num_unscored_tokens)
+            end = min(end, start + most)
+            claimed.add(SCORING)
         for index in range(start // size, min(-(-end // size), num_chain)):
             block = prefix.blocks[index]
             if write_from > start:
@@ -221,6 +233,7 @@ class Scheduler:
             block_table=prefix.block_ids,
             write_from=write_from,
             needs_logits=end == request.num_tokens,
+            all_logits=is_scored,
             slot=request.slot,
             table_key=request.table_key,
         )

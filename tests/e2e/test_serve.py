@@ -323,3 +323,33 @@ def test_a_dead_engine_is_unhealthy_and_its_requests_end(tmp_path: Path) -> None
             client.completions.create(**GREEDY, prompt="a")
         assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
         assert server.stop() == 1
+
+
+def test_an_echo_is_scored_token_by_token_whole_and_streamed(client: openai.OpenAI) -> None:
+    ids = [list(f"score {text} {TEXT}".encode()) for text in ("one", "two")]
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ids, "echo": True, "temperature": 0}
+    client.completions.create(**GREEDY, prompt=ids)  # what is cached is computed again
+    whole = client.completions.create(**asked, logprobs=1, max_tokens=1)
+    for tokens, choice in zip(ids, whole.choices, strict=True):
+        logprobs: Any = choice.logprobs
+        assert choice.text == "".join(logprobs.tokens) and len(choice.text) == len(tokens) + 1
+        assert logprobs.text_offset == list(range(len(tokens) + 1))
+        assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+        own, tops = logprobs.token_logprobs[1:], logprobs.top_logprobs[1:]
+        for token, value, top in zip(logprobs.tokens[1:], own, tops, strict=True):
+            assert value <= max(top.values()) <= 0 and top[token] == value
+    assert whole.usage is not None and details(whole.usage)["cached_tokens"] == 0
+    silent = client.completions.create(**asked, logprobs=1, max_tokens=0)
+    assert silent.usage is not None and silent.usage.completion_tokens == 0
+    for short, long in zip(silent.choices, whole.choices, strict=True):
+        assert long.text[:-1] == short.text and short.finish_reason == "length"
+        assert short.logprobs is not None and long.logprobs is not None
+        assert short.logprobs.token_logprobs == pytest.approx(long.logprobs.token_logprobs[:-1])
+    streamed: dict[int, list[Any]] = {0: [], 1: []}
+    for chunk in client.completions.create(**asked, logprobs=1, max_tokens=3, stream=True):
+        for part in chunk.choices:
+            streamed[part.index] += part.logprobs.token_logprobs if part.logprobs else []
+    for i, choice in enumerate(whole.choices):
+        scores: Any = choice.logprobs
+        assert streamed[i][: len(ids[i]) + 1] == pytest.approx(scores.token_logprobs, abs=1e-4)
+        assert len(streamed[i]) == len(ids[i]) + 3

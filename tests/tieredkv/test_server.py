@@ -144,12 +144,6 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "cache_salt",
         "empty_string",
     ),
-    (
-        {"echo": True, "logprobs": 1},
-        "'echo' together with 'logprobs' is not supported.",
-        "echo",
-        "unsupported_parameter",
-    ),
     ({"suffix": "x"}, "'suffix' is not supported.", "suffix", "unsupported_parameter"),
     ({"best_of": 2}, "'best_of' must be equal to 'n'.", "best_of", "unsupported_parameter"),
 ]

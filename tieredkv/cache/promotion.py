@@ -26,6 +26,8 @@ from tieredkv.storage.messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
 LOOK_AGAIN_S = 0.05
+_HARMLESS = frozenset(("missing", "evicted", "expired", "closing", "worker_died", "worker_down"))
+"""Reasons of failed loads that say nothing about the bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -191,6 +193,8 @@ class Promoter:
             tiers.host.mark_ready(page)
         if not page.is_ready:
             self._count_failure(reason)
+            if reason not in _HARMLESS:
+                tiers.departed.note(block_hash, "corrupt")
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         for promotion in read.waiting:
@@ -288,6 +292,7 @@ class Promoter:
             if promotion.block.ref_count == 1:
                 self._settle(promotion)
             elif promotion.give_up_at <= now:
+                self._tiers.departed.note(promotion.block_hash, "slower_than_recomputing")
                 self._fail(promotion, "timeout")
 
     def _fail(self, promotion: Promotion, reason: str) -> None:

@@ -70,6 +70,7 @@ class Prefix:
         block_ids: the ids of `blocks`, as a model takes them.
         sources: tier in which each full block was found, None where it had to be computed.
         records: what the disk said about blocks, sealed as they are stored.
+        num_present: blocks of its head that were in the tiers, where `read_ends` are given.
         held: blocks of each pool that are held for it while it waits.
         refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
             was no room for it; it is not looked up again before they change.
@@ -89,6 +90,7 @@ class Prefix:
     asked: set[BlockHash] = field(default_factory=set)
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0
+    num_present: int = 0
     held: dict[BlockPool, list[Block]] = field(default_factory=dict)
     refused_at: tuple[int, int, int, bool] | None = None
 
@@ -261,6 +263,15 @@ class TieredCache:
         prefix.blocks.extend(fresh)
         prefix.block_ids.append(fresh[0].block_id)
         return True
+
+    def why_missed(self, prefix: Prefix, index: int) -> str:
+        """Return why a block of an admitted request had to be computed."""
+        tiers, block_hash = self.tiers, prefix.hashes[index]
+        if index < prefix.num_present:
+            return "behind_lookback"
+        if not self._can_load and tiers.host.lookup(block_hash) is not None:
+            return "slower_than_recomputing"
+        return tiers.departed.reason(block_hash, tiers.clock.now())
 
     # Completion
 
@@ -533,7 +544,7 @@ class TieredCache:
         missing = tiers.device.missing(hashes)
         if self._can_load:
             missing = [each for each in tiers.host.missing(missing) if each not in prefix.records]
-        num_found = hashes.index(missing[0]) if missing else len(hashes)
+        num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
 
     def _add_computed(self, prefix: Prefix, indices: Sequence[int]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tieredkv.block_pool import BlockPool
+from tieredkv.cache.departed import Departed
 from tieredkv.cache.directory import Directory
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
@@ -59,6 +60,7 @@ class Tiers:
         block_bytes: payload bytes of one block.
         given_shares: of each tier, by tenant, as the operator wants it; others share the rest.
         shares: those of now; empty while one tenant has all.
+        departed: why blocks have left.
     """
 
     device: BlockPool
@@ -71,6 +73,7 @@ class Tiers:
     counters: CacheCounters = field(default_factory=CacheCounters)
     given_shares: Mapping[bytes, float] = field(default_factory=dict)
     shares: dict[bytes, float] = field(default_factory=dict)
+    departed: Departed = field(default_factory=Departed)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def note_tenant(self, tenant: bytes) -> None:
@@ -105,7 +108,11 @@ class Tiers:
     def on_evict(self, tier: str, block_hash: BlockHash) -> None:
         """Count a copy that made room for another, and forget a block that has no other."""
         self.counters.evictions[f"{tier},capacity"] += 1
+        entry = self.directory.get(block_hash)
         self.forget_if_absent(block_hash)
+        if entry is not None and self.directory.get(block_hash) is None:
+            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
+            self.departed.note(block_hash, reason, entry.disk_expires_at)
 
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
@@ -113,3 +120,4 @@ class Tiers:
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
         self.directory.forget(block_hash)
+        self.departed.note(block_hash, "expired" if reason == "ttl" else "admin")

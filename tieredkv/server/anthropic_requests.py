@@ -29,7 +29,7 @@ class _Known(Object):
     known_besides = frozenset(
         (
             *("metadata", "service_tier", "container", "context_management", "inference_geo"),
-            *("speed", "diagnostics", "user_profile_id", "workspace_id", "effort", "display"),
+            *("speed", "user_profile_id", "workspace_id", "effort", "display"),
             *("citations", "is_error", "caller", "toolset_name", "disable_parallel_tool_use"),
             *("strict", "input_examples", "allowed_callers", "defer_loading"),
             "eager_input_streaming",
@@ -233,6 +233,12 @@ class CountTokensRequest(Conversation, PlainRequest):
         return {"input_tokens": len((await self.encode(tokenization)).token_ids)}
 
 
+class DiagnosticsOptions(_Known):
+    """What the request is to be compared with."""
+
+    previous_message_id: str | None = None
+
+
 class MessagesRequest(Conversation):
     """`POST /v1/messages`; with `max_tokens` of 0 the prompt is kept and nothing is said."""
 
@@ -242,6 +248,7 @@ class MessagesRequest(Conversation):
     top_k: int = Field(0, ge=0, le=2**31 - 1)
     stop_sequences: list[Text] = Field([], max_length=MAX_STOP_STRINGS)
     stream: bool = False
+    diagnostics: DiagnosticsOptions | None = None
 
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
@@ -282,5 +289,8 @@ class MessagesRequest(Conversation):
             shape=MessageShape(self.model, rules.block_size, self.max_tokens),
             stream=self.stream,
             limit=how["max_tokens"],
+            segments=[*encoded.segments],
+            settings={"model": self.model},
+            compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
             plan=plan if ttls or not rules.is_implicit else CachePlan(),
         )

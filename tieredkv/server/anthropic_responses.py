@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from tieredkv.engine.answer import Answer
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
+from tieredkv.server.diagnosis import Diagnosis, told_of
 from tieredkv.server.error_bodies import anthropic_body
 from tieredkv.server.generation import Piece
 
@@ -16,7 +17,9 @@ TTLS_S = {"5m": 300.0, "1h": 3600.0}
 """How long a breakpoint keeps its prompt; also the names of the retention policies for it."""
 
 
-def usage_body(answer: Answer, block_size: int, num_output_tokens: int) -> Json:
+def usage_body(
+    answer: Answer, block_size: int, num_output_tokens: int, diagnosis: Diagnosis
+) -> Json:
     """Return a `usage` object: read, written and other tokens of the prompt make up all of it.
 
     What breakpoints of an hour cover is written for an hour, all else for five minutes.
@@ -35,7 +38,7 @@ def usage_body(answer: Answer, block_size: int, num_output_tokens: int) -> Json:
             "ephemeral_1h_input_tokens": for_an_hour,
         },
         "output_tokens": num_output_tokens,
-        "tieredkv": {**usage.cached_tokens_by_tier, "recomputed": usage.recomputed_tokens},
+        "tieredkv": told_of([usage], diagnosis),
     }
 
 
@@ -45,7 +48,8 @@ class MessageShape(Shape):
     names_events = True
 
     def __init__(self, model: str, block_size: int, max_tokens: int) -> None:
-        self._head = {"id": f"msg_{uuid.uuid4().hex}", "type": "message", "role": "assistant"}
+        self.id = f"msg_{uuid.uuid4().hex}"
+        self._head = {"id": self.id, "type": "message", "role": "assistant"}
         self._head["model"] = model
         self._block_size = block_size
         self._max_tokens = max_tokens
@@ -55,14 +59,14 @@ class MessageShape(Shape):
         text = answers[0].text if self._max_tokens else ""
         content = [{"type": "text", "text": text}] if text else []
         body = {"content": content, **self._ending(answers[0]), "usage": self._usage(answers[0])}
-        return {**self._head, **body}
+        return {**self._head, **self._diagnostics(answers[0]), **body}
 
     async def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
         """Yield the message with its usage so far, its one text in pieces, and how it ended."""
         message: Json = {**self._head, "content": [], "usage": self._usage(answers[0])}
-        message |= {"stop_reason": None, "stop_sequence": None}
+        message |= {"stop_reason": None, "stop_sequence": None, **self._diagnostics(answers[0])}
         text = {"type": "text", "text": ""}
         yield {"type": "message_start", "message": message}
         yield {"type": "content_block_start", "index": 0, "content_block": text}
@@ -89,4 +93,17 @@ class MessageShape(Shape):
 
     def _usage(self, answer: Answer) -> Json:
         num_output_tokens = min(len(answer.token_ids), self._max_tokens)
-        return usage_body(answer, self._block_size, num_output_tokens)
+        return usage_body(answer, self._block_size, num_output_tokens, self.diagnosis)
+
+    def _diagnostics(self, answer: Answer) -> Json:
+        diagnosis, usage = self.diagnosis, answer.usage
+        if diagnosis.compared_id is None:
+            return {"diagnostics": None}
+        told: Json = {"type": "previous_message_not_found"}
+        if diagnosis.compared is not None:
+            found = diagnosis.divergence(usage)
+            if found is None or not found.kind:
+                return {"diagnostics": None}
+            num_missed = max(0, diagnosis.compared.num_tokens - found.at_token)
+            told = {"type": f"{found.kind}_changed", "cache_missed_input_tokens": num_missed}
+        return {"diagnostics": {"cache_miss_reason": told}}

@@ -29,6 +29,7 @@ from tieredkv.server.admin import carry_out
 from tieredkv.server.anthropic_requests import CountTokensRequest, MessagesRequest
 from tieredkv.server.asked import ApiRequest, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.error_bodies import anthropic_body, openai_body
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
@@ -74,6 +75,7 @@ class Api:
         self._tokenization = tokenization
         self._keys = keys
         self.tenant_of = keys.tenant
+        self._diagnoses = Diagnoses()
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
 
@@ -128,8 +130,10 @@ class Api:
             requests = asked.engine_requests(self._engine.info, tenant, rules)
             observer = Observer(self._metrics, asked.labels, request.scope["arrived_at"])
             tokenizer = self._tokenization.tokenizer
+            seen, shape = asked.seen(self._settings.isolate_by), asked.shape
+            shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
             generation = Generation(self._engine, tokenizer, requests, observer)
-            return await _answer(request, generation, asked.shape, is_stream=asked.stream)
+            return await _answer(request, generation, shape, is_stream=asked.stream)
 
         self.kinds[route] = kind
         return route

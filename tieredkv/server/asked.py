@@ -22,6 +22,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.diagnosis import NONE, Diagnosis, Seen, Segment, digest
 from tieredkv.server.generation import Piece
 
 MAX_SEED = 2**63
@@ -122,9 +123,13 @@ class Shape(Protocol):
     """One answer in the form of its API.
 
     Attributes:
+        id: of the answer.
+        diagnosis: the request beside earlier ones.
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
     """
 
+    id: str
+    diagnosis: Diagnosis = NONE
     names_events: ClassVar[bool] = False
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -152,6 +157,9 @@ class Asked:
         prompt_field: which field of the body holds the prompt.
         labels: what metrics may tell the request by.
         prompt_logprobs: alternatives reported with each prompt token.
+        segments: the parts of the prompt.
+        settings: what may be changed beside it.
+        compared_id: of an earlier answer, to be told what has changed since.
     """
 
     prompts: list[list[int]]
@@ -167,6 +175,20 @@ class Asked:
     prompt_cache_key: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
     prompt_logprobs: int | None = None
+    segments: list[Segment] = field(default_factory=list)
+    settings: Json = field(default_factory=dict)
+    compared_id: str | None = None
+
+    def seen(self, isolate_by: str) -> Seen:
+        """Return what is kept of it."""
+        salt = self.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
+        key = self.prompt_cache_key if isolate_by == "prompt_cache_key" else None
+        return Seen(
+            self.segments,
+            num_tokens=sum(map(len, self.prompts)),
+            settings={name: digest(str(value)) for name, value in self.settings.items()},
+            namespace=digest(repr((salt, key))),
+        )
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.

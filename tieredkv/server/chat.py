@@ -17,6 +17,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.errors import RequestError
+from tieredkv.server.diagnosis import MAX_SEGMENTS, Segment, segments_of
 
 NUM_THREADS = 4
 CACHED_TOKEN_TEXTS = 65_536
@@ -42,10 +43,15 @@ Result = TypeVar("Result")
 
 
 class Encoded(NamedTuple):
-    """The token ids of a conversation, and how many of them lie before each mark."""
+    """The token ids of a conversation, and how many of them lie before each mark.
+
+    Attributes:
+        segments: what is kept of its parts, where they came as messages.
+    """
 
     token_ids: list[int]
     ends: list[int]
+    segments: Sequence[Segment] = ()
 
 
 class Tokenization:
@@ -85,7 +91,18 @@ class Tokenization:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
-        return await self._in_thread(lambda: self._encode_chat(messages, arguments, marks))
+
+        def encode() -> Encoded:
+            encoded = self._encode_chat(messages, arguments, marks)
+            tools = self._printed(arguments).get("tools") or ()
+            return encoded._replace(segments=segments_of(tools, _joined(messages)))
+
+        return await self._in_thread(encode)
+
+    async def segments(self, prompts: Sequence[Prompt]) -> list[Segment]:
+        """Return what is kept of prompts."""
+        told = prompts[:MAX_SEGMENTS]
+        return await self._in_thread(lambda: [Segment.of("input", it, "prompt") for it in told])
 
     async def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt, which may have come as token ids."""
@@ -176,13 +193,9 @@ class Tokenization:
         return len(text) - bisect_left(lengths, True, key=lambda n: not text.endswith(other[-n:]))
 
     def _render(self, messages: Messages, arguments: Arguments) -> str:
-        joined = [{**message, "content": "\n".join(_parts(message))} for message in messages]
         try:
-            if self._has_canonical_tools and arguments.get("tools"):
-                tools = json.loads(json.dumps(arguments["tools"], sort_keys=True))
-                arguments = {**arguments, "tools": tools}
-            told = {"add_generation_prompt": True, **arguments, "tokenize": False}
-            return str(self.tokenizer.apply_chat_template(joined, **told))
+            told = {"add_generation_prompt": True, **self._printed(arguments), "tokenize": False}
+            return str(self.tokenizer.apply_chat_template(_joined(messages), **told))
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
             why = "cannot render these messages."
             if isinstance(error, jinja2.TemplateError):
@@ -190,8 +203,17 @@ class Tokenization:
             what = f"The model's chat template {why}"
             raise RequestError(what, param="messages", code="invalid_value") from None
 
+    def _printed(self, arguments: Arguments) -> Arguments:
+        if not (self._has_canonical_tools and arguments.get("tools")):
+            return arguments
+        return {**arguments, "tools": json.loads(json.dumps(arguments["tools"], sort_keys=True))}
+
     def _decode_one(self, token_id: int) -> str:
         return str(self.tokenizer.decode([token_id]))
+
+
+def _joined(messages: Messages) -> list[dict[str, Any]]:
+    return [{**message, "content": "\n".join(_parts(message))} for message in messages]
 
 
 def _parts(message: Mapping[str, Any]) -> list[str]:

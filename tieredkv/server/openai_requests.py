@@ -117,13 +117,19 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for."""
-        return self.max_tokens
+        """Longest answer that the client asks for; one token is the least that can be made."""
+        return None if self.max_tokens is None else max(1, self.max_tokens)
 
     @property
     def num_logprobs(self) -> int | None:
         """Alternatives reported with each token; None for no log-probabilities."""
         return None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What may be changed beside the prompt."""
+        names = "model prompt_cache_key service_tier reasoning_effort verbosity"
+        return {name: getattr(self, name, None) for name in names.split()}
 
     @property
     def wants_stream_usage(self) -> bool:
@@ -175,9 +181,9 @@ class OpenAIRequest(ApiRequest):
         cacheable = max([0, *ends]) if is_explicit else None
         return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
 
-    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan) -> Asked:
+    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan, **how: Any) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        how: dict[str, Any] = {"n": self.n, "stream": self.stream, "limit": self.limit}
+        how |= {"settings": self.settings, "n": self.n, "stream": self.stream, "limit": self.limit}
         how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
         how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
         how["labels"] = self.metadata
@@ -208,6 +214,7 @@ class CompletionRequest(OpenAIRequest):
     default_tokens = 16
 
     prompt: Annotated[list[Prompt], PlainValidator(_read_prompts)]
+    max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: Any = None
@@ -220,8 +227,10 @@ class CompletionRequest(OpenAIRequest):
 
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
-        if self.echo and self.logprobs is not None:
-            raise unsupported("'echo' together with 'logprobs' is not supported.", "echo")
+        if self.max_tokens == 0 and not self.echo:
+            what = "Invalid 'max_tokens': integer below minimum value."
+            text = f"{what} Expected a value >= 1, but got 0 instead."
+            raise RequestError(text, param="max_tokens", code="integer_below_min_value")
         if self.suffix not in (None, ""):
             raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
@@ -235,7 +244,10 @@ class CompletionRequest(OpenAIRequest):
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
         choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
         shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
-        return self.asked(prompts, shape, self.plan(rules, []))
+        shape.is_silent = self.max_tokens == 0
+        how: dict[str, Any] = {"prompt_logprobs": self.logprobs if self.echo else None}
+        how["segments"] = await tokenization.segments(self.prompt)
+        return self.asked(prompts, shape, self.plan(rules, []), **how)
 
 
 class ContentPart(Object):
@@ -431,7 +443,8 @@ class ChatRequest(ConversationRequest):
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         choices = ChatChoices(tokenization.token_text)
         shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
-        return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
+        plan = self.plan(rules, encoded.ends)
+        return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments)
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(

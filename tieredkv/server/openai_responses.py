@@ -13,6 +13,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage, TokenLogprob
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
+from tieredkv.server.diagnosis import NONE, Diagnosis, told_of
 from tieredkv.server.error_bodies import openai_body
 from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
@@ -26,26 +27,27 @@ LEAST_LOGPROB = -9999.0
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
-def usage_body(prompt_usages: Sequence[RequestUsage], num_completion_tokens: int) -> Json:
+def usage_body(
+    prompt_usages: Sequence[RequestUsage], num_completion_tokens: int, diagnosis: Diagnosis = NONE
+) -> Json:
     """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
     num_prompt_tokens = sum(usage.prompt_tokens for usage in prompt_usages)
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
-        "prompt_tokens_details": caching_body(prompt_usages),
+        "prompt_tokens_details": caching_body(prompt_usages, diagnosis),
     }
 
 
-def caching_body(prompt_usages: Sequence[RequestUsage]) -> Json:
+def caching_body(prompt_usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> Json:
     """Return what is said of cached tokens; `tieredkv` and what is by tier are ours."""
     by_tier = {t: sum(usage.cached_tokens_by_tier[t] for usage in prompt_usages) for t in Tier}
-    recomputed = sum(usage.recomputed_tokens for usage in prompt_usages)
     return {
         "cached_tokens": sum(by_tier.values()),
         "cache_write_tokens": sum(usage.written_tokens for usage in prompt_usages),
         "cached_tokens_by_tier": by_tier,
-        "tieredkv": {**{str(tier): n for tier, n in by_tier.items()}, "recomputed": recomputed},
+        "tieredkv": told_of(prompt_usages, diagnosis),
     }
 
 
@@ -58,7 +60,12 @@ class ChoicesShape(Shape):
         n: answers to each prompt.
         echoes: the prompts, where they are part of the answers.
         wants_usage: whether a stream ends with its usage.
+
+    Attributes:
+        is_silent: answers are nothing but the echoes; the one token that is made is left out.
     """
+
+    is_silent = False
 
     def __init__(
         self,
@@ -70,8 +77,8 @@ class ChoicesShape(Shape):
         wants_usage: bool,
     ) -> None:
         self._choices, self._n, self._wants_usage = choices, n, wants_usage
-        id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
-        self._head = {"id": id, "object": choices.object, "created": now, "model": model}
+        self.id, now = f"{choices.id_prefix}{uuid.uuid4().hex}", int(time.time())
+        self._head = {"id": self.id, "object": choices.object, "created": now, "model": model}
         self._echoes = [text for text in echoes for _ in range(n)]
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -80,9 +87,11 @@ class ChoicesShape(Shape):
         for i, (echo, answer) in enumerate(zip(self._starts(answers), answers, strict=True)):
             assert answer.finish_reason is not None, answer.request.request_id
             has_logprobs = answer.request.params.logprobs is not None
-            logprobs = self._choices.logprobs(answer.logprobs, len(echo)) if has_logprobs else None
-            text, reason = echo + answer.text, answer.finish_reason
-            choices.append(self._choices.choice(i, text, logprobs, reason))
+            said, tokens, reason = answer.text, answer.logprobs, answer.finish_reason
+            if self.is_silent:
+                said, tokens, reason = "", tokens[:-1], "length"
+            logprobs = self._choices.logprobs(tokens, len(echo)) if has_logprobs else None
+            choices.append(self._choices.choice(i, echo + said, logprobs, reason))
         return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
     async def events(
@@ -97,11 +106,12 @@ class ChoicesShape(Shape):
             for choice in self._choices.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
         async for piece in pieces:
-            i, logprobs = piece.index, None
-            if piece.logprobs:
-                logprobs = self._choices.logprobs(piece.logprobs, offsets[i])
-            offsets[i] += len(piece.text)
-            for choice in self._choices.delta(i, piece.text, logprobs, piece.finish_reason):
+            i, text, tokens, reason = piece.index, piece.text, piece.logprobs, piece.finish_reason
+            if self.is_silent:
+                text, tokens, reason = "", (tokens or [])[:-1], "length"
+            logprobs = self._choices.logprobs(tokens, offsets[i]) if tokens else None
+            offsets[i] += len(text)
+            for choice in self._choices.delta(i, text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
         if self._wants_usage:
             yield {**head, "choices": [], "usage": self._usage(answers)}
@@ -115,7 +125,8 @@ class ChoicesShape(Shape):
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         of_prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
-        return usage_body(of_prompts, sum(len(answer.token_ids) for answer in answers))
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        return usage_body(of_prompts, 0 if self.is_silent else num_tokens, self.diagnosis)
 
 
 @dataclass(frozen=True)
@@ -140,10 +151,14 @@ class CompletionChoices:
         return self.delta(index, text, logprobs, reason)[0]
 
     def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
-        """Return parallel lists, as the older endpoint has them."""
+        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
+        text_offset = 0 if tokens and tokens[0].logprob is None else text_offset
         texts = [self.token_text(token.token_id) for token in tokens]
         both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
-        tops = [{self.token_text(id): _finite(each) for id, each in top} for top in both]
+        tops: list[Json | None] = [
+            {self.token_text(id): _finite(each) for id, each in top if each is not None} or None
+            for top in both
+        ]
         return {
             "tokens": texts,
             "token_logprobs": [_finite(token.logprob) for token in tokens],
@@ -191,11 +206,11 @@ class ChatChoices:
     ) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _token(self, token_id: int, logprob: float) -> Json:
+    def _token(self, token_id: int, logprob: float | None) -> Json:
         text = self.token_text(token_id)
         encoded = None if _REPLACEMENT in text else list(text.encode())
         return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)

@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.answer import Answer
+from tieredkv.engine.messages import RequestUsage
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object
 from tieredkv.retention import ALIASES
@@ -166,6 +167,12 @@ class ResponsesRequest(requests.ConversationRequest):
         return 1 if self.is_prewarm else self.max_output_tokens
 
     @property
+    def settings(self) -> Json:
+        """What may be changed beside the prompt."""
+        told = {"reasoning_effort": self.reasoning and self.reasoning.effort}
+        return {**super().settings, **told, "verbosity": self.text.verbosity}
+
+    @property
     def is_prewarm(self) -> bool:
         """Whether only the cache is to be filled."""
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
@@ -206,7 +213,10 @@ class ResponsesRequest(requests.ConversationRequest):
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], ResponseShape(self, plan), plan)
+        options, shape = self.prompt_cache_options, ResponseShape(self, plan)
+        how: dict[str, Any] = {"segments": encoded.segments}
+        how["compared_id"] = options.comparison_response_id if options else None
+        return self.asked([encoded.token_ids], shape, plan, **how)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -227,7 +237,7 @@ class ResponseShape(Shape):
     def __init__(self, asked: ResponsesRequest, plan: CachePlan) -> None:
         self._asked = asked
         self._long_end = max((c.end_token for c in plan.claims if c.protect_s > 1800), default=0)
-        self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self.id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._numbers = itertools.count()
 
@@ -242,6 +252,7 @@ class ResponseShape(Shape):
             "completed_at": None if is_cut else int(time.time()),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "usage": self._usage(answer),
+            **self._diagnostics(answer.usage),
         }
 
     async def events(
@@ -283,19 +294,35 @@ class ResponseShape(Shape):
 
     def _response(self, status: str, output: list[Json]) -> Json:
         nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
-        head = {"id": self._id, "object": "response", "created_at": self._created}
+        head = {"id": self.id, "object": "response", "created_at": self._created}
         how = {"status": status, "output": output, "background": False, "store": False}
         return {**head, **self._asked.echo(), **nothing, **how}
+
+    def _diagnostics(self, usage: RequestUsage) -> Json:
+        diagnosis = self.diagnosis
+        if diagnosis.compared_id is None:
+            return {}
+        if diagnosis.compared is None:
+            return {"prompt_cache_diagnostics": {"type": "comparison_response_not_found"}}
+        found = diagnosis.divergence(usage)
+        told: Json = {"type": "cache_hit" if found is None else "unavailable"}
+        if found and found.kind:
+            reason = "input" if found.kind in ("system", "messages") else found.kind
+            told = {"type": "cache_miss", "reason": f"{reason}_changed"}
+            told["cache_missed_tokens"] = usage.prompt_tokens - usage.miss_token
+            told["comparison_reusable_tokens"] = found.at_token
+        return {"prompt_cache_diagnostics": told}
 
     def _usage(self, answer: Answer) -> Json:
         usage = answer.usage
         cached, written = usage.cached_tokens, usage.written_tokens
         num_long = max(0, min(self._long_end, cached + written) - cached)
         by_ttl = {"ttl_30m_tokens": written - num_long, "ttl_12h_tokens": num_long}
+        told = caching_body([usage], self.diagnosis)
         num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {**caching_body([usage]), "cache_write_tokens_details": by_ttl},
+            "input_tokens_details": {**told, "cache_write_tokens_details": by_ttl},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + num_output,

@@ -1,0 +1,208 @@
+"""What has changed between two requests of one tenant, so that a cached prefix was of no use.
+
+Of what requests say only digests are kept.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from tieredkv.engine.messages import RequestUsage
+from tieredkv.types import Tier
+
+MAX_REQUESTS = 256
+MAX_TENANTS = 256
+MAX_SEGMENTS = 128
+MASKED_CHARACTERS = 4096
+
+_PASSING = re.compile(  # words with a digit; names of days and months
+    r"(?<![\w:.+-])(?:(?!\d)[\w:.+-])*+\d[\w:.+-]*+"
+    r"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
+)
+_KINDS = ("tools", "system", "messages", "input")
+
+
+def digest(text: str) -> int:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+class Segment(NamedTuple):
+    """A part of a prompt: its length in characters, and digests of it.
+
+    Attributes:
+        canonical: whatever the order of its JSON's keys.
+        masked: whatever the numbers, ids and times near its top.
+        name: for messages; not kept.
+    """
+
+    kind: str
+    size: int
+    raw: int
+    canonical: int
+    masked: int
+    name: str = ""
+
+    @classmethod
+    def of(cls, kind: str, value: Any, name: str) -> "Segment":
+        """Return what is kept of a text or a JSON value."""
+        text = value if isinstance(value, str) else json.dumps(value)
+        ordered = text if isinstance(value, str) else json.dumps(value, sort_keys=True)
+        masked = _PASSING.sub("#", text[:MASKED_CHARACTERS]) + text[MASKED_CHARACTERS:]
+        return cls(kind, len(text), digest(text), digest(ordered), digest(masked), name)
+
+    def change_from(self, other: "Segment") -> str | None:
+        """Return what makes it another one, as far as that is known."""
+        if self.canonical == other.canonical:
+            return "another order of JSON keys"
+        if self.masked == other.masked:
+            return "a request id, number or time near the top"
+        return None
+
+
+def segments_of(
+    tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
+) -> list[Segment]:
+    """Return the segments of a conversation in the order of its prompt."""
+    parts: list[tuple[str, Any, str]] = [
+        ("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools
+    ]
+    for i, message in enumerate(messages):
+        parts.append((_KINDS[1 + (message["role"] != "system")], message, f"message {i}"))
+    rest = [value for _, value, _ in parts[MAX_SEGMENTS - 1 :]]
+    if len(rest) > 1:
+        parts[MAX_SEGMENTS - 1 :] = [("messages", rest, "a later message")]
+    return [Segment.of(*part) for part in parts]
+
+
+class Seen(NamedTuple):
+    """What is kept of a request.
+
+    Attributes:
+        settings: digests of what else may be changed, by name.
+        namespace: what its blocks are kept apart by, beside the tenant.
+    """
+
+    segments: Sequence[Segment] = ()
+    num_tokens: int = 0
+    settings: Mapping[str, int] = MappingProxyType({})
+    namespace: int = 0
+
+    def num_common(self, other: "Seen") -> int:
+        """Return how many segments at the top are the same."""
+        both = zip(self.segments, other.segments, strict=False)
+        pairs = (i for i, (ours, theirs) in enumerate(both) if ours.raw != theirs.raw)
+        return next(pairs, min(len(self.segments), len(other.segments)))
+
+    def tokens_before(self, index: int) -> int:
+        """Return about how many tokens lie before a segment."""
+        sizes = [segment.size for segment in self.segments]
+        return self.num_tokens * sum(sizes[:index]) // max(1, sum(sizes))
+
+
+class Change(NamedTuple):
+    """The first difference: its kind, where it is, and in words."""
+
+    kind: str
+    at_token: int
+    detail: str | None = None
+
+
+def change(old: Seen, new: Seen) -> Change | None:
+    """Return what has changed in a prompt and its place; None if the one goes on from the other."""
+    if old.settings.get("model") != new.settings.get("model"):
+        return Change("model", 0)
+    if old.namespace != new.namespace:
+        return Change("prompt_cache_key", 0)
+    index = old.num_common(new)
+    if index == min(len(old.segments), len(new.segments)):
+        return None
+    before, now = old.segments[index], new.segments[index]
+    kind = min(before.kind, now.kind, key=_KINDS.index)
+    why = now.change_from(before)
+    what = f"{now.name} changed" if now.kind == kind else "a tool was removed"
+    place = old.tokens_before(index)
+    detail = f"{what}{f': {why}' if why else ''} (segment {index}, about token {place})"
+    return Change(kind, place, detail)
+
+
+class Diagnosis(NamedTuple):
+    """One request beside earlier ones of its tenant.
+
+    Attributes:
+        compared_id: of the answer that the client wants it compared with.
+        compared: the request behind that, where it is known.
+    """
+
+    seen: Seen = Seen()
+    earlier: Sequence[Seen] = ()
+    compared_id: str | None = None
+    compared: Seen | None = None
+
+    def miss(self, usage: RequestUsage) -> dict[str, Any]:
+        """Return the reason of a miss, beside the latest of the requests that are most like it."""
+        reason, detail = usage.miss_reason, None
+        if reason == "never_seen" and (like := max(self.earlier, key=self._likeness, default=None)):
+            found = change(like, self.seen) if self._likeness(like) else None
+            place = like.tokens_before(like.num_common(self.seen))
+            if found and found.detail is None:
+                is_known = place > usage.miss_token
+                names = {"model": "other_model", "prompt_cache_key": "other_namespace"}
+                reason = names[found.kind] if is_known else reason
+            elif found:
+                detail = found.detail
+        return {"reason": reason, "at_token": usage.miss_token, "detail": detail}
+
+    def divergence(self, usage: RequestUsage) -> Change | None:
+        """Return what has kept the request from the prefix of the one it is compared with.
+
+        The kind is empty where nothing has changed, and nothing was found either.
+        """
+        assert self.compared is not None
+        found, is_new = change(self.compared, self.seen), usage.miss_reason == "never_seen"
+        if usage.cached_tokens and (usage.miss_reason is None or (found is None and is_new)):
+            return None
+        settings = self.compared.settings.items() - self.seen.settings.items()
+        return found or Change(min((name for name, _ in settings), default=""), 0)
+
+    def _likeness(self, other: Seen) -> float:
+        index = other.num_common(self.seen)
+        pair = [seen.segments[index : index + 1] for seen in (other, self.seen)]
+        is_nearly = all(pair) and pair[1][0].change_from(pair[0][0]) is not None
+        return index + is_nearly / 2
+
+
+NONE = Diagnosis()
+
+
+def told_of(usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> dict[str, Any]:
+    """Return what only this server tells of prompts.
+
+    `miss` is that of the first prompt that was not wholly in the cache.
+    """
+    told = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in usages) for t in Tier}
+    told["recomputed"] = sum(usage.recomputed_tokens for usage in usages)
+    missed = [usage for usage in usages if usage.miss_reason is not None]
+    return {**told, "miss": diagnosis.miss(missed[0])} if missed else told
+
+
+class Diagnoses:
+    """The latest requests of each tenant, by the ids of their answers."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, dict[str, Seen]] = {}
+
+    def add(self, tenant: str, id: str, seen: Seen, compared_id: str | None) -> Diagnosis:
+        """Keep a request, and return it beside those before it, the latest first."""
+        known = self._of[tenant] = self._of.pop(tenant, {})
+        compared = known.get(compared_id or "")
+        made = Diagnosis(seen, [*reversed(known.values())], compared_id, compared)
+        known[id] = seen._replace(segments=[it._replace(name="") for it in seen.segments])
+        if len(known) > MAX_REQUESTS:
+            del known[next(iter(known))]
+        if len(self._of) > MAX_TENANTS:
+            del self._of[next(iter(self._of))]
+        return made
