@@ -95,7 +95,7 @@ class SlotAllocator:
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            segments, pending = set(txn.segments()), set(txn.pending())
+            segments, pending = set(txn.segments()), set(txn.slots("pending"))
         self.files.remove_unknown(segments)
         self._dirty = {}
         for extent in pending - self.lent.keys():
@@ -183,7 +183,7 @@ class SlotAllocator:
             if len(taken) < count:
                 found = source(txn, slot_bytes, count - len(taken))
                 for extent in found:
-                    txn.add_pending(extent)
+                    txn.add_slot("pending", extent)
                 taken += found
         return taken
 
@@ -216,13 +216,15 @@ class SlotAllocator:
     def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
-        free = (extent for extent in txn.free(slot_bytes) if extent.segment in self.files)
+        segments = txn.segments().items()
+        same = [s for s, state in segments if state.slot_bytes == slot_bytes and s in self.files]
+        free = chain.from_iterable(map(txn.free, same))
         for extent in list(islice((e for e in free if e not in self.retired), count)):
             if self.files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
                 break
-            txn.drop_free(slot_bytes, extent)
+            txn.drop_slot("free", extent)
             taken.append(extent)
         return taken
 
@@ -249,8 +251,8 @@ class SlotAllocator:
         return self._take_unused(txn, slot_bytes, count)
 
     def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
-        segment = int.from_bytes(txn.meta("next_segment") or b"\1", "big")
-        txn.set_meta("next_segment", (segment + 1).to_bytes(4, "big"))
+        segment = txn.meta.next_segment
+        txn.meta.next_segment += 1
         self.files.open(segment, slot_bytes, create=True)
         txn.put_segment(segment, SegmentState(slot_bytes, 0, 0, 0))
         return segment
@@ -285,11 +287,11 @@ class SlotAllocator:
             self.failpoint("erase:done")
             with self.changing() as txn:
                 for run in erased:
-                    state = txn.get_segment(run[0].segment)
+                    is_known = txn.get_segment(run[0].segment) is not None
                     for extent in run:
-                        txn.drop_pending(extent)
-                        if state is not None:
-                            txn.add_free(state.slot_bytes, extent)
+                        txn.drop_slot("pending", extent)
+                        if is_known:
+                            txn.add_slot("free", extent)
             self.failpoint("erase:committed")
             for extent in chain(*erased):
                 del self._dirty[self.files.slot_bytes(extent.segment)][extent]
@@ -301,7 +303,7 @@ class SlotAllocator:
         most = min(_ERASED_SLOTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
         size_of = self.files.slot_bytes
         with self.index.reading() as txn:
-            pending = txn.pending(start)
+            pending = txn.slots("pending", start)
             dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
             # Along a run, the slot's number grows as the position in the list does.
             runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
@@ -336,7 +338,7 @@ class SlotAllocator:
             if state.num_live or segment in busy or state.slot_bytes == keep:
                 continue
             with self.index.writing() as txn:
-                txn.remove_segment(segment, state.slot_bytes)
+                txn.remove_segment(segment)
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
 

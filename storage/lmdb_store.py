@@ -272,9 +272,8 @@ class BlockStore:
                 now, bytes_written = self._clock.now(), self._files.bytes_written
                 with self._slots.changing() as txn:
                     owners = [self._insert(txn, new, now) for new in batch]
-                    txn.set_clock_mark(now)
-                    ever = txn.bytes_written() + bytes_written - self._bytes_noted
-                    txn.set_meta("written", (ever % 2**64).to_bytes(8, "little"))
+                    txn.saw_time(now)
+                    txn.meta.bytes_written += bytes_written - self._bytes_noted
                     self._failpoint("commit:before")
                 self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
@@ -312,7 +311,7 @@ class BlockStore:
                     old = self._get(txn, item.block_hash)
                     if old is not None and now < old.record.expires_at:
                         self._refresh(txn, old, item)
-                txn.set_clock_mark(now)
+                txn.saw_time(now)
         self._slots.enforce_budget()
 
     def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
@@ -353,7 +352,7 @@ class BlockStore:
         with suppress(StoreFullError):  # erasing makes room
             self._drop_damaged(list(self._damaged))
         with self._index.reading() as txn:
-            needs_rebuild = txn.meta("needs_rebuild") is not None
+            needs_rebuild = txn.meta.needs_rebuild
         if needs_rebuild:
             self._rebuild()
         yield from self._slots.erasing()
@@ -457,7 +456,7 @@ class BlockStore:
     def stats(self) -> StoreStats:
         """Figures as of now."""
         with self._index.reading() as txn:
-            totals, noted = txn.totals(), txn.bytes_written()
+            totals, noted = txn.meta.totals, txn.meta.bytes_written
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -528,7 +527,7 @@ class BlockStore:
     def _ask_for_rebuild(self) -> None:
         """Have the next sweep make the index's databases again."""
         with self._slots.changing() as txn:
-            txn.set_meta("needs_rebuild", b"1")
+            txn.meta.needs_rebuild = True
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
         """One entry; a damaged one is dropped and counted."""
@@ -578,7 +577,7 @@ class BlockStore:
                     num_dropped += 1
                 elif key is not None:
                     txn.drop_expiry_key(key)
-            txn.set_clock_mark(now)
+            txn.saw_time(now)
             self._failpoint("delete:before")
         self._failpoint("delete:done")
         return num_dropped
@@ -595,7 +594,7 @@ class BlockStore:
                 return old.extent
             self._slots.remove(txn, old)
         txn.insert(new)
-        txn.drop_pending(new.extent)
+        txn.drop_slot("pending", new.extent)
         return new.extent
 
     def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:

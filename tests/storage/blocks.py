@@ -103,8 +103,8 @@ def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
     if txn.namespaces() != namespaces:
         problems.append("the counters of the namespaces are not their sums")
     sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
-    if list(txn.totals()) != sums:
-        problems.append(f"the counters say {txn.totals()}, the records {sums}")
+    if list(txn.meta.totals) != sums:
+        problems.append(f"the counters say {txn.meta.totals}, the records {sums}")
     return problems + _slot_problems(txn, slots, owners, keys("free"))
 
 
@@ -114,7 +114,7 @@ def _slot_problems(
     problems = []
     if shared := [extent for extent, count in owners.items() if count > 1]:
         problems.append(f"records share the slots {shared[:3]}")
-    pending = set(txn.pending())
+    pending = set(txn.slots("pending"))
     dirty = {extent for extents in slots._dirty.values() for extent in extents}
     if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
         problems.append("pending slots are not those lent and those to be erased")
@@ -125,7 +125,7 @@ def _slot_problems(
             problems.append(f"segment {segment} counts {state.num_live} blocks of {live[segment]}")
         for slot in range(state.num_used):
             extent = Extent(segment, slot)
-            key = state.slot_bytes.to_bytes(4, "big") + extent_key(extent)
+            key = extent_key(extent)
             roles = (extent in owners) + (extent in pending) + (key in free_keys)
             free_keys.discard(key)
             if roles != 1:
