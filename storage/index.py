@@ -53,13 +53,11 @@ class SegmentState(NamedTuple):
         num_slots: slots whose space is set aside in the file.
         num_used: slots below this number were handed out at least once; each of them is a block's,
             free or pending.
-        num_live: slots that hold a stored block.
     """
 
     slot_bytes: int
     num_slots: int
     num_used: int
-    num_live: int
 
 
 class Meta(msgspec.Struct):
@@ -354,8 +352,13 @@ class IndexTxn:
         data = self._txn.get(_segment_key(segment), db=self._dbs["segments"])
         return None if data is None else _decode_segment(data)
 
+    def is_empty(self, segment: int, num_used: int) -> bool:
+        """Whether every slot that was handed out is free; it looks no further than a gap."""
+        free = (extent.slot for extent in self.free(segment))
+        return all(next(free, None) == slot for slot in range(num_used))
+
     def remove_segment(self, segment: int) -> None:
-        """Forget a segment without live and pending slots, with its free slots."""
+        """Forget a segment of free slots only, and those."""
         for extent in list(self.free(segment)):
             self.drop_slot("free", extent)
         self._txn.delete(_segment_key(segment), db=self._dbs["segments"])
@@ -382,7 +385,7 @@ class IndexTxn:
         return {key: _decode_totals(data) for key, data in self._walk("namespaces")}
 
     def _count(self, located: Located, sign: int) -> None:
-        """Add a block to its namespace, its segment and the totals, or take it out."""
+        """Add a block to its namespace and the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
         self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
         data = self._txn.get(namespace, db=self._dbs["namespaces"])
@@ -392,9 +395,6 @@ class IndexTxn:
             self._txn.put(namespace, _encode(counted), db=self._dbs["namespaces"])
         else:
             self._txn.delete(namespace, db=self._dbs["namespaces"])
-        if (state := self.get_segment(located.extent.segment)) is not None:
-            state = state._replace(num_live=max(state.num_live + sign, 0))
-            self.put_segment(located.extent.segment, state)
 
     # --- whole databases --------------------------------------------------------------------
 
@@ -417,14 +417,16 @@ class IndexTxn:
     def contradictions(self) -> list[str]:
         """Compare all counters; with `is_whole` of every record none goes unseen."""
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
-        num_blocks, segments = num["blocks"], self.segments().values()
+        num_blocks, num_used = (
+            num["blocks"],
+            sum(each.num_used for each in self.segments().values()),
+        )
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]
         wrong = {
             "keys": num_blocks != num["expiry"] or num_blocks != num["lru"],
             "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
-            "segments": sum(each.num_live for each in segments) != num_blocks,
-            "slots": sum(each.num_used for each in segments) != num_slots,
+            "slots": num_used != num_slots,
             "damaged entries": self.meta.needs_rebuild,
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
@@ -436,7 +438,7 @@ class IndexTxn:
                 self._txn.drop(self._dbs[name], delete=False)
         self.meta.totals, self.meta.needs_rebuild = Totals(0, 0), False
         for segment, state in segments.items():
-            self.put_segment(segment, state._replace(num_live=0))
+            self.put_segment(segment, state)
 
     def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk("lru", prefix))

@@ -62,12 +62,6 @@ def settle_budget(index: Index, budget_bytes: int | None) -> tuple[int, int]:
     return max(stored, wanted), wanted
 
 
-def remember_budget(index: Index, budget_bytes: int) -> None:
-    """Keep a budget that is reached, for whoever opens the store without one."""
-    with index.writing() as txn:
-        txn.meta.budget = budget_bytes
-
-
 def recover(slots: SlotAllocator) -> int:
     """Open the segments and erase what a crash left pending; make a lost index again.
 
@@ -166,7 +160,7 @@ def _adopt_slots(slots: SlotAllocator) -> None:
     for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
-        segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
+        segments[segment] = SegmentState(slot_bytes, num_slots, num_slots)
     with slots.index.writing() as txn:
         txn.clear(segments)
         txn.meta.next_segment = max(segments, default=0) + 1
