@@ -392,6 +392,8 @@ class SlotAllocator:
                 if (located := txn.get(block_hash)) is not None:
                     victims.append(located)
                     needed_bytes -= located.slot_bytes
+        if needed_bytes > 0 and not victims and txn.meta.totals.num_blocks:
+            txn.meta.needs_rebuild = True  # blocks are stored, and their keys are lost
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)

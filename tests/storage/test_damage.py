@@ -144,6 +144,26 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
             assert load(store, record) == wanted
 
 
+@pytest.mark.parametrize("name", ["namespaces", "lru"])
+def test_a_full_store_that_lost_what_orders_its_blocks_takes_new_ones_after_a_sweep(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        for start in range(0, 400, 8):
+            put(store, *[make_record("a", start + position) for position in range(8)])
+        assert store.stats().num_evicted
+    with plain_index(path, name) as (txn, database):
+        txn.drop(database, delete=False)
+    with open_store(path) as store:
+        fresh = [make_record("fresh", position) for position in range(8)]
+        for slot in filter(None, store.reserve_many(fresh)):
+            store.abandon(slot)
+        sweep(store)
+        store.check()
+        assert all(put(store, *fresh))
+
+
 def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> None:
     path, clock = tmp_path / "store", FakeClock()
     records = [make_record("a", position, expires_at=NOW + 10 + position) for position in range(90)]
