@@ -97,7 +97,7 @@ def make_again(txn: IndexTxn, slots: SlotAllocator) -> None:
         if claims[located.extent] == 1 and located.extent.segment in segments
     }
     txn.clear(segments)
-    used = (Extent(number, slot) for number in segments for slot in range(segments[number][2]))
+    used = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_used))
     _fill(txn, slots, list(sound.values()), {*used, *slots.lent} - sound.keys())
 
 
@@ -165,7 +165,7 @@ def _adopt_slots(slots: SlotAllocator) -> None:
         txn.clear(segments)
         txn.meta.next_segment = max(segments, default=0) + 1
     num_slots = sum(state.num_slots for state in segments.values())
-    extents = (Extent(number, slot) for number in segments for slot in range(segments[number][1]))
+    extents = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_slots))
     with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
         for first in range(0, num_slots + 1, _ADOPTED_SLOTS):
             if num_slots and first % _REPORTED_SLOTS == 0:
