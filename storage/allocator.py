@@ -7,8 +7,10 @@ before heads, no more than needed. A slot that failed twice is left alone until 
 import errno
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from itertools import chain, groupby, islice
 from typing import TypeVar
 
@@ -48,6 +50,7 @@ def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
     return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
 
 
+@dataclass(eq=False)
 class SlotAllocator:
     """Hands out slots, takes them back, and keeps what files occupy within the budget.
 
@@ -61,41 +64,32 @@ class SlotAllocator:
 
     Attributes:
         faulty: slots that could not be read or written, while they are lent or a block's.
-        struck: those given up since; each is erased before it is lent again.
-        retired: those to which it happened a second time; once erased they stay free.
+        strikes: how often a slot was given up for it; after the first time it is erased before it
+            is lent again, after the second it stays free.
     """
 
-    def __init__(
-        self,
-        directory: StoreDirectory,
-        files: SegmentFiles,
-        index: Index,
-        budget_bytes: int,
-        clock: Clock,
-        failpoint: Callable[[str], None],
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.num_evicted = 0
-        self.shares: Mapping[bytes, float] = {}
-        self.lent: dict[Extent, int] = {}
-        self._dirty: dict[int, dict[Extent, None]] = {}  # by size; 0 where the file is missing
-        self.faulty: set[Extent] = set()
-        self.struck: set[Extent] = set()
-        self.retired: set[Extent] = set()
-        self.is_disk_full = False
-        self.directory = directory
-        self.files = files
-        self.index = index
-        self.clock = clock
-        self.failpoint = failpoint
-        self.overhead_bytes = 0  # what everything but the segment files occupies
+    directory: StoreDirectory
+    files: SegmentFiles
+    index: Index
+    budget_bytes: int
+    clock: Clock
+    failpoint: Callable[[str], None]
+    shares: Mapping[bytes, float] = field(default_factory=dict)
+    lent: dict[Extent, int] = field(default_factory=dict)
+    # By size; 0 where the file is missing.
+    _dirty: dict[int, dict[Extent, None]] = field(default_factory=dict)
+    faulty: set[Extent] = field(default_factory=set)
+    strikes: Counter[Extent] = field(default_factory=Counter)
+    num_evicted: int = 0
+    is_disk_full: bool = False
+    overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
 
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            segments, pending = set(txn.segments()), set(txn.pending())
+            segments, pending = set(txn.segments()), set(txn.slots("pending"))
         self.files.remove_unknown(segments)
         self._dirty = {}
         for extent in pending - self.lent.keys():
@@ -127,7 +121,11 @@ class SlotAllocator:
         self._dirty.setdefault(self.files.slot_bytes(extent.segment), {})[extent] = None
         if extent in self.faulty:
             self.faulty.discard(extent)
-            (self.retired if extent in self.struck else self.struck).add(extent)
+            self.strikes[extent] += 1
+
+    def is_retired(self, extent: Extent) -> bool:
+        """Whether a slot failed too often to be used again."""
+        return self.strikes[extent] > 1
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
@@ -146,16 +144,17 @@ class SlotAllocator:
     @property
     def pending_bytes(self) -> int:
         """Bytes of the slots that are lent or dirty."""
-        return sum(self.lent.values()) + self._dirty_bytes()
+        return sum(self.lent.values()) + self._dirty_bytes
 
-    def _dirty_bytes(self, *, keep: int | None = None) -> int:
-        return sum(size * len(extents) for size, extents in self._dirty.items() if size != keep)
+    @property
+    def _dirty_bytes(self) -> int:
+        return sum(size * len(extents) for size, extents in self._dirty.items())
 
-    def idle_bytes(self, txn: IndexTxn, slot_bytes: int) -> int:
-        """What `release_idle` can give back for slots of this size."""
-        others = [each for each in txn.segments().values() if each.slot_bytes != slot_bytes]
-        unused = sum((each.num_slots - each.num_used) * each.slot_bytes for each in others)
-        return self._dirty_bytes(keep=slot_bytes) + unused
+    def idle_bytes(self, txn: IndexTxn) -> int:
+        """What `release_idle` can give back."""
+        states = txn.segments().values()
+        unused = sum((each.num_slots - each.num_used) * each.slot_bytes for each in states)
+        return self._dirty_bytes + unused
 
     @property
     def _most_bytes(self) -> int:
@@ -183,7 +182,7 @@ class SlotAllocator:
             if len(taken) < count:
                 found = source(txn, slot_bytes, count - len(taken))
                 for extent in found:
-                    txn.add_pending(extent)
+                    txn.add_slot("pending", extent)
                 taken += found
         return taken
 
@@ -197,7 +196,7 @@ class SlotAllocator:
 
     def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
         dirty = self._dirty.get(slot_bytes, {})
-        taken = list(islice((extent for extent in dirty if extent not in self.struck), count))
+        taken = list(islice((extent for extent in dirty if extent not in self.strikes), count))
         for extent in taken:
             del dirty[extent]
         return taken
@@ -216,13 +215,15 @@ class SlotAllocator:
     def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Erased slots; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
-        free = (extent for extent in txn.free(slot_bytes) if extent.segment in self.files)
-        for extent in list(islice((e for e in free if e not in self.retired), count)):
+        segments = txn.segments().items()
+        same = [s for s, state in segments if state.slot_bytes == slot_bytes and s in self.files]
+        free = chain.from_iterable(map(txn.free, same))
+        for extent in list(islice((e for e in free if not self.is_retired(e)), count)):
             if self.files.punch_hole and self.room_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
                 break
-            txn.drop_free(slot_bytes, extent)
+            txn.drop_slot("free", extent)
             taken.append(extent)
         return taken
 
@@ -231,7 +232,7 @@ class SlotAllocator:
         largest = max(_SEGMENT_BYTES, self.budget_bytes // 256) // slot_bytes or 1
         same = {s: state for s, state in txn.segments().items() if state.slot_bytes == slot_bytes}
         fits = [s for s in same if same[s].num_slots < largest and s in self.files]
-        state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0, 0)
+        state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0)
         num_slots = state.num_slots
         step = min(_STEP_BYTES, self.budget_bytes // 64) // slot_bytes
         growth = min(max(step, count), self.room_bytes // slot_bytes, largest - num_slots)
@@ -249,10 +250,10 @@ class SlotAllocator:
         return self._take_unused(txn, slot_bytes, count)
 
     def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
-        segment = int.from_bytes(txn.meta("next_segment") or b"\1", "big")
-        txn.set_meta("next_segment", (segment + 1).to_bytes(4, "big"))
+        segment = txn.meta.next_segment
+        txn.meta.next_segment += 1
         self.files.open(segment, slot_bytes, create=True)
-        txn.put_segment(segment, SegmentState(slot_bytes, 0, 0, 0))
+        txn.put_segment(segment, SegmentState(slot_bytes, 0, 0))
         return segment
 
     def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
@@ -268,11 +269,8 @@ class SlotAllocator:
 
     # --- giving back ------------------------------------------------------------------------
 
-    def erasing(self, *, keep: int | None = None) -> Iterator[None]:
-        """Erase the dirty slots, neighbours at once, in short steps; then unlink empty segments.
-
-        Those of slot size `keep` stay.
-        """
+    def erasing(self) -> Iterator[None]:
+        """Erase the dirty slots, neighbours at once, in short steps; then unlink empty segments."""
         start = b""
         while runs := self._next_runs(start):
             erased, end = [], time.monotonic() + _ERASING_S
@@ -285,39 +283,39 @@ class SlotAllocator:
             self.failpoint("erase:done")
             with self.changing() as txn:
                 for run in erased:
-                    state = txn.get_segment(run[0].segment)
+                    is_known = txn.get_segment(run[0].segment) is not None
                     for extent in run:
-                        txn.drop_pending(extent)
-                        if state is not None:
-                            txn.add_free(state.slot_bytes, extent)
+                        txn.drop_slot("pending", extent)
+                        if is_known:
+                            txn.add_slot("free", extent)
             self.failpoint("erase:committed")
             for extent in chain(*erased):
                 del self._dirty[self.files.slot_bytes(extent.segment)][extent]
             yield
-        self._remove_empty_segments(keep)
+        self._remove_empty_segments()
 
     def _next_runs(self, start: bytes) -> list[list[Extent]]:
         """Dirty slots for one step, from a key of `pending` on, as runs of neighbours."""
         most = min(_ERASED_SLOTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
         size_of = self.files.slot_bytes
         with self.index.reading() as txn:
-            pending = txn.pending(start)
+            pending = txn.slots("pending", start)
             dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
             # Along a run, the slot's number grows as the position in the list does.
             runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
             return [[extent for _, extent in run] for _, run in runs]
 
-    def release_idle(self, needed_bytes: int, *, keep: int | None = None) -> bool:
+    def release_idle(self, needed_bytes: int) -> bool:
         """Give back space that no block needs until there is so much room, or all of it.
 
-        Segments of slot size `keep` stay as they are. Answers whether anything was given back.
+        Answers whether anything was given back.
         """
         before = self.files.occupied_bytes, self.pending_bytes
-        for _ in self.erasing(keep=keep):
+        for _ in self.erasing():
             if self.room_bytes >= needed_bytes and self.pending_bytes < before[1]:
                 return True
         with self.index.reading() as txn:
-            states = [(s, each) for s, each in txn.segments().items() if each.slot_bytes != keep]
+            states = txn.segments().items()
         unused = {s: state for s, state in states if state.num_slots > state.num_used}
         if unused:
             with self.changing() as txn:
@@ -327,16 +325,15 @@ class SlotAllocator:
                 self.files.truncate(segment, unused[segment].num_used)
         return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
-    def _remove_empty_segments(self, keep: int | None) -> None:
-        """Unlink segments that hold neither blocks nor pending slots, but those of size `keep`."""
+    def _remove_empty_segments(self) -> None:
+        """Unlink segments that hold neither blocks nor pending slots."""
         busy = {extent.segment for extent in chain(self.lent, *self._dirty.values())}
         with self.index.reading() as txn:
-            states = txn.segments()
-        for segment, state in states.items():
-            if state.num_live or segment in busy or state.slot_bytes == keep:
-                continue
+            used = [(s, state.num_used) for s, state in txn.segments().items() if s not in busy]
+            empty = [segment for segment, num_used in used if txn.is_empty(segment, num_used)]
+        for segment in empty:
             with self.index.writing() as txn:
-                txn.remove_segment(segment, state.slot_bytes)
+                txn.remove_segment(segment)
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
 
@@ -359,7 +356,7 @@ class SlotAllocator:
             with self.changing() as txn:
                 taken = self.take(txn, slot_bytes, short)
                 if len(taken) < short and not self.is_disk_full:
-                    spare = max(self.room_bytes, 0) + self.idle_bytes(txn, slot_bytes)
+                    spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
                     self._evict(txn, (short - len(taken)) * slot_bytes - spare, tenant)
                     taken += self.take(txn, slot_bytes, short - len(taken))
                 self.failpoint("reserve:before")
@@ -367,7 +364,7 @@ class SlotAllocator:
             slots += taken
             self.lent.update((extent, slot_bytes) for extent in taken)
             missing_bytes = (short - len(taken)) * slot_bytes
-            if missing_bytes and not self.release_idle(missing_bytes, keep=slot_bytes):
+            if missing_bytes and not self.release_idle(missing_bytes):
                 break
         return slots
 
@@ -395,6 +392,8 @@ class SlotAllocator:
                 if (located := txn.get(block_hash)) is not None:
                     victims.append(located)
                     needed_bytes -= located.slot_bytes
+        if needed_bytes > 0 and not victims and txn.meta.totals.num_blocks:
+            txn.meta.needs_rebuild = True  # blocks are stored, and their keys are lost
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)

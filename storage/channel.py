@@ -8,7 +8,6 @@ import select
 import socket
 import struct
 import threading
-from collections import deque
 from typing import Generic, TypeVar
 
 import msgspec
@@ -26,14 +25,6 @@ _RECEIVE_BYTES = 1 << 20
 _encoder = msgspec.msgpack.Encoder()
 
 Incoming = TypeVar("Incoming")
-
-
-def encode_frame(message: msgspec.Struct) -> bytearray:
-    """Return the frame of one message, ready to send."""
-    frame = bytearray(_LENGTH.size)
-    _encoder.encode_into(message, frame, _LENGTH.size)
-    _LENGTH.pack_into(frame, 0, len(frame) - _LENGTH.size)
-    return frame
 
 
 class FrameChannel(Generic[Incoming]):
@@ -59,7 +50,7 @@ class FrameChannel(Generic[Incoming]):
         self._decoder = decoder
         self._max_bytes = max_bytes
         self._inbound = bytearray()
-        self._outbound: deque[memoryview] = deque()
+        self._outbound = bytearray()
         self._sending = threading.Lock()
         self._ready = select.epoll()
         self._ready.register(sock, select.EPOLLIN)
@@ -81,27 +72,23 @@ class FrameChannel(Generic[Incoming]):
 
     def send(self, message: msgspec.Struct) -> None:
         """Send what the other side takes at once; `receive` sends the rest."""
-        frame = memoryview(encode_frame(message))
+        body = _encoder.encode(message)
         with self._sending:
-            self._outbound.append(frame)
-            if len(self._outbound) == 1 and not self._push():
+            is_waiting = self.has_queued
+            self._outbound += _LENGTH.pack(len(body))
+            self._outbound += body
+            if not is_waiting and not self._push():
                 self._ready.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
 
     def _push(self) -> bool:
         """Send what is queued, as far as it goes; whether nothing is left."""
-        while self._outbound:
-            frame = self._outbound[0]
-            try:
-                sent = self._socket.send(frame, socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                return False
-            except OSError:  # the other side is gone, as `receive` will find out
-                self._outbound.clear()
-                return True
-            if sent == len(frame):
-                self._outbound.popleft()
-            else:
-                self._outbound[0] = frame[sent:]
+        try:
+            while self._outbound:
+                del self._outbound[: self._socket.send(self._outbound, socket.MSG_NOSIGNAL)]
+        except BlockingIOError:
+            return False
+        except OSError:  # the other side is gone, as `receive` will find out
+            self._outbound.clear()
         return True
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Incoming]:

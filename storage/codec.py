@@ -5,34 +5,27 @@ It knows layouts and checksums (docs/format.md draws them); it opens no file and
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from tieredkv.errors import CorruptBlockError, StorageError
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 CODEC_RAW = 0
 HEADER_BYTES = PAGE_ALIGNMENT_BYTES
 PACKED_HEADER_BYTES = 512  # of a compressed payload, which follows in the same page
-SLOT_MAGIC = b"TKVSLOT\0"
 MAX_DIGEST_BYTES = 32
-CHECKSUM_BYTES = 16
 
-# version, codec, lengths of parent, root, namespace, retention; position, size, payload, segment,
-# slot, hits; computed_at, expires_at, protect_until, last_used; payload checksum; the four strings.
-_RECORD = struct.Struct("<6B2x6I4d16s32s32s32s32s")
-RECORD_BYTES = _RECORD.size + 8
+# A sealed record: the seal of all behind it, expires_at once more, the entry in msgpack.
 _SEAL_BYTES = 8
-_SEALED = struct.Struct("<B39xd160x8s")  # version, expires_at and seal of a record
-
-# magic, version; lengths of hash, parent, root, namespace, retention, codec; position, size,
-# payload, segment, slot; four times; payload checksum; the five strings.
-_HEADER = struct.Struct("<8sI6B2x5I4d16s32s32s32s32s32s")
-_HEADER_CODEC_AT = 17
+_DEADLINE = struct.Struct("<d")
+# A slot header: magic with the version, length of the sealed record that follows.
+_HEADER = struct.Struct("<8sI")
+_SLOT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 
 _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
@@ -61,6 +54,10 @@ class Located(NamedTuple):
     def slot_bytes(self) -> int:
         """The slot size class that holds this payload."""
         return slot_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Located).decode
 
 
 def padded_bytes(size_bytes: int) -> int:
@@ -109,124 +106,50 @@ def check_record(record: BlockRecord) -> None:
 
 def encode_record(located: Located) -> bytes:
     """Pack an index record; its seal covers the key as well."""
-    block = located.record
-    names = _names(block)
-    body = _RECORD.pack(
-        FORMAT_VERSION,
-        located.codec,
-        *map(len, names),
-        *_numbers(located),
-        min(block.hits, _MAX_U32),
-        *_times(block),
-        located.payload_checksum,
-        *names,
-    )
-    return body + xxh3_64_digest(block.block_hash + body)
+    body = _DEADLINE.pack(located.record.expires_at) + _encode(located)
+    return xxh3_64_digest(located.record.block_hash + body) + body
 
 
 def expiry_of(block_hash: bytes, data: bytes) -> float | None:
     """Read only the deadline of a sealed record, all that a lookup needs of it.
 
-    None for a record of another version, or one that does not fit its seal or its key.
+    None for a record that does not fit its seal or its key.
     """
-    if len(data) != RECORD_BYTES:
+    if xxh3_64_digest(block_hash + data[_SEAL_BYTES:]) != data[:_SEAL_BYTES]:
         return None
-    version, expires_at, seal = _SEALED.unpack(data)
-    is_sound = xxh3_64_digest(block_hash + data[:-_SEAL_BYTES]) == seal
-    return expires_at if is_sound and version == FORMAT_VERSION else None
+    expires_at: float = _DEADLINE.unpack_from(data, _SEAL_BYTES)[0]
+    return expires_at
 
 
 def decode_record(block_hash: bytes, data: bytes) -> Located:
     """Unpack an index record.
 
     Raises:
-        CorruptBlockError: reason `record`: its version, seal or key is not what it must be.
+        CorruptBlockError: reason `record`: its seal or key is not what it must be.
     """
     if expiry_of(block_hash, data) is None:
         raise corrupt(block_hash, "record", "the index record fails its checksum")
-    _, codec, *fields = _RECORD.unpack_from(data)
-    lengths, numbers, hits, times = fields[:4], fields[4:9], fields[9], fields[10:14]
-    names = [name[:length] for name, length in zip(fields[15:], lengths, strict=True)]
-    return _located([block_hash, *names], numbers, times, fields[14], codec, hits)
+    return _decode(data[_SEAL_BYTES + _DEADLINE.size :])
 
 
 def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:
-    """Write the slot header: enough to make the index record again without the index."""
-    block = located.record
-    names = (block.block_hash, *_names(block))
-    end = header_bytes_for(located.codec)
-    buffer[:end] = bytes(end)
-    _HEADER.pack_into(
-        buffer,
-        0,
-        SLOT_MAGIC,
-        FORMAT_VERSION,
-        *map(len, names),
-        located.codec,
-        *_numbers(located),
-        *_times(block),
-        located.payload_checksum,
-        *names,
-    )
-    buffer[end - CHECKSUM_BYTES : end] = xxh3_128_digest(buffer[: end - CHECKSUM_BYTES])
+    """Write the slot header: the record as it is now, to be found without the index."""
+    sealed, end = encode_record(located), header_bytes_for(located.codec)
+    buffer[:end] = (_HEADER.pack(_SLOT_MAGIC, len(sealed)) + sealed).ljust(end, b"\0")
 
 
 def decode_header(header: bytes | memoryview) -> Located | None:
     """Unpack a slot header; None where no sound header stands (never written, erased, damaged)."""
-    sealed = bytes(header[:HEADER_BYTES])
-    if len(sealed) != HEADER_BYTES or not sealed.startswith(SLOT_MAGIC):
+    magic, length = _HEADER.unpack_from(header)
+    if magic != _SLOT_MAGIC:
         return None
-    sealed = sealed[: header_bytes_for(sealed[_HEADER_CODEC_AT])]
-    if xxh3_128_digest(sealed[:-CHECKSUM_BYTES]) != sealed[-CHECKSUM_BYTES:]:
+    sealed = bytes(header[_HEADER.size :][:length])
+    try:
+        located = _decode(sealed[_SEAL_BYTES + _DEADLINE.size :])
+    except (msgspec.MsgspecError, UnicodeDecodeError):
         return None
-    _, version, *fields = _HEADER.unpack_from(sealed)
-    if version != FORMAT_VERSION:
-        return None
-    lengths, codec, numbers, times = fields[:5], fields[5], fields[6:11], fields[11:15]
-    names = [name[:length] for name, length in zip(fields[16:], lengths, strict=True)]
-    return _located(names, numbers, times, fields[15], codec)
-
-
-def _names(block: BlockRecord) -> tuple[bytes, bytes, bytes, bytes]:
-    return block.parent_hash, block.root, block.namespace, block.retention.encode()
-
-
-def _numbers(located: Located) -> tuple[int, ...]:
-    block = located.record
-    return block.position, block.size_bytes, located.payload_bytes, *located.extent
-
-
-def _times(block: BlockRecord) -> tuple[float, ...]:
-    return block.computed_at, block.expires_at, block.protect_until, block.last_used
-
-
-def _located(
-    names: Sequence[bytes],
-    numbers: Sequence[int],
-    times: Sequence[float],
-    checksum: bytes,
-    codec: int,
-    hits: int = 0,
-) -> Located:
-    """Undo `_names` (behind the block hash), `_numbers` and `_times`."""
-    block_hash, parent_hash, root, namespace, retention = names
-    position, size_bytes, payload_bytes, segment, slot = numbers
-    computed_at, expires_at, protect_until, last_used = times
-    record = BlockRecord(
-        block_hash=block_hash,
-        parent_hash=parent_hash,
-        root=root,
-        namespace=namespace,
-        position=position,
-        size_bytes=size_bytes,
-        retention=retention.decode(errors="replace"),
-        computed_at=computed_at,
-        expires_at=expires_at,
-        last_used=last_used,
-        protect_until=protect_until,
-        hits=hits,
-    )
-    return Located(record, Extent(segment, slot), payload_bytes, checksum, codec)
+    is_sound = expiry_of(located.record.block_hash, sealed) is not None
+    return located if is_sound else None
 
 
 def is_header_of(header: Located | None, located: Located) -> bool:

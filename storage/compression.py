@@ -36,6 +36,11 @@ class Packed(NamedTuple):
     codec: int
 
 
+def aligned_buffer(size_bytes: int) -> memoryview:
+    """Allocate anonymous memory that O_DIRECT accepts."""
+    return memoryview(mmap.mmap(-1, size_bytes))
+
+
 class _Thread(threading.local):
     """What each thread keeps: zstandard's contexts, and memory for what it reads."""
 
@@ -51,7 +56,7 @@ _thread = _Thread()
 def scratch(size_bytes: int) -> memoryview:
     """Memory for O_DIRECT of the calling thread, valid until its next call; new pages cost time."""
     if len(_thread.scratch) < size_bytes:
-        _thread.scratch = memoryview(mmap.mmap(-1, size_bytes))
+        _thread.scratch = aligned_buffer(size_bytes)
     return _thread.scratch[:size_bytes]
 
 
@@ -60,7 +65,7 @@ def pack(block: memoryview, number: int) -> Packed | None:
     size, width = len(block), WIDTHS[number]
     if size % width:
         return None
-    slot = memoryview(mmap.mmap(-1, codec.slot_bytes_for(size)))
+    slot = aligned_buffer(codec.slot_bytes_for(size))
     elements = np.frombuffer(block, np.uint8).reshape(-1, width)
     lengths, end = [], PACKED_HEADER_BYTES + 4 * width
     for i in range(width):
@@ -119,7 +124,7 @@ class Packing:
         element_bytes: size of the numbers in new blocks; stored blocks say it themselves.
     """
 
-    def __init__(self, setting: str = "off", element_bytes: int = 2) -> None:
+    def __init__(self, setting: str, element_bytes: int) -> None:
         self.setting, self.is_on = setting, setting == "on"
         self.trial: dict[str, float] = {}
         self._codec = element_bytes // 2
@@ -134,18 +139,19 @@ class Packing:
         Raises:
             StorageError: one is gone or cannot be read: nothing is decided.
         """
-        pages = [memoryview(bytearray(located.record.size_bytes)) for located in blocks]
+        sizes = [located.record.size_bytes for located in blocks]
+        pages = [aligned_buffer(codec.padded_bytes(size)) for size in sizes]
         begin = time.perf_counter()
         with ThreadPoolExecutor(num_readers) as pool:
             list(pool.map(read_block, blocks, pages))
         read_s = time.perf_counter() - begin
-        decode_s, block_bytes, packed_bytes = 1e-9, sum(map(len, pages)), 0
-        for page in pages:
-            packed = pack(page, self._codec)
-            packed_bytes += len(packed.payload) if packed else len(page)
+        decode_s, block_bytes, packed_bytes = 1e-9, sum(sizes), 0
+        for block in (page[:size] for page, size in zip(pages, sizes, strict=True)):
+            packed = pack(block, self._codec)
+            packed_bytes += len(packed.payload) if packed else len(block)
             begin = time.thread_time()
             if packed:
-                unpack(packed.payload, packed.codec, page)
+                unpack(packed.payload, packed.codec, block)
             decode_s += time.thread_time() - begin
         self.trial = {
             "ratio": block_bytes / packed_bytes,

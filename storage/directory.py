@@ -12,6 +12,8 @@ import stat
 import time
 from contextlib import suppress
 
+import msgspec
+
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
 from tieredkv.storage.codec import FORMAT_VERSION
 
@@ -24,6 +26,13 @@ INDEX = "index"
 SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
 INDEX_FILES = ("data.mdb", "lock.mdb")
+
+
+class _Marker(msgspec.Struct):
+    """What `format.json` says."""
+
+    format: str
+    version: int
 
 
 class StoreDirectory:
@@ -50,12 +59,12 @@ class StoreDirectory:
             _make_folder(path)
         lock_fd = _take_lock(path)
         try:
-            if _read_marker(path) is None:
+            if not _is_marked(path):
                 _write_marker(path)
             for name in (INDEX, SEGMENTS):
                 _make_folder(os.path.join(path, name))
             for name in INDEX_FILES:
-                _make_file(os.path.join(path, INDEX, name))
+                os.close(_open_private(os.path.join(path, INDEX, name)))
         except BaseException:
             os.close(lock_fd)
             raise
@@ -123,7 +132,7 @@ def _check_folder(path: str, *, create: bool) -> bool:
     _check_owner(path, info)
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
         raise StorageError(f"`{path}` is not writable; mount it writable or choose another folder")
-    if _read_marker(path) is None:
+    if not _is_marked(path):
         if strangers := set(os.listdir(path)) - {LOCK, _MARKER_DRAFT}:
             why = f"holds no tieredkv store (`{min(strangers)}` is there); choose an empty folder"
             raise StorageError(f"`{path}` is not empty and {why}")
@@ -153,46 +162,40 @@ def _check_owner(path: str, info: os.stat_result) -> None:
         raise StorageError(f"`{path}` is writable by others (mode {mode}); run `chmod go-w {path}`")
 
 
-def _read_marker(path: str) -> int | None:
-    """The format version of the store; None where no marker stands."""
+def _is_marked(path: str) -> bool:
+    """Whether a marker of ours stands there; one of anything else is refused."""
     marker = os.path.join(path, MARKER)
     try:
-        fd = os.open(marker, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        fd = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
             info, text = os.fstat(fd), os.read(fd, 4096)
         finally:
             os.close(fd)
     except FileNotFoundError:
-        return None
+        return False
     except OSError as error:
         raise StorageError(f"`{marker}` cannot be read: {error.strerror}") from error
     _check_owner(marker, info)
     try:
-        content = json.loads(text)
-        name, version = content["format"], content["version"]
-        if type(version) is not int:
-            raise TypeError(f"version {version!r} is no integer")
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        found = msgspec.json.decode(text, type=_Marker)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         cure = "restore that file or remove the folder"
         what = f"`{marker}` is damaged, so the store's version is unknown; {cure}"
         raise StorageError(what) from error
-    if name != FORMAT_NAME:
-        raise StorageError(f"`{marker}` belongs to `{name}`; choose another folder")
-    if version != FORMAT_VERSION:
+    if found.format != FORMAT_NAME:
+        raise StorageError(f"`{marker}` belongs to `{found.format}`; choose another folder")
+    if found.version != FORMAT_VERSION:
         raise FormatVersionError(
-            f"the store at `{path}` has format version {version}, this tieredkv reads "
+            f"the store at `{path}` has format version {found.version}, this tieredkv reads "
             f"{FORMAT_VERSION}; it was left untouched: use that version or another folder"
         )
-    return version
+    return True
 
 
 def _write_marker(path: str) -> None:
     draft = os.path.join(path, _MARKER_DRAFT)
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    with os.fdopen(fd, "w") as file:
-        os.fchmod(file.fileno(), 0o600)
-        json.dump({"format": FORMAT_NAME, "version": FORMAT_VERSION}, file)
-        file.write("\n")
+    with open(_open_private(draft, os.O_TRUNC), "wb") as file:
+        file.write(msgspec.json.encode(_Marker(FORMAT_NAME, FORMAT_VERSION)) + b"\n")
         file.flush()
         os.fsync(file.fileno())
     os.rename(draft, os.path.join(path, MARKER))
@@ -207,16 +210,17 @@ def _make_folder(path: str) -> None:
         raise StorageError(f"`{path}` {why}") from error
 
 
-def _make_file(path: str) -> None:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+def _open_private(path: str, flags: int = 0) -> int:
+    """Open or make a file of ours that no one else can read, but no link to elsewhere."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
     os.fchmod(fd, 0o600)
-    os.close(fd)
+    return fd
 
 
 def _take_lock(path: str) -> int:
     lock = os.path.join(path, LOCK)
     try:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = _open_private(lock)
     except OSError as error:
         raise StorageError(f"`{lock}` cannot be opened: {error.strerror}") from error
     try:
@@ -230,7 +234,6 @@ def _take_lock(path: str) -> int:
     except OSError as error:
         os.close(fd)
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
-    os.fchmod(fd, 0o600)
     os.chmod(path, 0o700)
     _describe_writer(fd, {"pid": os.getpid(), "socket": SOCKET})
     return fd

@@ -7,18 +7,15 @@ everything else is the owner's.
 
 import ctypes
 import errno
-import mmap
 import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from tieredkv.errors import StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
-from tieredkv.storage.compression import WIDTHS, Packed, scratch, unpack
+from tieredkv.storage.compression import WIDTHS, Packed, aligned_buffer, scratch, unpack
 from tieredkv.storage.index import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -26,11 +23,6 @@ _FALLOC_FL_KEEP_SIZE = 1
 _FALLOC_FL_PUNCH_HOLE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
-
-
-def aligned_buffer(size_bytes: int) -> memoryview:
-    """Allocate anonymous memory that O_DIRECT accepts."""
-    return memoryview(mmap.mmap(-1, size_bytes))
 
 
 @dataclass(slots=True)
@@ -55,8 +47,9 @@ class SegmentFiles:
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
-        self.direct_io = _can(_write_directly, directory, os.O_DIRECT)
-        self.punch_hole = _can(_punch_first_page, directory)
+        page = aligned_buffer(PAGE_ALIGNMENT_BYTES)
+        self.direct_io = _can(lambda fd: os.pwrite(fd, page, 0), directory, os.O_DIRECT)
+        self.punch_hole = _can(lambda fd: _punch(fd, 0, len(page)), directory)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
@@ -186,19 +179,14 @@ class SegmentFiles:
     ) -> Located:
         """Write header and payload into a slot and answer what the index has to know.
 
-        An aligned page is written in place; what it holds beyond the block becomes zeroes. What is
-        packed is written in place of it, with zeroes to the end of its slot: older bytes lie there.
+        The page is written in place; what it holds beyond the block becomes zeroes. What is packed
+        is written in place of it, with zeroes to the end of its slot: older bytes lie there.
         """
         if packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
             written = Located(record, extent, size, codec.payload_checksum(payload[:size]))
-            header = scratch(HEADER_BYTES)
-            body = self._direct_view(payload, padded)
-            if body is None:
-                body = aligned_buffer(padded)
-                body[:size] = payload[:size]
-            body[size:] = bytes(padded - size)
-            buffers = [header, body]
+            payload[size:padded] = bytes(padded - size)
+            buffers = [scratch(HEADER_BYTES), payload[:padded]]
         else:
             checksum = codec.payload_checksum(packed.payload)
             written = Located(record, extent, len(packed.payload), checksum, packed.codec)
@@ -216,12 +204,10 @@ class SegmentFiles:
         twice, by the index and by the slot, and both must agree before the bytes may be used.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
-        block, page = into[: located.record.size_bytes], None
+        block = into[: located.record.size_bytes]
         if located.codec == codec.CODEC_RAW and size == len(block):
-            page = self._direct_view(into, padded_bytes(size))
-            body = aligned_buffer(padded_bytes(size)) if page is None else page
-            header, payload = scratch(HEADER_BYTES), body[:size]
-            buffers = [header, body]
+            header, payload = scratch(HEADER_BYTES), block
+            buffers = [header, into[: padded_bytes(size)]]
         elif located.codec in WIDTHS and size < len(block):
             header = scratch(padded_bytes(codec.PACKED_HEADER_BYTES + size))
             payload = header[codec.PACKED_HEADER_BYTES :][:size]
@@ -238,11 +224,8 @@ class SegmentFiles:
             raise corrupt(block_hash, "header", "the slot header is another one's or damaged")
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-        if located.codec != codec.CODEC_RAW:
-            if not unpack(payload, located.codec, block):
-                raise corrupt(block_hash, "codec", "the payload is none of such a block")
-        elif page is None:
-            block[:] = payload
+        if located.codec != codec.CODEC_RAW and not unpack(payload, located.codec, block):
+            raise corrupt(block_hash, "codec", "the payload is none of such a block")
 
     def header_at(self, extent: Extent) -> Located | None:
         """Say what a slot's header claims to lie there; None where nothing sound stands."""
@@ -267,14 +250,6 @@ class SegmentFiles:
             self.bytes_written += count
         if buffers:
             raise OSError(errno.EIO, "short write")
-
-    def _direct_view(self, buffer: memoryview, padded: int) -> memoryview | None:
-        """The padded length of a buffer if O_DIRECT can use it in place, else None."""
-        if len(buffer) < padded or buffer.readonly:
-            return None
-        if self.direct_io and np.frombuffer(buffer, np.uint8).ctypes.data % PAGE_ALIGNMENT_BYTES:
-            return None
-        return buffer[:padded]
 
     def _file(self, segment: int) -> _File:
         if (file := self._files.get(segment)) is None:
@@ -320,12 +295,3 @@ def _can(attempt: Callable[[int], object], directory: str, flags: int = 0) -> bo
         if error.errno != errno.ENOSPC:
             raise
     return True
-
-
-def _write_directly(fd: int) -> None:
-    os.pwrite(fd, aligned_buffer(PAGE_ALIGNMENT_BYTES), 0)
-
-
-def _punch_first_page(fd: int) -> None:
-    os.ftruncate(fd, PAGE_ALIGNMENT_BYTES)
-    _punch(fd, 0, PAGE_ALIGNMENT_BYTES)

@@ -11,11 +11,13 @@ import os
 import struct
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from heapq import merge
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import lmdb
+import msgspec
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
@@ -23,11 +25,9 @@ from tieredkv.storage.codec import Extent, Located, expiry_key, expiry_of, exten
 from tieredkv.types import TENANT_BYTES
 
 MAP_BYTES = 64 << 30
-NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "roots", "segments", "free", "pending")
-_TOTALS = struct.Struct("<QQ")
-_SEGMENT = struct.Struct("<4I")
-_FREE_CLASS = struct.Struct(">I")
-_TIME = struct.Struct("<d")
+NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
+_META_KEY = b"store"
+_DAMAGE = (lmdb.Error, struct.error, msgspec.MsgspecError)
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM)
 _NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
 _READ_AHEAD_BYTES = 1 << 20
@@ -53,13 +53,41 @@ class SegmentState(NamedTuple):
         num_slots: slots whose space is set aside in the file.
         num_used: slots below this number were handed out at least once; each of them is a block's,
             free or pending.
-        num_live: slots that hold a stored block.
     """
 
     slot_bytes: int
     num_slots: int
     num_used: int
-    num_live: int
+
+
+class Meta(msgspec.Struct):
+    """What the index knows of the store as a whole.
+
+    Attributes:
+        format: version of the format; 0 until the index is complete.
+        clock: the latest time that the store has seen.
+        budget: what its files may occupy; 0 until the first one is reached.
+        bytes_written: to segment files since the index was made.
+        needs_rebuild: an entry was damaged; the next sweep makes the databases again.
+    """
+
+    format: int = 0
+    clock: float = 0.0
+    budget: int = 0
+    next_segment: int = 1
+    totals: Totals = Totals(0, 0)
+    bytes_written: int = 0
+    needs_rebuild: bool = False
+
+
+SlotList = Literal["pending", "free"]
+"""A slot that may hold bytes of no stored block, or an erased one."""
+
+_ORDERS = {"expiry": expiry_key, "lru": codec.lru_key}
+_encode = msgspec.msgpack.Encoder().encode
+_decode_meta = msgspec.msgpack.Decoder(Meta).decode
+_decode_totals = msgspec.msgpack.Decoder(Totals).decode
+_decode_segment = msgspec.msgpack.Decoder(SegmentState).decode
 
 
 @contextmanager
@@ -69,7 +97,7 @@ def storage_errors(path: str) -> Iterator[None]:
         yield
     except lmdb.MapFullError as error:
         raise StoreFullError(f"the index at `{path}` has reached its largest size") from error
-    except (lmdb.Error, struct.error) as error:
+    except _DAMAGE as error:
         if "No space left" in str(error):
             raise StoreFullError(f"no space left for the index at `{path}`") from error
         raise StorageError(f"the index at `{path}` failed: {error}") from error
@@ -84,10 +112,10 @@ def storage_errors(path: str) -> Iterator[None]:
 def is_damage(error: BaseException) -> bool:
     """Whether an error comes from an index that contradicts itself, not from the system below it.
 
-    Entries of an impossible length are damage too.
+    Entries that cannot be decoded are damage too.
     """
     cause = error.__cause__
-    if not isinstance(cause, lmdb.Error | struct.error) or isinstance(cause, lmdb.MapFullError):
+    if not isinstance(cause, _DAMAGE) or isinstance(cause, lmdb.MapFullError):
         return False
     return not any(os.strerror(code) in str(cause) for code in _SYSTEM_ERRORS)
 
@@ -129,7 +157,9 @@ class Index:
     def writing(self) -> Iterator["IndexTxn"]:
         """Change the index; all of it or, if anything raises, nothing."""
         with storage_errors(self.path), self._env.begin(write=True) as txn:
-            yield IndexTxn(txn, self._dbs)
+            changes = IndexTxn(txn, self._dbs)
+            yield changes
+            changes.keep_meta()
 
     def read_ahead(self) -> None:
         """Bring the file into memory and into LMDB's map, or each of the first lookups waits."""
@@ -232,12 +262,12 @@ class IndexTxn:
         self._txn.delete(located.record.block_hash, db=self._blocks)
         self._delete_keys(located)
         self._count(located, -1)
-        self.add_pending(located.extent)
+        self.add_slot("pending", located.extent)
 
     def remove_damaged(self, block_hash: bytes) -> None:
         """Drop an entry whose fields cannot be trusted; a rebuild finds its slot and keys again."""
         self._txn.delete(block_hash, db=self._blocks)
-        self.set_meta("needs_rebuild", b"1")
+        self.meta.needs_rebuild = True
 
     def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:
         """Walk over all entries from a key on; None for a damaged one.
@@ -254,12 +284,12 @@ class IndexTxn:
     def _put_keys(self, located: Located) -> None:
         record = located.record
         self._txn.put(record.block_hash, codec.encode_record(located), db=self._blocks)
-        self._txn.put(expiry_key(record), b"", db=self._dbs["expiry"])
-        self._txn.put(codec.lru_key(record), b"", db=self._dbs["lru"])
+        for name, key_of in _ORDERS.items():
+            self._txn.put(key_of(record), b"", db=self._dbs[name])
 
     def _delete_keys(self, located: Located) -> None:
-        self._txn.delete(expiry_key(located.record), db=self._dbs["expiry"])
-        self._txn.delete(codec.lru_key(located.record), db=self._dbs["lru"])
+        for name, key_of in _ORDERS.items():
+            self._txn.delete(key_of(located.record), db=self._dbs[name])
 
     # --- orders -----------------------------------------------------------------------------
 
@@ -286,107 +316,85 @@ class IndexTxn:
         namespaces = [namespace for namespace, _ in self._walk("namespaces")]
         for is_kept in (False, True):
             some = [each for each in namespaces if (each[:TENANT_BYTES] in kept) == is_kept]
-            orders = [self._keys_with(codec.lru_prefix(each), "lru") for each in some]
+            orders = [self._lru_keys(codec.lru_prefix(each)) for each in some]
             yield from map(codec.lru_hash, merge(*orders, key=codec.lru_order))
 
     # --- slots ------------------------------------------------------------------------------
 
-    def add_pending(self, extent: Extent) -> None:
-        """List a slot that may hold bytes of no stored block."""
-        self._txn.put(extent_key(extent), b"", db=self._dbs["pending"])
+    def add_slot(self, name: SlotList, extent: Extent) -> None:
+        """List a slot that no stored block has."""
+        self._txn.put(extent_key(extent), b"", db=self._dbs[name])
 
-    def drop_pending(self, extent: Extent) -> None:
-        """Take a slot off the list: a block owns it now, or it is erased."""
-        self._txn.delete(extent_key(extent), db=self._dbs["pending"])
+    def drop_slot(self, name: SlotList, extent: Extent) -> None:
+        """Take a slot off a list."""
+        self._txn.delete(extent_key(extent), db=self._dbs[name])
 
-    def pending(self, start: bytes = b"") -> Iterator[Extent]:
-        """Pending slots from a key on, neighbours together; change nothing while it walks."""
-        return (codec.split_extent_key(key) for key, _ in self._walk("pending", start))
+    def slots(self, name: SlotList, start: bytes = b"") -> Iterator[Extent]:
+        """Listed slots from a key on, neighbours together; change nothing while it walks."""
+        return (codec.split_extent_key(key) for key, _ in self._walk(name, start))
 
-    def add_free(self, slot_bytes: int, extent: Extent) -> None:
-        """List an erased slot."""
-        self._txn.put(_free_key(slot_bytes, extent), b"", db=self._dbs["free"])
-
-    def drop_free(self, slot_bytes: int, extent: Extent) -> None:
-        """Take a slot off the free list."""
-        self._txn.delete(_free_key(slot_bytes, extent), db=self._dbs["free"])
-
-    def free(self, slot_bytes: int) -> Iterator[Extent]:
-        """Free slots of one size; change nothing while it walks."""
-        keys = self._keys_with(_FREE_CLASS.pack(slot_bytes), "free")
-        return (codec.split_extent_key(key[_FREE_CLASS.size :]) for key in keys)
+    def free(self, segment: int) -> Iterator[Extent]:
+        """Free slots of one segment; change nothing while it walks."""
+        start = extent_key(Extent(segment, 0))
+        return takewhile(lambda extent: extent.segment == segment, self.slots("free", start))
 
     def segments(self) -> dict[int, SegmentState]:
         """Every segment that the index knows."""
         walk = self._walk("segments")
-        states = {key: SegmentState(*_SEGMENT.unpack(data)) for key, data in walk}
-        return {int.from_bytes(key, "big"): state for key, state in states.items()}
+        return {int.from_bytes(key, "big"): _decode_segment(data) for key, data in walk}
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
         """Add or change a segment."""
-        self._txn.put(segment.to_bytes(4, "big"), _SEGMENT.pack(*state), db=self._dbs["segments"])
+        self._txn.put(_segment_key(segment), _encode(state), db=self._dbs["segments"])
 
     def get_segment(self, segment: int) -> SegmentState | None:
         """One segment; None where there is none."""
-        data = self._txn.get(segment.to_bytes(4, "big"), db=self._dbs["segments"])
-        return None if data is None else SegmentState(*_SEGMENT.unpack(data))
+        data = self._txn.get(_segment_key(segment), db=self._dbs["segments"])
+        return None if data is None else _decode_segment(data)
 
-    def remove_segment(self, segment: int, slot_bytes: int) -> None:
-        """Forget a segment without live and pending slots, with its free slots."""
-        prefix = _FREE_CLASS.pack(slot_bytes) + segment.to_bytes(4, "big")
-        for key in list(self._keys_with(prefix, "free")):
-            self._txn.delete(key, db=self._dbs["free"])
-        self._txn.delete(segment.to_bytes(4, "big"), db=self._dbs["segments"])
+    def is_empty(self, segment: int, num_used: int) -> bool:
+        """Whether every slot that was handed out is free; it looks no further than a gap."""
+        free = (extent.slot for extent in self.free(segment))
+        return all(next(free, None) == slot for slot in range(num_used))
+
+    def remove_segment(self, segment: int) -> None:
+        """Forget a segment of free slots only, and those."""
+        for extent in list(self.free(segment)):
+            self.drop_slot("free", extent)
+        self._txn.delete(_segment_key(segment), db=self._dbs["segments"])
 
     # --- counters, meta -----------------------------------------------------------------
 
-    def totals(self) -> Totals:
-        """Blocks and payload bytes in all."""
-        return Totals(*_TOTALS.unpack(self.meta("totals") or bytes(_TOTALS.size)))
+    @cached_property
+    def meta(self) -> Meta:
+        """What is known of the store as a whole; a change of it is part of the transaction."""
+        data = self._txn.get(_META_KEY, db=self._dbs["meta"])
+        return Meta() if data is None else _decode_meta(data)
+
+    def keep_meta(self) -> None:
+        """Write `meta`, if anybody looked at it; the last step of a transaction."""
+        if "meta" in self.__dict__:
+            self._txn.put(_META_KEY, _encode(self.meta), db=self._dbs["meta"])
+
+    def saw_time(self, now: float) -> None:
+        """Raise the latest time seen."""
+        self.meta.clock = max(self.meta.clock, now)
 
     def namespaces(self) -> dict[bytes, Totals]:
         """Blocks and payload bytes per namespace that has any."""
-        return {key: Totals(*_TOTALS.unpack(data)) for key, data in self._walk("namespaces")}
-
-    def meta(self, name: str) -> bytes | None:
-        """One value of `meta`."""
-        value: bytes | None = self._txn.get(name.encode(), db=self._dbs["meta"])
-        return value
-
-    def set_meta(self, name: str, value: bytes | None) -> None:
-        """Set one value of `meta`; None deletes it."""
-        if value is None:
-            self._txn.delete(name.encode(), db=self._dbs["meta"])
-        else:
-            self._txn.put(name.encode(), value, db=self._dbs["meta"])
-
-    def bytes_written(self) -> int:
-        """What was written to segment files since the index was made."""
-        return int.from_bytes(self.meta("written") or b"", "little")
-
-    def clock_mark(self) -> float | None:
-        """The latest time that this store has seen."""
-        value = self.meta("clock")
-        return None if value is None else float(_TIME.unpack(value)[0])
-
-    def set_clock_mark(self, now: float, *, is_empty: bool = False) -> None:
-        """Raise the latest time seen; lower it only where nothing is stored any more."""
-        if is_empty or now > (self.clock_mark() or 0.0):
-            self.set_meta("clock", _TIME.pack(now))
+        return {key: _decode_totals(data) for key, data in self._walk("namespaces")}
 
     def _count(self, located: Located, sign: int) -> None:
-        """Add a block to its namespace, its segment and the totals, or take it out."""
+        """Add a block to its namespace and the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
-        self.set_meta("totals", _TOTALS.pack(*self.totals().plus(sign, payload_bytes)))
+        self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
         data = self._txn.get(namespace, db=self._dbs["namespaces"])
-        counted = Totals(*_TOTALS.unpack(data or bytes(_TOTALS.size))).plus(sign, payload_bytes)
+        before = Totals(0, 0) if data is None else _decode_totals(data)
+        counted = before.plus(sign, payload_bytes)
         if counted.num_blocks:
-            self._txn.put(namespace, _TOTALS.pack(*counted), db=self._dbs["namespaces"])
+            self._txn.put(namespace, _encode(counted), db=self._dbs["namespaces"])
         else:
             self._txn.delete(namespace, db=self._dbs["namespaces"])
-        if (state := self.get_segment(located.extent.segment)) is not None:
-            state = state._replace(num_live=max(state.num_live + sign, 0))
-            self.put_segment(located.extent.segment, state)
 
     # --- whole databases --------------------------------------------------------------------
 
@@ -399,28 +407,27 @@ class IndexTxn:
 
     def is_whole(self, located: Located) -> bool:
         """Whether a record has its keys, and a slot in use that is on no other list."""
-        record, extent = located.record, extent_key(located.extent)
-        state = self.get_segment(located.extent.segment) or SegmentState(0, 0, 0, 0)
-        free_key = _FREE_CLASS.pack(state.slot_bytes) + extent
-        keys = (expiry_key(record), codec.lru_key(record), extent, free_key)
-        names = ("expiry", "lru", "pending", "free")
-        found = [
-            self._txn.get(key, db=self._dbs[name]) for key, name in zip(keys, names, strict=True)
-        ]
-        return located.extent.slot < state.num_used and found == [b"", b"", None, None]
+        keys = {name: key_of(located.record) for name, key_of in _ORDERS.items()}
+        keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
+        found = [self._txn.get(key, db=self._dbs[name]) for name, key in keys.items()]
+        state = self.get_segment(located.extent.segment)
+        is_used = state is not None and located.extent.slot < state.num_used
+        return is_used and found == [b"", b"", None, None]
 
     def contradictions(self) -> list[str]:
         """Compare all counters; with `is_whole` of every record none goes unseen."""
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
-        num_blocks, segments = num["blocks"], self.segments().values()
+        num_blocks, num_used = (
+            num["blocks"],
+            sum(each.num_used for each in self.segments().values()),
+        )
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]
         wrong = {
             "keys": num_blocks != num["expiry"] or num_blocks != num["lru"],
-            "sums": sums != list(self.totals()) or sums[0] != num_blocks,
-            "segments": sum(each.num_live for each in segments) != num_blocks,
-            "slots": sum(each.num_used for each in segments) != num_slots,
-            "damaged entries": self.meta("needs_rebuild") is not None,
+            "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
+            "slots": num_used != num_slots,
+            "damaged entries": self.meta.needs_rebuild,
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
 
@@ -429,13 +436,12 @@ class IndexTxn:
         for name in NAMES:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
-        self.set_meta("totals", None)
-        self.set_meta("needs_rebuild", None)
+        self.meta.totals, self.meta.needs_rebuild = Totals(0, 0), False
         for segment, state in segments.items():
-            self.put_segment(segment, state._replace(num_live=0))
+            self.put_segment(segment, state)
 
-    def _keys_with(self, prefix: bytes, name: str) -> Iterator[bytes]:
-        keys = (key for key, _ in self._walk(name, prefix))
+    def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
+        keys = (key for key, _ in self._walk("lru", prefix))
         return takewhile(lambda key: key.startswith(prefix), keys)
 
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
@@ -445,5 +451,5 @@ class IndexTxn:
                 yield from cursor.iternext(keys=True, values=True)
 
 
-def _free_key(slot_bytes: int, extent: Extent) -> bytes:
-    return _FREE_CLASS.pack(slot_bytes) + extent_key(extent)
+def _segment_key(segment: int) -> bytes:
+    return segment.to_bytes(4, "big")

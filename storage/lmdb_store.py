@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice, pairwise
-from typing import Literal, Self
+from typing import Self
 
 import msgspec
 
@@ -20,11 +20,12 @@ from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, Sto
 from tieredkv.storage import codec, recovery, results
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
-from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
+from tieredkv.storage.compression import Packed, Packing, aligned_buffer, slot_bytes_of
 from tieredkv.storage.directory import StoreDirectory
-from tieredkv.storage.extents import SegmentFiles, aligned_buffer
+from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
 from tieredkv.storage.inspection import Chains, climb, sum_up
+from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem, VerifyResult
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
@@ -51,19 +52,20 @@ class BlockStore:
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
       - no two records share a slot; each slot ever handed out is a block's, free or pending;
       - pending slots are those lent to puts and those waiting to be erased;
-      - the counters, in all and per namespace and segment, are the sums over the records;
+      - the counters, in all and per namespace, are the sums over the records;
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, *, sync: bool, num_expired: int) -> None:
+    def __init__(self, slots: SlotAllocator, options: StoreOptions, num_expired: int) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
         self._index = slots.index
         self._files = slots.files
         self._slots = slots
         self._clock = slots.clock
-        self.write_limit = WriteLimit()  # heeded by whoever calls `write_payload`
-        self._sync = sync
+        self.write_limit = WriteLimit(options.write_limit)  # heeded by callers of `write_payload`
+        self.packing = Packing(options.compression, options.element_bytes)
+        self._sync = options.sync == "commit"
         self._failpoint = slots.failpoint
         self._faults: Counter[str] = Counter()
         self._deleted: Counter[str] = Counter()
@@ -71,49 +73,42 @@ class BlockStore:
         self._num_stored, self._num_expired = 0, num_expired
         self._bytes_noted = 0  # of `bytes_written`, in the index
         self._block_bytes = self._payload_bytes = 0  # of what was stored since
-        self.packing = Packing()  # the owner may set another
 
     # --- opening and closing ------------------------------------------------------------------
 
     @classmethod
     def open(
         cls,
-        path: str,
-        *,
-        budget_bytes: int | None,
+        options: StoreOptions,
         clock: Clock,
-        sync: Literal["commit", "none"] = "commit",
-        create: bool = True,
         failpoint: Callable[[str], None] = lambda label: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
 
         Args:
-            path: the store's folder.
-            budget_bytes: what all its files may occupy; None keeps the last one.
+            options: those about one store.
             clock: moved up to the latest time that the store has seen if it is a little behind.
-            sync: whether a commit waits for the device; without, it survives kill -9 all the same.
-            create: make the store if there is none.
             failpoint: called with a label at each step of a change; tests stop the process there.
 
         Raises:
             StoreBusyError, FormatVersionError, StoreFullError, StorageError
         """
         with ExitStack() as undo:
-            directory = StoreDirectory.claim(path, create=create)
+            directory = StoreDirectory.claim(options.path, create=options.create)
             undo.callback(directory.release)
             with storage_errors(directory.path):
-                index = Index(directory.index_path, sync=sync == "commit")
+                index = Index(directory.index_path, sync=options.sync == "commit")
                 undo.callback(index.close)
                 files = SegmentFiles(directory.segments_path)
                 undo.callback(files.close)
-                earlier, budget = recovery.settle_budget(index, budget_bytes)
+                earlier, budget = recovery.settle_budget(index, options.budget_bytes)
                 slots = SlotAllocator(directory, files, index, earlier, clock, failpoint)
                 num_expired = recovery.recover(slots)
             slots.reach_budget(budget)
-            recovery.remember_budget(index, budget)
+            with index.writing() as txn:  # for whoever opens the store without one
+                txn.meta.budget = budget
             undo.pop_all()
-        return cls(slots, sync=sync == "commit", num_expired=num_expired)
+        return cls(slots, options, num_expired)
 
     def check_place(self) -> None:
         """Raise StorageError once the folder is not at its path any more."""
@@ -157,8 +152,7 @@ class BlockStore:
 
         Args:
             located: from `locate`.
-            into: at least the payload's bytes; used in place by O_DIRECT where it is 4 KiB-aligned
-                and as long as the padded payload.
+            into: a page: 4 KiB-aligned and at least as long as the padded block.
 
         Raises:
             CorruptBlockError: `truncated`, `header`, `checksum`, `missing_segment` or `codec`.
@@ -234,8 +228,8 @@ class BlockStore:
         Args:
             slot: lent for this record.
             record: goes into the slot's header.
-            payload: the block's bytes. Where it is longer than `record.size_bytes`, such as an
-                arena page, the bytes beyond are overwritten with zeroes up to 4 KiB.
+            payload: a page, 4 KiB-aligned, that starts with the block's bytes; those behind them
+                are overwritten with zeroes up to 4 KiB.
             packed: the block compressed, to be written instead.
 
         Raises:
@@ -272,9 +266,8 @@ class BlockStore:
                 now, bytes_written = self._clock.now(), self._files.bytes_written
                 with self._slots.changing() as txn:
                     owners = [self._insert(txn, new, now) for new in batch]
-                    txn.set_clock_mark(now)
-                    ever = txn.bytes_written() + bytes_written - self._bytes_noted
-                    txn.set_meta("written", (ever % 2**64).to_bytes(8, "little"))
+                    txn.saw_time(now)
+                    txn.meta.bytes_written += bytes_written - self._bytes_noted
                     self._failpoint("commit:before")
                 self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
@@ -312,7 +305,7 @@ class BlockStore:
                     old = self._get(txn, item.block_hash)
                     if old is not None and now < old.record.expires_at:
                         self._refresh(txn, old, item)
-                txn.set_clock_mark(now)
+                txn.saw_time(now)
         self._slots.enforce_budget()
 
     def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
@@ -353,7 +346,7 @@ class BlockStore:
         with suppress(StoreFullError):  # erasing makes room
             self._drop_damaged(list(self._damaged))
         with self._index.reading() as txn:
-            needs_rebuild = txn.meta("needs_rebuild") is not None
+            needs_rebuild = txn.meta.needs_rebuild
         if needs_rebuild:
             self._rebuild()
         yield from self._slots.erasing()
@@ -457,7 +450,7 @@ class BlockStore:
     def stats(self) -> StoreStats:
         """Figures as of now."""
         with self._index.reading() as txn:
-            totals, noted = txn.totals(), txn.bytes_written()
+            totals, noted = txn.meta.totals, txn.meta.bytes_written
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
@@ -473,7 +466,7 @@ class BlockStore:
             num_stored=self._num_stored,
             num_expired=self._num_expired,
             num_evicted=self._slots.num_evicted,
-            num_slots_retired=len(self._slots.retired),
+            num_slots_retired=sum(map(self._slots.is_retired, self._slots.strikes)),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             compression=self.packing.setting,
@@ -528,7 +521,7 @@ class BlockStore:
     def _ask_for_rebuild(self) -> None:
         """Have the next sweep make the index's databases again."""
         with self._slots.changing() as txn:
-            txn.set_meta("needs_rebuild", b"1")
+            txn.meta.needs_rebuild = True
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
         """One entry; a damaged one is dropped and counted."""
@@ -578,7 +571,7 @@ class BlockStore:
                     num_dropped += 1
                 elif key is not None:
                     txn.drop_expiry_key(key)
-            txn.set_clock_mark(now)
+            txn.saw_time(now)
             self._failpoint("delete:before")
         self._failpoint("delete:done")
         return num_dropped
@@ -595,7 +588,7 @@ class BlockStore:
                 return old.extent
             self._slots.remove(txn, old)
         txn.insert(new)
-        txn.drop_pending(new.extent)
+        txn.drop_slot("pending", new.extent)
         return new.extent
 
     def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:

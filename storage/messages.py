@@ -21,7 +21,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         path: the store's folder.
         budget_bytes: what its files may occupy, index included; None keeps the last one.
-        sync: `commit` flushes every group commit to the device, `none` leaves it to the system.
+        sync: `commit` flushes every group commit to the device; `none` leaves it to the system, and
+            blocks survive `kill -9` all the same.
         compression, element_bytes: see `tieredkv.storage.compression.Packing`.
         sweep_interval_s: expired bytes are erased within this time.
         create: make the folder a store if it is none.

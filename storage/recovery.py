@@ -23,7 +23,6 @@ _MOST_BYTES_A_BLOCK = 4 * 4096  # of pages that one transaction writes
 _ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
 _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
 _REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
-_FORMAT = FORMAT_VERSION.to_bytes(4, "big")
 
 
 def _settle_clock(index: Index, clock: Clock) -> int:
@@ -33,9 +32,9 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     a block is, so every block counts as expired; its segment files go with the next `reload`.
     """
     with index.reading() as txn:
-        mark, num_blocks = txn.clock_mark(), txn.totals().num_blocks
+        mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
     now = clock.now()
-    if mark is None or now >= mark:
+    if now >= mark:
         return 0
     if now >= mark - CLOCK_TOLERANCE_S:
         clock.advance_to(mark)
@@ -44,7 +43,7 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     logger.warning(text, mark - now, num_blocks)
     with index.writing() as txn:
         txn.clear({})
-        txn.set_clock_mark(now, is_empty=True)
+        txn.meta.clock = now
     return num_blocks
 
 
@@ -55,20 +54,12 @@ def settle_budget(index: Index, budget_bytes: int | None) -> tuple[int, int]:
         StorageError: none is given and none is remembered.
     """
     with index.reading() as txn:
-        stored = int.from_bytes(txn.meta("budget") or b"", "big")
+        stored = txn.meta.budget
     if budget_bytes is None and not stored:
         what = f"the index at `{index.path}` is lost, and the budget with it"
         raise StorageError(f"{what}; a server that starts on this store makes it again")
     wanted = stored if budget_bytes is None else budget_bytes
     return max(stored, wanted), wanted
-
-
-def remember_budget(index: Index, budget_bytes: int) -> None:
-    """Keep a budget that is reached, for whoever opens the store without one."""
-    encoded = budget_bytes.to_bytes(8, "big")
-    with index.writing() as txn:
-        if txn.meta("budget") != encoded:
-            txn.set_meta("budget", encoded)
 
 
 def recover(slots: SlotAllocator) -> int:
@@ -78,7 +69,7 @@ def recover(slots: SlotAllocator) -> int:
     """
     index, files = slots.index, slots.files
     with index.reading() as txn:
-        is_new = txn.meta("format") is None
+        is_new = not txn.meta.format
     if is_new:
         _adopt_slots(slots)
     num_expired = _settle_clock(index, slots.clock)
@@ -106,7 +97,7 @@ def make_again(txn: IndexTxn, slots: SlotAllocator) -> None:
         if claims[located.extent] == 1 and located.extent.segment in segments
     }
     txn.clear(segments)
-    used = (Extent(number, slot) for number in segments for slot in range(segments[number][2]))
+    used = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_used))
     _fill(txn, slots, list(sound.values()), {*used, *slots.lent} - sound.keys())
 
 
@@ -119,11 +110,11 @@ def _fill(
     then the longest unused blocks: their bytes at once, their slots as pending ones.
     """
     for extent in unowned:
-        txn.add_pending(extent)
+        txn.add_slot("pending", extent)
     for located in found:
         old = txn.get(located.record.block_hash)
         if old is not None and old.record.computed_at > located.record.computed_at:
-            txn.add_pending(located.extent)
+            txn.add_slot("pending", located.extent)
             continue
         if old is not None:
             txn.remove(old)
@@ -169,12 +160,12 @@ def _adopt_slots(slots: SlotAllocator) -> None:
     for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
-        segments[segment] = SegmentState(slot_bytes, num_slots, num_slots, 0)
+        segments[segment] = SegmentState(slot_bytes, num_slots, num_slots)
     with slots.index.writing() as txn:
         txn.clear(segments)
-        txn.set_meta("next_segment", (max(segments, default=0) + 1).to_bytes(4, "big"))
+        txn.meta.next_segment = max(segments, default=0) + 1
     num_slots = sum(state.num_slots for state in segments.values())
-    extents = (Extent(number, slot) for number in segments for slot in range(segments[number][1]))
+    extents = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_slots))
     with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
         for first in range(0, num_slots + 1, _ADOPTED_SLOTS):
             if num_slots and first % _REPORTED_SLOTS == 0:
@@ -190,8 +181,8 @@ def _adopt_slots(slots: SlotAllocator) -> None:
             with slots.index.writing() as txn:
                 _fill(txn, slots, found, unowned)
                 if first + _ADOPTED_SLOTS > num_slots:
-                    txn.set_clock_mark(max(now, latest))
-                    txn.set_meta("format", _FORMAT)
+                    txn.saw_time(max(now, latest))
+                    txn.meta.format = FORMAT_VERSION
                 slots.failpoint("adopt:before")
     if num_slots:
         logger.warning("the index was made again from slot headers")

@@ -158,12 +158,11 @@ class StoreService:
         self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
-        ask_engine = None if arena is None else channel.send
         self._verbs = Verbs(
             store,
             hand=self._changes.hand,
             after_writes=lambda call: self._changes.hand(lambda: self._writes.append(call)),
-            ask_engine=ask_engine,
+            ask_engine=None if arena is None else channel.send,
         )
         self._server = ControlServer(self._options.path, self._verbs.carry_out)
 
@@ -360,13 +359,11 @@ class StoreService:
         waiting = self._writes or self._packed or self._reserved
         return bool(waiting or self._num_writing or self._written)
 
-    def _send_later(self, message: messages.WorkerMessage) -> None:
-        """Send in the order of what the front thread sends, so that figures only grow."""
-        self._front.hand(lambda: self._channel.send(message))
-
     def _send_stored(self) -> None:
+        """Send in the order of what the front thread sends, so that figures only grow."""
         if self._stored:
-            self._send_later(messages.Completions([*self._stored], self._stats))
+            stored = messages.Completions([*self._stored], self._stats)
+            self._front.hand(lambda: self._channel.send(stored))
             self._stored.clear()
 
     def _refresh_stats(self) -> None:

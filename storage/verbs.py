@@ -9,8 +9,9 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
@@ -32,6 +33,7 @@ Steps = Generator[None, None, Result]
 """What the index thread does a little at a time."""
 
 
+@dataclass(eq=False)
 class Verbs:
     """Carries out one store's verbs; any number of them at once.
 
@@ -42,20 +44,12 @@ class Verbs:
         ask_engine: sends a question to the engine; None where there is none to ask.
     """
 
-    def __init__(
-        self,
-        store: BlockStore,
-        *,
-        hand: Hand,
-        after_writes: Hand,
-        ask_engine: Callable[[ControlRequest], None] | None,
-    ) -> None:
-        self._store = store
-        self._hand = hand
-        self._after_writes = after_writes
-        self._ask_engine = ask_engine
-        self._ids = itertools.count(1)
-        self._asked: dict[int, Future[dict[str, Any]]] = {}  # questions not given up
+    store: BlockStore
+    hand: Hand
+    after_writes: Hand
+    ask_engine: Callable[[ControlRequest], None] | None
+    _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _asked: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # not given up
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
@@ -67,11 +61,11 @@ class Verbs:
         match call.verb:
             case "df":
                 tiers = {"device": None, "host": None, **self._ask(call)}
-                writer_pid = None if self._ask_engine is None else os.getpid()
+                writer_pid = None if self.ask_engine is None else os.getpid()
                 disk = msgspec.to_builtins(self._finish(self._figures()))
                 return {**tiers, "disk": disk, "writer_pid": writer_pid}
             case "ls":
-                return {"chains": msgspec.to_builtins(self._finish(self._store.listing()))}
+                return {"chains": msgspec.to_builtins(self._finish(self.store.listing()))}
             case "evict":
                 return self._evict(call)
             case "verify":
@@ -83,24 +77,24 @@ class Verbs:
             raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
             # RAM may have a chain's head without the tail that its id names.
-            blocks, _ = self._finish(self._store.choosing(wanted.ids))
+            blocks, _ = self._finish(self.store.choosing(wanted.ids))
             engine = self._ask(call, blocks)
         settled = threading.Event()
-        self._after_writes(settled.set)
+        self.after_writes(settled.set)
         settled.wait()
-        result = self._finish(self._store.evicting(wanted))
+        result = self._finish(self.store.evicting(wanted))
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         return {**engine, **sums, "unknown_ids": list(result.unknown_ids), "disk": disk}
 
     def _figures(self) -> Steps[StoreStats]:
         yield
-        return self._store.stats()
+        return self.store.stats()
 
     def _verifying(self, report: Report, repair: bool) -> Steps[VerifyResult]:
-        total, result = self._store.stats().blocks, VerifyResult()
+        total, result = self.store.stats().blocks, VerifyResult()
         next_report = 0.0
-        for result in self._store.verifying(repair=repair):
+        for result in self.store.verifying(repair=repair):
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 report(result.checked, total)
@@ -109,11 +103,11 @@ class Verbs:
 
     def _ask(self, call: ControlCall, blocks: Sequence[bytes] = ()) -> dict[str, Any]:
         """Ask the engine, if there is one, and wait for what it says, but not for ever."""
-        if self._ask_engine is None:
+        if self.ask_engine is None:
             return {}
         job, asked = next(self._ids), Future[dict[str, Any]]()
         self._asked[job] = asked
-        self._ask_engine(ControlRequest(job, call, list(blocks)))
+        self.ask_engine(ControlRequest(job, call, list(blocks)))
         try:
             return asked.result(_ENGINE_TIMEOUT_S)
         except TimeoutError:
@@ -129,7 +123,7 @@ class Verbs:
             try:
                 while time.monotonic() < slice_end:
                     next(steps)
-                self._hand(take_slice)
+                self.hand(take_slice)
             except StopIteration as ending:
                 done.set_result(ending.value)
             except Exception as error:
@@ -137,5 +131,5 @@ class Verbs:
                 if is_damage(error):  # which ends the worker
                     raise
 
-        self._hand(take_slice)
+        self.hand(take_slice)
         return done.result()

@@ -20,7 +20,6 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage import messages
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.compression import Packing
 from tieredkv.storage.directory import SET_ASIDE, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
@@ -72,17 +71,8 @@ def main(arguments: list[str]) -> int:
 def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
     options = launch.options
     arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
-    clock = Clock(options.clock_offset_file)
     notes = [set_aside(options.path, launch.set_aside)] if launch.set_aside else []
-    store = BlockStore.open(
-        options.path,
-        budget_bytes=options.budget_bytes,
-        clock=clock,
-        sync=options.sync,
-        create=options.create,
-    )
-    store.write_limit.bytes_per_s = options.write_limit
-    store.packing = Packing(options.compression, options.element_bytes)
+    store = BlockStore.open(options, Clock(options.clock_offset_file))
     try:
         return StoreService(store, launch, channel, arena, notes)
     except BaseException:

@@ -21,7 +21,7 @@ from tieredkv.clock import Clock
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import CHECKSUM_BYTES, Extent, Located, encode_record
+from tieredkv.storage.codec import Extent, Located, encode_record
 from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.transfer import BlockTransfer
@@ -157,7 +157,7 @@ class FakeStore(StoreClient):
         for block_hash in hashes:
             record, _ = self.blocks.get(BlockHash(block_hash), (None, b""))
             if record is not None and record.expires_at > self._clock.now() and not self.is_down:
-                located = Located(record, Extent(1, 0), record.size_bytes, bytes(CHECKSUM_BYTES))
+                located = Located(record, Extent(1, 0), record.size_bytes, bytes(16))
                 found[block_hash] = encode_record(located)
         self._done.append(LookupDone(job, found))
 

@@ -16,6 +16,7 @@ from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index import IndexTxn, Totals
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
 from tieredkv.types import BlockRecord
 
@@ -103,8 +104,8 @@ def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
     if txn.namespaces() != namespaces:
         problems.append("the counters of the namespaces are not their sums")
     sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
-    if list(txn.totals()) != sums:
-        problems.append(f"the counters say {txn.totals()}, the records {sums}")
+    if list(txn.meta.totals) != sums:
+        problems.append(f"the counters say {txn.meta.totals}, the records {sums}")
     return problems + _slot_problems(txn, slots, owners, keys("free"))
 
 
@@ -114,18 +115,15 @@ def _slot_problems(
     problems = []
     if shared := [extent for extent, count in owners.items() if count > 1]:
         problems.append(f"records share the slots {shared[:3]}")
-    pending = set(txn.pending())
+    pending = set(txn.slots("pending"))
     dirty = {extent for extents in slots._dirty.values() for extent in extents}
     if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
         problems.append("pending slots are not those lent and those to be erased")
     segments = txn.segments()
-    live = Counter(extent.segment for extent in owners.elements())
     for segment, state in segments.items():
-        if state.num_live != live[segment]:
-            problems.append(f"segment {segment} counts {state.num_live} blocks of {live[segment]}")
         for slot in range(state.num_used):
             extent = Extent(segment, slot)
-            key = state.slot_bytes.to_bytes(4, "big") + extent_key(extent)
+            key = extent_key(extent)
             roles = (extent in owners) + (extent in pending) + (key in free_keys)
             free_keys.discard(key)
             if roles != 1:
@@ -137,10 +135,17 @@ def _slot_problems(
     return problems
 
 
-def open_store(path: Path, clock: FakeClock | None = None, **options: Any) -> CheckedStore:
+def open_store(
+    path: Path,
+    clock: FakeClock | None = None,
+    failpoint: Callable[[str], None] = lambda label: None,
+    **options: Any,
+) -> CheckedStore:
     options.setdefault("budget_bytes", BUDGET_BYTES)
     options.setdefault("sync", "none")
-    return CheckedStore.open(str(path), clock=clock or FakeClock(), **options)
+    return CheckedStore.open(
+        StoreOptions(path=str(path), **options), clock or FakeClock(), failpoint
+    )
 
 
 def put(store: BlockStore, *records: BlockRecord) -> list[bool]:

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
-from xxhash import xxh3_128_digest
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
@@ -222,12 +222,14 @@ def test_the_slot_of_a_compressed_block_is_as_documented(tmp_path: Path) -> None
         found = located(store, record)
     (file,) = segment_files(tmp_path)
     slot = file.read_bytes()[found.extent.slot * found.slot_bytes :][: found.slot_bytes]
-    assert slot[17] == 1
-    assert slot[496:512] == xxh3_128_digest(slot[:496])
-    assert not any(slot[248:496])
+    assert slot[:8] == b"TKVSLOT\2"
+    (length,) = struct.unpack_from("<I", slot, 8)
+    header = msgspec.msgpack.decode(slot[28 : 12 + length])
+    assert not any(slot[12 + length : 512])
     payload = slot[512 : 512 + found.payload_bytes]
     assert not any(slot[512 + found.payload_bytes :])
-    assert found.payload_checksum == payload_checksum(payload) == slot[72:88]
+    assert found.payload_checksum == payload_checksum(payload) == header[3]
+    assert header[4] == 1
     low, high = struct.unpack_from("<2I", payload)
     assert (low, 8 + BLOCK_BYTES // 2 + high) == (BLOCK_BYTES // 2 | 1 << 31, len(payload))
     block = block_of(record)

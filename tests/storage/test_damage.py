@@ -3,6 +3,7 @@
 import itertools
 import os
 import random
+import re
 import shutil
 import signal
 import stat
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import lmdb
+import msgspec
 import pytest
 
 from tests.fakes import FakeClock
@@ -129,11 +131,8 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
         put(store, *records)
     victim = sorted(record.block_hash for record in records)[30]
     index = path / "index" / "data.mdb"
-    index.write_bytes(
-        index.read_bytes().replace(
-            victim + b"\1\0\x20\x20\x20\3", bytes(32) + b"\1\0\x20\x20\x20\3"
-        )
-    )
+    key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # and its record
+    index.write_bytes(key.sub(bytes(32), index.read_bytes()))
     with open_store(path) as store:
         steps = list(itertools.islice(store.verifying(repair=True), 200))
         assert len(steps) < 200, "it goes in circles"
@@ -143,6 +142,26 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
         for record in records:
             wanted = None if record.block_hash == victim else payload_of(record)
             assert load(store, record) == wanted
+
+
+@pytest.mark.parametrize("name", ["namespaces", "lru"])
+def test_a_full_store_that_lost_what_orders_its_blocks_takes_new_ones_after_a_sweep(
+    tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / "store"
+    with open_store(path) as store:
+        for start in range(0, 400, 8):
+            put(store, *[make_record("a", start + position) for position in range(8)])
+        assert store.stats().num_evicted
+    with plain_index(path, name) as (txn, database):
+        txn.drop(database, delete=False)
+    with open_store(path) as store:
+        fresh = [make_record("fresh", position) for position in range(8)]
+        for slot in filter(None, store.reserve_many(fresh)):
+            store.abandon(slot)
+        sweep(store)
+        store.check()
+        assert all(put(store, *fresh))
 
 
 def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> None:
@@ -171,6 +190,7 @@ def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> 
         (lmdb.CorruptedError("mdb_get: MDB_CORRUPTED: Located page was wrong type"), True),
         (lmdb.Error("mdb_cursor_get: Invalid argument"), True),
         (struct.error("unpack requires a buffer of 16 bytes"), True),
+        (msgspec.ValidationError("Expected `array`, got `int`"), True),
         (lmdb.MapFullError("mdb_put: MDB_MAP_FULL"), False),
         (lmdb.Error("mdb_txn_commit: No space left on device"), False),
         (lmdb.Error("mdb_txn_commit: Input/output error"), False),
@@ -194,7 +214,7 @@ def assert_back(mail: Mailbox, records: list[BlockRecord]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "key"), [("meta", b"totals"), ("namespaces", NAMESPACE), ("expiry", b"\0\0\0")]
+    ("name", "key"), [("meta", b"store"), ("namespaces", NAMESPACE), ("expiry", b"\0\0\0")]
 )
 def test_an_entry_of_a_wrong_length_costs_no_block(harness: Harness, name: str, key: bytes) -> None:
     client, records = harness.open(), make_chain("a", 20)

@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from tests.fakes import FakeClock
-from tests.storage.blocks import occupied_bytes, open_store, verify
+from tests.storage.blocks import occupied_bytes, open_store, page_with, verify
 from tests.storage.conftest import (
     DAY_S,
     PAGE_BYTES,
@@ -72,7 +72,7 @@ def assert_sound(folder: Path, stored: list[BlockRecord], budget_bytes: int = 64
         for record in stored:
             located = store.locate(record.block_hash)
             assert located is not None, "an acknowledged block is gone"
-            page = memoryview(bytearray(PAGE_BYTES))
+            page = page_with(b"", PAGE_BYTES)
             store.read_payload(located, page)
             assert page == payload_of(record.block_hash), "a wrong block was stored"
         assert verify(store, repair=False).bad == 0

@@ -142,8 +142,8 @@ class _Disk:
     def measure_index(self, count: int) -> Row:
         """Measure a store of so many blocks of 4 KiB whose payloads are not there."""
         path, size = self._folder / f"index-{count}", min(count, LOOKUP_HASHES)
-        open_store = partial(BlockStore.open, str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
-        open_store(clock=Clock()).close()
+        options = StoreOptions(path=str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
+        BlockStore.open(options, Clock()).close()
         with closing(Index(str(path / INDEX), sync=False)) as index:
             for first in range(0, count, BATCH_BLOCKS):
                 with index.writing() as txn:
@@ -155,7 +155,7 @@ class _Disk:
         calls = [[_hash(number) for number in numbers] for numbers in picks]
         misses = [[it[::-1] for it in each] for each in calls]
         start = time.perf_counter()
-        with open_store(clock=Clock()) as store:
+        with BlockStore.open(options, Clock()) as store:
             open_s = time.perf_counter() - start
             cold_us, warm_us = (self._us(store.find, calls, size) for _ in range(2))
             miss_us = self._us(store.find, misses, 0)
