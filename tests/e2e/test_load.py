@@ -92,9 +92,8 @@ def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
             case "completions" | "chat/completions":
                 assert events[-1]["usage"]["completion_tokens"] == 24
                 assert events[-2]["choices"][0]["finish_reason"] == "length"
-                assert len(events) == 25 + 2 * (
-                    i % 4
-                )  # a chat begins with a role and ends by itself
+                # A chat begins with a role and ends by itself; a token may be of no text.
+                assert 20 < len(events) <= 25 + 2 * (i % 4)
             case "responses":
                 assert events[-1]["type"] == "response.incomplete"
                 assert events[-1]["response"]["usage"]["output_tokens"] == 24
