@@ -16,7 +16,7 @@ from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object
 from tieredkv.server.anthropic_responses import TTLS_S, MessageShape
-from tieredkv.server.asked import ApiRequest, Asked, CachePlan, Json, PlainRequest, Rules, Text
+from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Rules, Text, plan_of
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
 
 MAX_BREAKPOINTS = 4
@@ -256,7 +256,7 @@ class MessagesRequest(Conversation):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation and find its breakpoints."""
-        places, ttls, lookback = self.layout[1], self.breakpoints, rules.cache_lookback
+        places, ttls, lookback = self.layout[1], self.breakpoints, rules.settings.cache_lookback
         lasts = [places[i].position for i in ttls]
         read = [
             i
@@ -266,21 +266,20 @@ class MessagesRequest(Conversation):
         indexes = [*ttls, *read]
         encoded = await self.encode(tokenization, [places[i].mark for i in indexes])
         ends = dict(zip(indexes, encoded.ends, strict=True))
-        plan = CachePlan(
-            claims=[
+        caching: Json = {}
+        if ttls or rules.settings.anthropic_implicit == "off":
+            caching["claims"] = [
                 Claim(end_token=ends[i], retention=ttl, protect_s=TTLS_S[ttl])
                 for i, ttl in ttls.items()
-            ],
-            cacheable_tokens=max((ends[i] for i in ttls), default=0),
-            read_ends=sorted(ends[i] for i in read) if lookback else None,
-        )
+            ]
+            caching["cacheable_tokens"] = max((ends[i] for i in ttls), default=0)
+            caching["read_ends"] = sorted(ends[i] for i in read) if lookback else None
         how = self.model_dump(include={"temperature", "top_p", "top_k"})
         how |= {"max_tokens": max(1, self.max_tokens), "stop": tuple(self.stop_sequences)}
         return Asked(
             prompts=[encoded.token_ids],
-            params=SamplingParams(**how),
-            shape=MessageShape(self.model, rules.block_size, self.max_tokens),
+            plan=plan_of(SamplingParams(**how), **caching),
+            shape=MessageShape(self.model, self.max_tokens),
             stream=self.stream,
             limit=how["max_tokens"],
-            plan=plan if ttls or not rules.is_implicit else CachePlan(),
         )

@@ -143,7 +143,7 @@ class Api:
             parsed.setdefault("model", self._engine.info.model)
         if (model := read(ApiRequest, parsed).model) != self._engine.info.model:
             raise unknown_model(model)
-        rules = self._keys.rules(tenant, parsed)
+        rules = self._keys.rules(tenant)
         body = read(kind, parsed, rules.refuses)
         body.check(rules)
         return tenant, body

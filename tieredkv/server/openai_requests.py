@@ -15,10 +15,11 @@ import pydantic
 from pydantic import Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
-from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
+from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Rules, Shape, Text, plan_of
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
 
@@ -147,16 +148,15 @@ class OpenAIRequest(ApiRequest):
             text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
-            rules.policies.get(self.prompt_cache_retention, is_strict=rules.is_strict)
-        _ = self.params  # refuses what it must
-        self.plan(rules, [0] * len(self.marks))  # so does this
+            rules.check_retention(self.prompt_cache_retention)
+        self.plan(rules, [0] * len(self.marks))  # refuses what it must
 
     @cached_property
     def marks(self) -> dict[Mark, Breakpoint]:
         """Where the prompt is marked."""
         return {}
 
-    def plan(self, rules: Rules, ends: Sequence[int]) -> CachePlan:
+    def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
         options = self.prompt_cache_options
         ttl: Ttl = options.ttl if options else "30m"
@@ -172,16 +172,20 @@ class OpenAIRequest(ApiRequest):
             if claim is None:
                 raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
             claims.append(claim)
-        cacheable = max([0, *ends]) if is_explicit else None
-        return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
+        return plan_of(
+            self.params,
+            retention=retention,
+            claims=claims,
+            cacheable_tokens=max([0, *ends]) if is_explicit else None,
+            cache_salt=self.cache_salt,
+            prompt_cache_key=self.prompt_cache_key,
+        )
 
-    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan) -> Asked:
+    def asked(self, prompts: list[list[int]], shape: Shape, plan: EngineRequest) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        how: dict[str, Any] = {"n": self.n, "stream": self.stream, "limit": self.limit}
-        how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
-        how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
-        how["labels"] = self.metadata
-        return Asked(prompts=prompts, params=self.params, shape=shape, plan=plan, **how)
+        how: dict[str, Any] = {"n": self.n, "stream": self.stream, "labels": self.metadata}
+        how |= {"limit": self.limit or self.default_tokens, "prompt_field": self.prompt_field}
+        return Asked(prompts=prompts, plan=plan, shape=shape, **how)
 
 
 def _read_prompts(value: Any) -> Sequence[Prompt]:

@@ -17,7 +17,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object
 from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import Asked, CachePlan, Json, Rules, Shape, Text
+from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, written_for
 from tieredkv.server.chat import Mark, Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.openai_requests import FAIL_FAST, CalledFunction, Message
@@ -205,7 +205,7 @@ class ResponsesRequest(requests.ConversationRequest):
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], ResponseShape(self, plan), plan)
+        return self.asked([encoded.token_ids], ResponseShape(self), plan)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -221,9 +221,8 @@ class ResponseShape(Shape):
 
     names_events = True
 
-    def __init__(self, asked: ResponsesRequest, plan: CachePlan) -> None:
+    def __init__(self, asked: ResponsesRequest) -> None:
         self._asked = asked
-        self._long_end = max((c.end_token for c in plan.claims if c.protect_s > 1800), default=0)
         self._id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._numbers = itertools.count()
@@ -285,10 +284,9 @@ class ResponseShape(Shape):
         return {**head, **self._asked.echo(), **nothing, **how}
 
     def _usage(self, answer: Answer) -> Json:
-        usage = answer.usage
-        cached, written = usage.cached_tokens, usage.written_tokens
-        num_long = max(0, min(self._long_end, cached + written) - cached)
-        by_ttl = {"ttl_30m_tokens": written - num_long, "ttl_12h_tokens": num_long}
+        usage, num_long = answer.usage, written_for(answer, requests.TTLS["12h"])
+        num_short = usage.written_tokens - num_long
+        by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
         num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
         return {
             "input_tokens": usage.prompt_tokens,
