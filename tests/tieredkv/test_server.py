@@ -311,10 +311,10 @@ def test_messages_take_the_form_that_templates_know() -> None:
         {"role": "system", "content": ["a", "b"]},
         {
             "role": "assistant",
-            "content": "",
+            "content": [],
             "tool_calls": [{"id": "c1", "type": "function", "function": parsed}],
         },
-        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "tool", "content": ["1"], "tool_call_id": "c1"},
     ]
 
 

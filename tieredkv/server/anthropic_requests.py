@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BeforeValidator, FailFast, Field
 
 from tieredkv.engine.messages import Claim, EngineInfo
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object
+from tieredkv.fields import Object, as_list
 from tieredkv.server.anthropic_responses import TTLS_S, MessageShape
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Rules, Text, plan_of
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
 
 MAX_BREAKPOINTS = 4
-_REQUIRED = {"text": ["text"], "tool_use": ["id", "name"], "tool_result": ["tool_use_id"]}
 
 
 class _Known(Object):
@@ -47,21 +45,16 @@ class CacheControl(_Known):
 class Block(_Known):
     """A part of a turn; which fields it needs goes with its type."""
 
+    needed = ("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id")
+
     type: Literal["text", "tool_use", "tool_result"]
-    text: str = Field(None, validate_default=True)
-    id: str = Field(None, validate_default=True)
-    name: str = Field(None, validate_default=True)
+    text: str = ""
+    id: str = ""
+    name: str = ""
     input: Json = Field({})
-    tool_use_id: str = Field(None, validate_default=True)
+    tool_use_id: str = ""
     content: "Texts" = Field([])
     cache_control: CacheControl | None = None
-
-    @field_validator("text", "id", "name", "tool_use_id", mode="before")
-    @classmethod
-    def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.field_name in _REQUIRED.get(info.data.get("type", ""), ()):
-            raise PydanticKnownError("missing")
-        return "" if value is None else value
 
     @property
     def texts(self) -> list[str]:
@@ -75,12 +68,8 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks)]
-Texts = Annotated[list[TextBlock], FailFast(), BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[Block], FailFast(), BeforeValidator(as_list)]
+Texts = Annotated[list[TextBlock], FailFast(), BeforeValidator(as_list)]
 Block.model_rebuild()
 
 

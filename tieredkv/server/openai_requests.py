@@ -6,19 +6,19 @@ checked here in whole, before anybody works for it. Fields are called what the A
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pydantic
-from pydantic import Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
+from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
+from tieredkv.fields import MAX_DEPTH, Object, as_list, invalid_value, is_too_deep
 from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Rules, Shape, Text, plan_of
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
@@ -30,7 +30,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SAMPLING_FIELDS = {it.name for it in fields(SamplingParams)} - _names("max_tokens logprobs")
+_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - _names("max_tokens logprobs")
 TTLS = {"30m": 1800.0, "12h": 43200.0}
 WHOLE = 2**31 - 1
 """Stands for the end of a prompt of any length."""
@@ -61,7 +61,7 @@ class CacheOptions(Object):
     """For how long the prompt is kept at least, and whether without being marked."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Ttl = "30m"
+    ttl: Literal["30m"] = "30m"
 
 
 class Breakpoint(Object):
@@ -69,12 +69,6 @@ class Breakpoint(Object):
 
     mode: Literal["explicit"]
     ttl: Ttl | None = None
-
-
-class ChatCacheOptions(CacheOptions):
-    """As the chat has them."""
-
-    ttl: Literal["30m"] = "30m"
 
 
 class OpenAIRequest(ApiRequest):
@@ -101,7 +95,7 @@ class OpenAIRequest(ApiRequest):
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
-    prompt_cache_options: ChatCacheOptions | None = None
+    prompt_cache_options: CacheOptions | None = None
 
     # These mean nothing here.
     user: str | None = None
@@ -113,7 +107,7 @@ class OpenAIRequest(ApiRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[list[str], pydantic.BeforeValidator(_several)] = Field([], max_length=4)
+    stop: Annotated[list[str], BeforeValidator(_several)] = Field([], max_length=4)
     stop_token_ids: TokenIds = Field([])
 
     @property
@@ -151,7 +145,7 @@ class OpenAIRequest(ApiRequest):
             rules.check_retention(self.prompt_cache_retention)
         self.plan(rules, [0] * len(self.marks))  # refuses what it must
 
-    @cached_property
+    @property
     def marks(self) -> dict[Mark, Breakpoint]:
         """Where the prompt is marked."""
         return {}
@@ -211,7 +205,7 @@ class CompletionRequest(OpenAIRequest):
     prompt_field = "prompt"
     default_tokens = 16
 
-    prompt: Annotated[list[Prompt], PlainValidator(_read_prompts)]
+    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts)]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
     suffix: Any = None
@@ -245,23 +239,15 @@ class CompletionRequest(OpenAIRequest):
 class ContentPart(Object):
     """A part of a message's text."""
 
+    needed: ClassVar[tuple[str, ...]] = ("text.text", "refusal.refusal")
+
     type: Literal["text", "refusal"]
-    text: str | None = Field(None, validate_default=True)
-    refusal: str | None = Field(None, validate_default=True)
+    text: str = ""
+    refusal: str = ""
     prompt_cache_breakpoint: Breakpoint | None = None
 
-    @field_validator("text", "refusal")
-    @classmethod
-    def _is_there(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is None and info.data.get("type", "").endswith(str(info.field_name)):
-            raise PydanticKnownError("missing")
-        return text
-
     def __str__(self) -> str:
-        return self.text if self.text is not None else self.refusal or ""
-
-
-Parts = Annotated[list[ContentPart], FAIL_FAST]
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class Function(Object):
@@ -279,7 +265,7 @@ class CalledFunction(Object):
     name: Text
     arguments: Any = Field({})
 
-    @field_validator("arguments")
+    @pydantic.field_validator("arguments")
     @classmethod
     def _parse(cls, arguments: Any) -> Any:
         # Templates print an object as they like; OpenAI's clients send its text.
@@ -302,45 +288,22 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
-    parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Parts)
+    needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] = Field(None, validate_default=True)
+    content: Annotated[list[ContentPart], FAIL_FAST, BeforeValidator(as_list)] = Field([])
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
 
-    @field_validator("content", "output", mode="before", check_fields=False)
-    @classmethod
-    def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the text or its parts."""
-        if value is None and info.data.get("role") != "assistant":
-            raise PydanticKnownError("missing")
-        if isinstance(value, list):
-            return cls.parts.validate_python(value, strict=True, context=info.context)
-        if isinstance(value, str | None):
-            return value or ""
-        raise PydanticCustomError("content", "a string or an array")
-
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates know."""
         role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else list(map(str, self.content))
-        message: dict[str, Any] = {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": list(map(str, self.content))}
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-
-
-def marks_in(messages: Sequence[Message]) -> dict[Mark, Breakpoint]:
-    """Return what is marked, by the indexes of messages and their parts."""
-    return {
-        (i, j): part.prompt_cache_breakpoint
-        for i, message in enumerate(messages)
-        for j, part in enumerate([] if isinstance(message.content, str) else message.content)
-        if part.prompt_cache_breakpoint
-    }
 
 
 class FunctionType(Object):
@@ -376,11 +339,51 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
+    @property
+    def turns(self) -> Sequence[Message]:
+        """All messages."""
+        raise NotImplementedError
+
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked, by the indexes of messages and their parts."""
+        return {
+            (i, j): part.prompt_cache_breakpoint
+            for i, message in enumerate(self.turns)
+            for j, part in enumerate(message.content)
+            if part.prompt_cache_breakpoint
+        }
+
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.tool_choice not in (None, "none", "auto"):
             raise unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
         super().check(rules)
+
+    async def render(
+        self, tokenization: Tokenization, rules: Rules, arguments: dict[str, Any], shape: Shape
+    ) -> Asked:
+        """Return what is asked for, rendered with arguments for the template."""
+        messages = [message.for_template() for message in self.turns]
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
+
+
+_RESERVED_TEMPLATE_ARGUMENTS = _names(
+    "messages conversation tools documents chat_template add_generation_prompt tokenize "
+    "continue_final_message return_dict return_tensors padding truncation max_length"
+)
+
+
+def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        is_plain = isinstance(value, str | int | float | bool)
+        if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
+            raise PydanticCustomError("unknown", "nothing", {"name": name})
+    return arguments
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
 class ChatRequest(ConversationRequest):
@@ -394,15 +397,15 @@ class ChatRequest(ConversationRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
     modalities: list[Any] = Field([])
-    chat_template_kwargs: dict[str, Any] = Field({})
-    tools: Annotated[list[dict[str, Any]], PlainValidator(_check_tools)] = Field([])
+    chat_template_kwargs: TemplateArguments = Field({})
+    tools: Annotated[list[dict[str, Any]], pydantic.PlainValidator(_check_tools)] = Field([])
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 
-    @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked."""
-        return marks_in(self.messages)
+    @property
+    def turns(self) -> Sequence[Message]:
+        """All messages."""
+        return self.messages
 
     @property
     def limit(self) -> int | None:
@@ -422,26 +425,14 @@ class ChatRequest(ConversationRequest):
         for modality in self.modalities:
             if modality != "text":
                 raise invalid_value("modalities", str(modality), "'text'")
-        for name, value in self.chat_template_kwargs.items():
-            is_plain = isinstance(value, str | int | float | bool)
-            if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
-                raise unknown_parameter(f"chat_template_kwargs.{name}")
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        messages = [message.for_template() for message in self.messages]
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         choices = ChatChoices(tokenization.token_text)
         shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
-        return self.asked([encoded.token_ids], shape, self.plan(rules, encoded.ends))
-
-
-_RESERVED_TEMPLATE_ARGUMENTS = _names(
-    "messages conversation tools documents chat_template add_generation_prompt tokenize "
-    "continue_final_message return_dict return_tensors padding truncation max_length"
-)
+        return await self.render(tokenization, rules, arguments, shape)
 
 
 def unsupported(message: str, param: str) -> RequestError:
