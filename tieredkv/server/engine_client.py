@@ -36,34 +36,38 @@ class EngineClient:
     output with a `finish_reason`: the engine's death is an output with "error".
 
     Args:
+        settings: what it loads, at once.
         on_progress: told how far loading and draining are.
+        log_level: of its process.
 
     Attributes:
         stats: what the engine last said of its tiers; empty until it did.
     """
 
-    def __init__(self, *, on_progress: Progress) -> None:
+    def __init__(
+        self, settings: Settings, *, on_progress: Progress, log_level: str = "INFO"
+    ) -> None:
         self._on_progress = on_progress
         self._takers: dict[str, Take] = {}
-        self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._info: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
         engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
         self._process, sock = start_process(engine, stdout=stdout)
         self._channel = FrameChannel(sock, _decoder)
-        self._ended: asyncio.Event | None = None  # once it was told what to load
+        self._ended = asyncio.Event()
         self._is_stopping = False
         self.stats: dict[str, Any] = {}
         self.is_alive = True
+        self._channel.send(messages.Start(settings=settings, log_level=log_level))
+        self._loop.add_reader(self._channel, self._hear)
 
-    async def start(self, settings: Settings, *, log_level: str = "INFO") -> EngineInfo:
-        """Load the model and return what the engine can do.
+    async def ready(self) -> EngineInfo:
+        """Wait until the model is loaded and return what the engine can do.
 
         Raises:
             TieredKVError: of the type that the engine refused with.
         """
-        self._ended = asyncio.Event()
-        self._channel.send(messages.Start(settings=settings, log_level=log_level))
-        asyncio.get_running_loop().add_reader(self._channel, self._hear, self._ended)
         return await asyncio.shield(self._info)
 
     @property
@@ -94,7 +98,7 @@ class EngineClient:
 
     def stop(self, drain_timeout_s: float) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
-        if self.is_alive and not self._is_stopping and self._ended is not None:
+        if self.is_alive and not self._is_stopping:
             self._is_stopping = True
             self._channel.send(messages.Shutdown(drain_timeout_s))
 
@@ -104,25 +108,21 @@ class EngineClient:
 
     async def shutdown(self, drain_timeout_s: float) -> int:
         """Stop, wait for the engine's end, and return its exit code."""
-        if self._ended is not None:
-            self.stop(drain_timeout_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._mark_dead()
+        self.stop(drain_timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
+        self._mark_dead()
         self._channel.close()
         return await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
 
-    def _hear(self, ended: asyncio.Event) -> None:
+    def _hear(self) -> None:
         try:
             for message in self._channel.receive():
                 self._take(message)
         except (EOFError, StorageError) as error:
             if isinstance(error, StorageError):
                 logger.error("the engine sent %s", error)
-            asyncio.get_running_loop().remove_reader(self._channel)
             self._mark_dead()
-            ended.set()
 
     def _take(self, message: ToServer) -> None:
         match message:
@@ -135,7 +135,7 @@ class EngineClient:
                 self._on_progress(stage, done, total)
             case EngineInfo():
                 if self._info.done():  # a later word replaces the first
-                    self._info = asyncio.get_running_loop().create_future()
+                    self._info = self._loop.create_future()
                 self._info.set_result(message)
             case messages.StartFailed(error_type, text):
                 self._info.set_exception(errors.named(error_type, text))
@@ -148,6 +148,8 @@ class EngineClient:
             take(output)
 
     def _mark_dead(self) -> None:
+        self._loop.remove_reader(self._channel)
+        self._ended.set()
         self.is_alive = False
         if not self._info.done():
             self._info.set_exception(TieredKVError("the engine died while it was starting"))

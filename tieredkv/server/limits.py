@@ -19,9 +19,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tieredkv.errors import RequestError
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_BODY_BYTES = 32 << 20
 MAX_BODIES_BYTES = 2 << 30
+BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
+
+_CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
 
 
 @dataclass
@@ -43,12 +47,14 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         scope["arrived_at"] = time.perf_counter()
-        sizes: list[int] = []
+        size = 0
 
         async def receive_counted() -> Message:
+            nonlocal size
             message = await receive()
-            sizes.append(len(message.get("body", b"")))
-            self._num_bytes += sizes[-1]
+            self._num_bytes += (added := len(message.get("body", b"")))
+            size += added
+            _check_size(size)
             if self._num_bytes > MAX_BODIES_BYTES:
                 raise _refused(429, "The server holds too many bytes of requests; retry later.")
             return message
@@ -65,12 +71,26 @@ class Limits:
             await (await self.refuse(Request(scope), error))(scope, receive, send)
         finally:
             self._num_requests -= is_counted
-            self._num_bytes -= sum(sizes)
+            self._num_bytes -= size
+
+
+async def read_body(request: Request) -> bytes:
+    """Return a body that is not too long, by its header to begin with, and arrives in time."""
+    _check_size(int(request.headers.get("content-length", "0")))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.body()
+    except TimeoutError:
+        raise _refused(408, "The request body did not arrive in time.") from None
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise _refused(413, f"The request body is longer than {MAX_BODY_BYTES} bytes.")
 
 
 def _refused(status: int, text: str) -> RequestError:
-    code = "queue_full" if status == 429 else "headers_too_large"
-    return RequestError(text, code=code, status=status)
+    return RequestError(text, code=_CODES[status], status=status)
 
 
 class TimedConnection(H11Protocol):
