@@ -162,6 +162,9 @@ def in_openai_words(errors: ValidationError) -> RequestError:
         text += "You should only be submitting non-negative integers."
         return RequestError(text, param=error["loc"][0], code="invalid_value")
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])[1:]
+    expected = _EXPECTED.get(fault, error["msg"])
+    is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
+    param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     if fault == "unknown":
         text = f"Unknown parameter: '{path}'."
         return RequestError(text, param=path, code="unknown_parameter")
@@ -169,7 +172,7 @@ def in_openai_words(errors: ValidationError) -> RequestError:
         text = f"Missing required parameter: '{path}'."
         return RequestError(text, param=path, code="missing_required_parameter")
     if fault == "literal_error" and isinstance(value, str):
-        return invalid_value(path, value, facts["expected"].replace(" or ", " and "))
+        return invalid_value(param, value, facts["expected"].replace(" or ", " and "))
     if parts := _OUT_OF_BOUNDS.get(fault.removeprefix("string_")):
         bound = next(facts[name] for name in _BOUNDS if name in facts)
         is_sized = isinstance(value, Sized)
@@ -181,7 +184,4 @@ def in_openai_words(errors: ValidationError) -> RequestError:
         code, what, allowed = (part.format(kind, **told) for part in parts)
         text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
         return RequestError(text, param=path, code=code)
-    expected = _EXPECTED.get(fault, error["msg"])
-    is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
-    param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     return RequestError(_wrong_type(path, expected, value), param=param, code="invalid_type")

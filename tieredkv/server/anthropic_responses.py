@@ -12,9 +12,6 @@ from tieredkv.server.asked import Json, Shape, written_for
 from tieredkv.server.error_bodies import anthropic_body
 from tieredkv.server.generation import Piece
 
-TTLS_S = {"5m": 300.0, "1h": 3600.0}
-"""How long a breakpoint keeps its prompt; also the names of the retention policies for it."""
-
 
 def usage_body(answer: Answer, num_output_tokens: int) -> Json:
     """Return a `usage` object: read, written and other tokens of the prompt make up all of it.
@@ -22,7 +19,7 @@ def usage_body(answer: Answer, num_output_tokens: int) -> Json:
     What breakpoints of an hour cover is written for an hour, all else for five minutes.
     `tieredkv` is an addition of ours.
     """
-    usage, for_an_hour = answer.usage, written_for(answer, TTLS_S["1h"])
+    usage, for_an_hour = answer.usage, written_for(answer, "1h")
     num_read, num_written = usage.cached_tokens, usage.written_tokens
     return {
         "input_tokens": usage.prompt_tokens - num_read - num_written,

@@ -12,7 +12,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -60,7 +60,6 @@ _HTTP_ERRORS = {
     404: ("Unknown request URL: {} {}", "unknown_url"),
     405: ("Not allowed to {} on {}", "method_not_supported"),
 }
-Body = TypeVar("Body", bound=ApiRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
@@ -118,36 +117,28 @@ class Api:
         return JSONResponse(await carry_out(verb, body, self._settings, self._engine))
 
     def answers(self, kind: type[ApiRequest]) -> Endpoint:
-        """Return the route that answers requests of a kind."""
+        """Return the route that answers requests of a kind; the body is checked in whole first."""
 
         async def route(request: Request) -> Response:
-            tenant, body = await self.open(request, kind)
-            if isinstance(body, PlainRequest):
-                return JSONResponse(await body.tell(self._tokenization, self._engine.info))
+            info, tokenization = self._engine.info, self._tokenization
+            tenant = self._keys.tenant(request.headers)
+            parsed = parse_body(await read_body(request))
+            if issubclass(kind, PlainRequest):
+                parsed.setdefault("model", info.model)
+            if (model := read(ApiRequest, parsed).model) != info.model:
+                raise unknown_model(model)
             rules = self._keys.rules(tenant)
-            asked = await body.ask(self._tokenization, rules)
-            requests = asked.engine_requests(self._engine.info, tenant, rules)
+            body = read(kind, parsed, rules.refuses)
+            body.check(rules)
+            if isinstance(body, PlainRequest):
+                return JSONResponse(await body.tell(tokenization, info))
+            asked = await body.ask(tokenization, rules)
+            requests = asked.engine_requests(info, tenant, rules)
             observer = Observer(self._metrics, asked.labels, request.scope["arrived_at"])
-            tokenizer = self._tokenization.tokenizer
-            generation = Generation(self._engine, tokenizer, requests, observer)
+            generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
             return await _answer(request, generation, asked.shape, is_stream=asked.stream)
 
         return route
-
-    # Steps of a request
-
-    async def open(self, request: Request, kind: type[Body]) -> tuple[str, Body]:
-        """Return whose request it is, and its body, checked in whole."""
-        tenant = self._keys.tenant(request.headers)
-        parsed = parse_body(await read_body(request))
-        if issubclass(kind, PlainRequest):
-            parsed.setdefault("model", self._engine.info.model)
-        if (model := read(ApiRequest, parsed).model) != self._engine.info.model:
-            raise unknown_model(model)
-        rules = self._keys.rules(tenant)
-        body = read(kind, parsed, rules.refuses)
-        body.check(rules)
-        return tenant, body
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info

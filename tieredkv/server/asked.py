@@ -20,10 +20,11 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object
+from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
+from tieredkv.units import parse_duration
 
 MAX_SEED = 2**63
 
@@ -88,13 +89,18 @@ class Rules:
             raise RequestError(text, param="prompt_cache_retention", code="invalid_parameter")
         self.policies.get(name, is_strict=self.is_strict)
 
-    def claim(self, end_token: int, retention: str | None, lifetime_s: float) -> Claim | None:
-        """Return what keeps a prefix for a lifetime at least; None if no retention is so long."""
+    def claim(self, end_token: int, retention: str | None, lifetime: str) -> Claim:
+        """Return what keeps a prefix for a lifetime at least.
+
+        Raises:
+            RequestError: no retention is so long.
+        """
+        lifetime_s = parse_duration(lifetime)
         policy = self.policies.get(retention) if retention else self.default
         if lifetime_s > policy.absolute_s and self.raised:
             policy = self.raised
         if lifetime_s > policy.absolute_s:
-            return None
+            raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
 
 
@@ -196,9 +202,9 @@ def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineReques
     return replace(plan, prompt_token_ids=prompt, **caching)
 
 
-def written_for(answer: Answer, lifetime_s: float) -> int:
+def written_for(answer: Answer, lifetime: str) -> int:
     """Return how many of a prompt's tokens were written to be kept for so long at least."""
-    claims, usage = answer.request.claims, answer.usage
+    claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
     end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
     return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
 

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, Object, as_list, invalid_value, is_too_deep
+from tieredkv.fields import MAX_DEPTH, Object, as_list, is_too_deep
 from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Rules, Shape, Text, plan_of
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
@@ -31,7 +31,6 @@ def _names(text: str) -> frozenset[str]:
 
 
 _SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - _names("max_tokens logprobs")
-TTLS = {"30m": 1800.0, "12h": 43200.0}
 WHOLE = 2**31 - 1
 """Stands for the end of a prompt of any length."""
 
@@ -91,7 +90,7 @@ class OpenAIRequest(ApiRequest):
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
@@ -120,11 +119,6 @@ class OpenAIRequest(ApiRequest):
         """Alternatives reported with each token; None for no log-probabilities."""
         return None
 
-    @property
-    def wants_stream_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @cached_property
     def params(self) -> SamplingParams:
         """How to sample every answer, but for its seed and the room that is left."""
@@ -138,7 +132,7 @@ class OpenAIRequest(ApiRequest):
 
     def check(self, rules: Rules) -> None:
         """Refuse what the fields cannot mean together, or on this server."""
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
@@ -160,16 +154,11 @@ class OpenAIRequest(ApiRequest):
         wanted = wanted[-4:] if is_explicit else wanted[-3:]
         if options and not is_explicit:
             wanted.append((WHOLE, ttl))
-        retention, claims = self.prompt_cache_retention, []
-        for end, lifetime in wanted:
-            claim = rules.claim(end, retention, TTLS[lifetime])
-            if claim is None:
-                raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
-            claims.append(claim)
+        retention = self.prompt_cache_retention
         return plan_of(
             self.params,
             retention=retention,
-            claims=claims,
+            claims=[rules.claim(end, retention, lifetime) for end, lifetime in wanted],
             cacheable_tokens=max([0, *ends]) if is_explicit else None,
             cache_salt=self.cache_salt,
             prompt_cache_key=self.prompt_cache_key,
@@ -231,7 +220,8 @@ class CompletionRequest(OpenAIRequest):
         prompts = await tokenization.encode_prompts(self.prompt)
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
-        choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
+        choices = CompletionChoices(tokenization.token_text)
+        usage = self.stream_options.include_usage
         shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
         return self.asked(prompts, shape, self.plan(rules, []))
 
@@ -396,7 +386,7 @@ class ChatRequest(ConversationRequest):
     logprobs: bool = False
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
-    modalities: list[Any] = Field([])
+    modalities: list[Literal["text"]] = Field([])
     chat_template_kwargs: TemplateArguments = Field({})
     tools: Annotated[list[dict[str, Any]], pydantic.PlainValidator(_check_tools)] = Field([])
     reasoning_effort: Effort | None = None
@@ -422,16 +412,14 @@ class ChatRequest(ConversationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             text = "'top_logprobs' is only allowed when 'logprobs' is true."
             raise RequestError(text, param="top_logprobs", code="invalid_value")
-        for modality in self.modalities:
-            if modality != "text":
-                raise invalid_value("modalities", str(modality), "'text'")
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
         choices = ChatChoices(tokenization.token_text)
-        shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
+        usage = self.stream_options.include_usage
+        shape = ChoicesShape(choices, self.model, self.n, wants_usage=usage)
         return await self.render(tokenization, rules, arguments, shape)
 
 

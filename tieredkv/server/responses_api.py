@@ -285,7 +285,7 @@ class ResponseShape(Shape):
         return {**head, **self._asked.echo(), **nothing, **how}
 
     def _usage(self, answer: Answer) -> Json:
-        usage, num_long = answer.usage, written_for(answer, requests.TTLS["12h"])
+        usage, num_long = answer.usage, written_for(answer, "12h")
         num_short = usage.written_tokens - num_long
         by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
         num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
