@@ -158,8 +158,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[Json], shape: Shape, *, on_end: Callable[[], None]
     ) -> None:
-        headers = {"Cache-Control": "no-cache"}
-        lines = _event_lines(events, shape)
+        lines, headers = _event_lines(events, shape), {"Cache-Control": "no-cache"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._on_end = on_end
 

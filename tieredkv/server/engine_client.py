@@ -42,6 +42,8 @@ class EngineClient:
 
     Attributes:
         stats: what the engine last said of its tiers; empty until it did.
+        info: what it last said of itself; there once it is ready.
+        pid: the engine's process.
     """
 
     def __init__(
@@ -50,14 +52,16 @@ class EngineClient:
         self._on_progress = on_progress
         self._takers: dict[str, Take] = {}
         self._loop = asyncio.get_running_loop()
-        self._info: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
         engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
         self._process, sock = start_process(engine, stdout=stdout)
+        self.pid = self._process.pid
         self._channel = FrameChannel(sock, _decoder)
         self._ended = asyncio.Event()
         self._is_stopping = False
         self.stats: dict[str, Any] = {}
+        self.info: EngineInfo
         self.is_alive = True
         self._channel.send(messages.Start(settings=settings, log_level=log_level))
         self._loop.add_reader(self._channel, self._hear)
@@ -68,28 +72,17 @@ class EngineClient:
         Raises:
             TieredKVError: of the type that the engine refused with.
         """
-        return await asyncio.shield(self._info)
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the engine said last about itself."""
-        return self._info.result()
-
-    @property
-    def pid(self) -> int:
-        """The engine's process."""
-        return self._process.pid
+        return await asyncio.shield(self._ready)
 
     def submit(self, request: EngineRequest, take: Take) -> None:
         """Hand a request to the engine; `take` is called with each of its outputs."""
         if self._is_stopping:
             take(TokenOutput(request_id=request.request_id, finish_reason="abort"))
-            return
-        if not self.is_alive:
+        elif not self.is_alive:
             take(_death_of(request.request_id))
-            return
-        self._takers[request.request_id] = take
-        self._channel.send(request)
+        else:
+            self._takers[request.request_id] = take
+            self._channel.send(request)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; nothing more of it is told."""
@@ -128,31 +121,26 @@ class EngineClient:
         match message:
             case messages.StepOutputs(outputs):
                 for output in outputs:
-                    self._deliver(output)
+                    pick = self._takers.pop if output.finish_reason else self._takers.get
+                    if (take := pick(output.request_id, None)) is not None:
+                        take(output)
             case messages.Stats(tiers):
                 self.stats = tiers
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case EngineInfo():
-                if self._info.done():  # a later word replaces the first
-                    self._info = self._loop.create_future()
-                self._info.set_result(message)
+                self.info = message
+                if not self._ready.done():
+                    self._ready.set_result(message)
             case messages.StartFailed(error_type, text):
-                self._info.set_exception(errors.named(error_type, text))
-
-    def _deliver(self, output: TokenOutput) -> None:
-        finish = output.finish_reason
-        pick = self._takers.get if finish is None else self._takers.pop
-        take = pick(output.request_id, None)
-        if take is not None:
-            take(output)
+                self._ready.set_exception(errors.named(error_type, text))
 
     def _mark_dead(self) -> None:
         self._loop.remove_reader(self._channel)
         self._ended.set()
         self.is_alive = False
-        if not self._info.done():
-            self._info.set_exception(TieredKVError("the engine died while it was starting"))
+        if not self._ready.done():
+            self._ready.set_exception(TieredKVError("the engine died while it was starting"))
         for request_id, take in self._takers.items():
             take(_death_of(request_id))
         self._takers.clear()
