@@ -57,10 +57,12 @@ class Object(BaseModel):
 
     Attributes:
         known_besides: names that are known although they are no fields.
+        needed: fields that may not be missing where `type` or `role` has a value, as `value.field`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
     known_besides: ClassVar[frozenset[str]] = frozenset()
+    needed: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -72,10 +74,22 @@ class Object(BaseModel):
         for name in given:
             if info.context and name not in known and info.context(name):
                 raise PydanticCustomError("unknown", "nothing", {"name": name})
+        for kind, name in (each.split(".") for each in cls.needed):
+            if kind in (given.get("type"), given.get("role")) and name not in given:
+                raise PydanticCustomError("missing", "nothing", {"name": name})
         return given
 
 
 Body = TypeVar("Body", bound=Object)
+
+
+def as_list(texts: Any, kind: str = "text") -> Any:
+    """Return what may be a text or a list of parts as such a list, unchecked."""
+    if isinstance(texts, str):
+        return [{"type": kind, "text": texts}]
+    if not isinstance(texts, list):
+        raise PydanticCustomError("texts", "a string or an array")
+    return texts
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -132,11 +146,6 @@ def invalid_value(path: str, value: str, supported: str) -> RequestError:
     return RequestError(message, param=path, code="invalid_value")
 
 
-def unknown_parameter(path: str) -> RequestError:
-    """Return the error for a field that nobody knows."""
-    return RequestError(f"Unknown parameter: '{path}'.", param=path, code="unknown_parameter")
-
-
 def _wrong_type(path: str, expected: str, value: object) -> str:
     got = _GOT.get(type(value), "something else")
     return f"Invalid type for '{path}': expected {expected}, but got {got} instead."
@@ -146,20 +155,24 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     """Return the first of pydantic's errors in OpenAI's words, naming the field."""
     error: Any = errors.errors(include_url=False)[0]
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
-    if fault == "unknown":
+    if "name" in facts:
         error["loc"] += (facts["name"],)
     if error["loc"][-1] == "[key]":
         text = f"Invalid key in '{error['loc'][0]}': {value!r}. "
         text += "You should only be submitting non-negative integers."
         return RequestError(text, param=error["loc"][0], code="invalid_value")
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])[1:]
+    expected = _EXPECTED.get(fault, error["msg"])
+    is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
+    param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     if fault == "unknown":
-        return unknown_parameter(path)
+        text = f"Unknown parameter: '{path}'."
+        return RequestError(text, param=path, code="unknown_parameter")
     if fault == "missing":
         text = f"Missing required parameter: '{path}'."
         return RequestError(text, param=path, code="missing_required_parameter")
     if fault == "literal_error" and isinstance(value, str):
-        return invalid_value(path, value, facts["expected"].replace(" or ", " and "))
+        return invalid_value(param, value, facts["expected"].replace(" or ", " and "))
     if parts := _OUT_OF_BOUNDS.get(fault.removeprefix("string_")):
         bound = next(facts[name] for name in _BOUNDS if name in facts)
         is_sized = isinstance(value, Sized)
@@ -171,7 +184,4 @@ def in_openai_words(errors: ValidationError) -> RequestError:
         code, what, allowed = (part.format(kind, **told) for part in parts)
         text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
         return RequestError(text, param=path, code=code)
-    expected = _EXPECTED.get(fault, error["msg"])
-    is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
-    param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     return RequestError(_wrong_type(path, expected, value), param=param, code="invalid_type")

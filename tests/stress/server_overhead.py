@@ -97,9 +97,10 @@ class Arms:
 
     async def bare(self) -> dict[str, Any]:
         told, rows = self.told, dict[str, Any]()
-        engine = EngineClient(on_progress=ignore_progress)
+        settings = load_settings(arguments=self.settings).settings
+        engine = EngineClient(settings, on_progress=ignore_progress)
         try:
-            info = await engine.start(load_settings(arguments=self.settings).settings)
+            info = await engine.ready()
             [prompt] = prompts_of(1, told["prompt_tokens"], info.vocab_size, 1)
             await bare_one(engine, prompt, 8, "warm")
             times = [

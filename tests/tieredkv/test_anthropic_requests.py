@@ -25,7 +25,7 @@ SETTINGS = Settings(
         for name, idle_s in POLICIES
     )
 )
-RULES = Rules.of(SETTINGS, is_strict=True)
+RULES = Rules(SETTINGS, is_strict=True)
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
 
 
@@ -88,7 +88,7 @@ def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokeni
 
 def test_without_breakpoints_all_or_nothing_is_kept(tokenization: Tokenization) -> None:
     assert ask(tokenization, text("one")).plan.cacheable_tokens is None
-    rules = replace(RULES, is_implicit=False)
+    rules = Rules(replace(SETTINGS, anthropic_implicit="off"), is_strict=True)
     assert ask(tokenization, text("one"), rules=rules).plan.cacheable_tokens == 0
 
 
@@ -103,7 +103,7 @@ def test_hits_end_near_a_breakpoint_and_runs_of_calls_are_one_block(
         {"role": "user", "content": [*results, text("five", "5m"), text("six")]},
     ]
     for lookback, first in ((1, "five"), (2, "r0"), (4, "two"), (20, "zero")):
-        rules = replace(RULES, cache_lookback=lookback)
+        rules = Rules(replace(SETTINGS, cache_lookback=lookback), is_strict=True)
         asked = ask(tokenization, rules=rules, messages=turns)
         ends = asked.plan.read_ends
         assert ends is not None and ends == sorted(ends)
@@ -114,7 +114,7 @@ def test_hits_end_near_a_breakpoint_and_runs_of_calls_are_one_block(
 
 def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Tokenization) -> None:
     policies = tuple(policy for policy in SETTINGS.policies if policy.name != "1h")
-    rules = Rules.of(Settings(policies=policies), is_strict=False)
+    rules = Rules(Settings(policies=policies), is_strict=False)
     with pytest.raises(RequestError, match="'1h' is not available"):
         ask(tokenization, text("one", "1h"), rules=rules)
 

@@ -9,10 +9,11 @@ from openai.types.responses import ResponseErrorEvent
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogprob
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import CachePlan, Rules, check_prompt, params_of
+from tieredkv.server.asked import Rules, check_prompt, fitted, params_of, plan_of
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_responses import (
     ChatChoices,
@@ -24,12 +25,12 @@ from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
-RULES = Rules.of(Settings(disk_dir="kv"), is_strict=False)
+RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
 USER = {"role": "user", "content": "hi"}
 
 
 def completion(*, is_strict: bool = False, **fields: Any) -> requests.CompletionRequest:
-    rules = Rules.of(Settings(), is_strict=is_strict)
+    rules = Rules(Settings(), is_strict=is_strict)
     body = {"model": "m", "prompt": "a", **fields}
     asked = read(requests.CompletionRequest, body, rules.refuses)
     asked.check(rules)
@@ -304,10 +305,10 @@ def test_messages_take_the_form_that_templates_know() -> None:
         {"role": "system", "content": ["a", "b"]},
         {
             "role": "assistant",
-            "content": "",
+            "content": [],
             "tool_calls": [{"id": "c1", "type": "function", "function": parsed}],
         },
-        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "tool", "content": ["1"], "tool_call_id": "c1"},
     ]
 
 
@@ -393,7 +394,7 @@ def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported(
     body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
     only_memory = Settings(disk_dir="kv", max_retention="in_memory")
     for settings in (Settings(), only_memory):
-        rules = Rules.of(settings, is_strict=False)
+        rules = Rules(settings, is_strict=False)
         with pytest.raises(RequestError) as caught:
             read(ResponsesRequest, body).check(rules)
         assert str(caught.value) == "Invalid value: '12h'. Supported value is: '30m'."
@@ -410,13 +411,14 @@ def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported(
 def test_a_prefix_below_the_minimum_is_not_cached(
     cacheable: int | None, length: int, kept: int | None
 ) -> None:
-    rules = Rules.of(Settings(min_cache_tokens=1024), is_strict=False)
+    rules = Rules(Settings(min_cache_tokens=1024), is_strict=False)
     claims = [Claim(end_token=WHOLE, retention="24h", protect_s=1.0)]
-    plan = CachePlan(claims=claims, cacheable_tokens=cacheable)
-    fields = plan.fields_of(length, rules)
-    assert fields["cacheable_tokens"] == kept
-    assert [claim.end_token for claim in fields["claims"]] == ([] if kept == 0 else [length])
-    assert CachePlan().fields_of(1, RULES)["cacheable_tokens"] is None
+    plan = plan_of(SamplingParams(), claims=claims, cacheable_tokens=cacheable)
+    request = fitted(plan, [1] * length, rules)
+    assert request.cacheable_tokens == kept
+    ends = [] if kept == 0 else [length - length % 16]
+    assert [claim.end_token for claim in request.claims] == ends
+    assert fitted(plan_of(SamplingParams()), [1], RULES).cacheable_tokens is None
 
 
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
@@ -427,7 +429,7 @@ def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() ->
         [[1] * 20, [2] * 40], ChoicesShape(NOTHING, "m", 2, wants_usage=False), plan
     )
     made = whole.engine_requests(info, "tenant", RULES)
-    assert [claim.end_token for each in made for claim in each.claims] == [20, 20, 40, 40]
+    assert [claim.end_token for each in made for claim in each.claims] == [16, 16, 32, 32]
     assert [each.params.seed for each in made] == [5, 6, 5, 6]
     assert {each.tenant for each in made} == {"tenant"}
     assert len({each.request_id for each in made}) == 4
@@ -438,7 +440,7 @@ NOTHING = ChatChoices(str)
 
 def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
     asked = read(ResponsesRequest, {"model": "m", "input": "a"})
-    event = ResponseShape(asked, CachePlan()).failure(RequestError("Stopping", code="x"))
+    event = ResponseShape(asked).failure(RequestError("Stopping", code="x"))
     told = ResponseErrorEvent.model_validate(event)
     assert (told.type, told.message, told.code, told.sequence_number) == (
         "error",
@@ -449,7 +451,7 @@ def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
 
 
 def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
-    strict = Rules.of(Settings(), is_strict=True)
+    strict = Rules(Settings(), is_strict=True)
     inside: list[tuple[dict[str, Any], str]] = [
         ({"stream_options": {"x": 1}}, "stream_options.x"),
         ({"prompt_cache_options": {"x": 1}}, "prompt_cache_options.x"),
@@ -558,6 +560,6 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 
 
 def test_the_operators_policies_are_the_supported_values() -> None:
-    only_memory = Rules.of(Settings(max_retention="in_memory"), is_strict=False)
+    only_memory = Rules(Settings(max_retention="in_memory"), is_strict=False)
     with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
         completion(prompt_cache_retention="24h").check(only_memory)

@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, FailFast, Field, ValidationInfo, field_validator
-from pydantic_core import PydanticKnownError
+from pydantic import BeforeValidator, FailFast, Field
 
 from tieredkv.engine.messages import Claim, EngineInfo
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object
-from tieredkv.server.anthropic_responses import TTLS_S, MessageShape
-from tieredkv.server.asked import ApiRequest, Asked, CachePlan, Json, PlainRequest, Rules, Text
+from tieredkv.fields import Object, as_list
+from tieredkv.server.anthropic_responses import MessageShape
+from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Rules, Text, plan_of
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
+from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
-_REQUIRED = {"text": ["text"], "tool_use": ["id", "name"], "tool_result": ["tool_use_id"]}
 
 
 class _Known(Object):
@@ -38,30 +37,35 @@ class _Known(Object):
 
 
 class CacheControl(_Known):
-    """A breakpoint: the prompt up to here is kept."""
+    """A breakpoint: the prompt up to here is kept, by the retention policy of that name."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
-class Block(_Known):
-    """A part of a turn; which fields it needs goes with its type."""
+class Marked(_Known):
+    """What may end with a breakpoint."""
 
-    type: Literal["text", "tool_use", "tool_result"]
-    text: str = Field(None, validate_default=True)
-    id: str = Field(None, validate_default=True)
-    name: str = Field(None, validate_default=True)
-    input: Json = Field({})
-    tool_use_id: str = Field(None, validate_default=True)
-    content: "Texts" = Field([])
     cache_control: CacheControl | None = None
 
-    @field_validator("text", "id", "name", "tool_use_id", mode="before")
-    @classmethod
-    def _is_there(cls, value: Any, info: ValidationInfo) -> Any:
-        if value is None and info.field_name in _REQUIRED.get(info.data.get("type", ""), ()):
-            raise PydanticKnownError("missing")
-        return "" if value is None else value
+    @property
+    def ttl(self) -> str:
+        """How long the prompt up to here is to be kept, if it is marked."""
+        return self.cache_control.ttl if self.cache_control else ""
+
+
+class Block(Marked):
+    """A part of a turn; which fields it needs goes with its type."""
+
+    needed = ("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id")
+
+    type: Literal["text", "tool_use", "tool_result"]
+    text: str = ""
+    id: str = ""
+    name: str = ""
+    input: Json = Field({})
+    tool_use_id: str = ""
+    content: "Texts" = Field([])
 
     @property
     def texts(self) -> list[str]:
@@ -75,23 +79,18 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-def _as_blocks(content: Any) -> Any:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content
-
-
-Blocks = Annotated[list[Block], FailFast(), BeforeValidator(_as_blocks)]
-Texts = Annotated[list[TextBlock], FailFast(), BeforeValidator(_as_blocks)]
+Blocks = Annotated[list[Block], FailFast(), BeforeValidator(as_list)]
+Texts = Annotated[list[TextBlock], FailFast(), BeforeValidator(as_list)]
 Block.model_rebuild()
 
 
-class Tool(_Known):
+class Tool(Marked):
     """A tool that may be called."""
 
     type: Literal["custom"] = "custom"
     name: Text
     description: str | None = None
     input_schema: Json
-    cache_control: CacheControl | None = None
 
     def for_template(self) -> Json:
         """Return the form that chat templates know."""
@@ -132,17 +131,17 @@ class Place(NamedTuple):
         path: as error texts have it.
         mark: its end in the rendered conversation.
         position: counts blocks; the calls in a run are one, and so are the results.
-        control: its own breakpoint.
+        ttl: how long the prompt up to here is to be kept, where it is marked.
     """
 
     path: str
     mark: Mark
     position: int
-    control: CacheControl | None
+    ttl: str
     is_empty: bool = False
 
 
-class Conversation(ApiRequest, _Known):
+class Conversation(ApiRequest, Marked):
     """What both endpoints have in common."""
 
     messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=16_384)
@@ -151,14 +150,15 @@ class Conversation(ApiRequest, _Known):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
-    cache_control: CacheControl | None = None
 
     @cached_property
     def layout(self) -> tuple[list[Json], list[Place]]:
-        """The messages for the chat template, and where each block is in them."""
+        """The messages for the chat template, and where each block is in them.
+
+        A breakpoint of the whole request is on the last block that may have one.
+        """
         messages: list[Json] = []
-        tools = enumerate(self.tools)
-        places = [Place(f"tools.{i}", (TOOLS, i), i, it.cache_control) for i, it in tools]
+        places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
         system = Turn(role="system", content=[*self.system])
         for i, turn in enumerate([system, *self.messages], start=-1):
             path, blocks = f"messages.{i}.content" if i >= 0 else "system", turn.content
@@ -179,45 +179,41 @@ class Conversation(ApiRequest, _Known):
                 is_in_run = j > 0 and block.type == blocks[j - 1].type != "text"
                 position = places[-1].position + (not is_in_run) if places else 0
                 is_empty = block.type == "text" and not block.text
-                control = block.cache_control
-                places.append(Place(f"{path}.{j}", mark, position, control, is_empty))
+                places.append(Place(f"{path}.{j}", mark, position, block.ttl, is_empty))
+        last = max((i for i, place in enumerate(places) if not place.is_empty), default=None)
+        if last is not None:
+            places[last] = places[last]._replace(ttl=places[last].ttl or self.ttl)
         return messages, places
 
     @cached_property
-    def breakpoints(self) -> dict[int, str]:
-        """The ttl of each marked place, by its index; one may be marked automatically.
+    def breakpoints(self) -> list[Place]:
+        """The marked places.
 
         Raises:
             RequestError: they break one of Anthropic's rules, in their words.
         """
-        places = self.layout[1]
-        ttls: dict[int, str] = {
-            i: place.control.ttl for i, place in enumerate(places) if place.control
-        }
-        eligible = [i for i, place in enumerate(places) if not place.is_empty]
-        if self.cache_control and eligible:
-            ttls = dict(sorted({eligible[-1]: self.cache_control.ttl, **ttls}.items()))
-        if len(ttls) > MAX_BREAKPOINTS:
+        marked = [place for place in self.layout[1] if place.ttl]
+        if len(marked) > MAX_BREAKPOINTS:
             text = "A maximum of 4 blocks with cache_control may be provided."
-            raise RequestError(f"{text} Found {len(ttls)}.")
-        for i, ttl in ttls.items():
-            path = places[i].path
-            if places[i].is_empty:
+            raise RequestError(f"{text} Found {len(marked)}.")
+        for i, place in enumerate(marked):
+            if place.is_empty:
                 text = "cache_control cannot be set for empty text blocks"
-                raise RequestError(f"{path}: {text}")
-            if ttl == "1h" and "5m" in [earlier for j, earlier in ttls.items() if j < i]:
+                raise RequestError(f"{place.path}: {text}")
+            if place.ttl == "1h" and "5m" in [earlier.ttl for earlier in marked[:i]]:
                 raise RequestError(
-                    f"{path}.cache_control.ttl: a ttl='1h' cache_control block must not come after "
-                    "a ttl='5m' cache_control block. Note that blocks are processed in the "
+                    f"{place.path}.cache_control.ttl: a ttl='1h' cache_control block must not come "
+                    "after a ttl='5m' cache_control block. Note that blocks are processed in the "
                     "following order: `tools`, `system`, `messages`."
                 )
-        return ttls
+        return marked
 
     def check(self, rules: Rules) -> None:
         """Refuse what the blocks cannot mean together, or what this server does not keep."""
-        for ttl in self.breakpoints.values():
-            if ttl not in rules.policies.names:
-                raise RequestError(f"cache_control.ttl: '{ttl}' is not available on this server")
+        for place in self.breakpoints:
+            if place.ttl not in rules.policies.names:
+                text = f"'{place.ttl}' is not available on this server"
+                raise RequestError(f"cache_control.ttl: {text}")
 
     async def encode(self, tokenization: Tokenization, marks: Sequence[Mark] = ()) -> Encoded:
         """Return the prompt's token ids, and the ends of marked places."""
@@ -263,34 +259,31 @@ class MessagesRequest(Conversation):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation and find its breakpoints."""
-        places, ttls, lookback = self.layout[1], self.breakpoints, rules.cache_lookback
-        lasts = [places[i].position for i in ttls]
+        marked, lookback = self.breakpoints, rules.settings.cache_lookback
         read = [
-            i
-            for i, it in enumerate(places)
-            if any(0 <= at - it.position < lookback for at in lasts)
+            place
+            for place in self.layout[1]
+            if any(0 <= it.position - place.position < lookback for it in marked)
         ]
-        indexes = [*ttls, *read]
-        encoded = await self.encode(tokenization, [places[i].mark for i in indexes])
-        ends = dict(zip(indexes, encoded.ends, strict=True))
-        plan = CachePlan(
-            claims=[
-                Claim(end_token=ends[i], retention=ttl, protect_s=TTLS_S[ttl])
-                for i, ttl in ttls.items()
-            ],
-            cacheable_tokens=max((ends[i] for i in ttls), default=0),
-            read_ends=sorted(ends[i] for i in read) if lookback else None,
-        )
+        encoded = await self.encode(tokenization, [place.mark for place in (*marked, *read)])
+        caching: Json = {}
+        if marked or rules.settings.anthropic_implicit == "off":
+            ends = encoded.ends[: len(marked)]
+            caching["claims"] = [
+                Claim(end_token=end, retention=it.ttl, protect_s=parse_duration(it.ttl))
+                for it, end in zip(marked, ends, strict=True)
+            ]
+            caching["cacheable_tokens"] = max([0, *ends])
+            caching["read_ends"] = sorted(encoded.ends[len(marked) :]) if lookback else None
         how = self.model_dump(include={"temperature", "top_p", "top_k"})
         how |= {"max_tokens": max(1, self.max_tokens), "stop": tuple(self.stop_sequences)}
         return Asked(
             prompts=[encoded.token_ids],
-            params=SamplingParams(**how),
-            shape=MessageShape(self.model, rules.block_size, self.max_tokens),
+            plan=plan_of(SamplingParams(**how), **caching),
+            shape=MessageShape(self.model, self.max_tokens),
             stream=self.stream,
             limit=how["max_tokens"],
-            segments=[*encoded.segments],
+            segments=encoded.segments,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
-            plan=plan if ttls or not rules.is_implicit else CachePlan(),
         )

@@ -8,27 +8,20 @@ from collections.abc import AsyncIterator, Sequence
 
 from tieredkv.engine.answer import Answer
 from tieredkv.errors import RequestError
-from tieredkv.server.asked import Json, Shape
+from tieredkv.server.asked import Json, Shape, written_for
 from tieredkv.server.diagnosis import Diagnosis, told_of
 from tieredkv.server.error_bodies import anthropic_body
 from tieredkv.server.generation import Piece
 
-TTLS_S = {"5m": 300.0, "1h": 3600.0}
-"""How long a breakpoint keeps its prompt; also the names of the retention policies for it."""
 
-
-def usage_body(
-    answer: Answer, block_size: int, num_output_tokens: int, diagnosis: Diagnosis
-) -> Json:
+def usage_body(answer: Answer, num_output_tokens: int, diagnosis: Diagnosis) -> Json:
     """Return a `usage` object: read, written and other tokens of the prompt make up all of it.
 
     What breakpoints of an hour cover is written for an hour, all else for five minutes.
     `tieredkv` is an addition of ours.
     """
-    usage, claims = answer.usage, answer.request.claims
+    usage, for_an_hour = answer.usage, written_for(answer, "1h")
     num_read, num_written = usage.cached_tokens, usage.written_tokens
-    end = max((claim.end_token for claim in claims if claim.retention == "1h"), default=0)
-    for_an_hour = min(max(end - end % block_size - num_read, 0), num_written)
     return {
         "input_tokens": usage.prompt_tokens - num_read - num_written,
         "cache_creation_input_tokens": num_written,
@@ -47,11 +40,10 @@ class MessageShape(Shape):
 
     names_events = True
 
-    def __init__(self, model: str, block_size: int, max_tokens: int) -> None:
+    def __init__(self, model: str, max_tokens: int) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"
         self._head = {"id": self.id, "type": "message", "role": "assistant"}
         self._head["model"] = model
-        self._block_size = block_size
         self._max_tokens = max_tokens
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -93,7 +85,7 @@ class MessageShape(Shape):
 
     def _usage(self, answer: Answer) -> Json:
         num_output_tokens = min(len(answer.token_ids), self._max_tokens)
-        return usage_body(answer, self._block_size, num_output_tokens, self.diagnosis)
+        return usage_body(answer, num_output_tokens, self.diagnosis)
 
     def _diagnostics(self, answer: Answer) -> Json:
         diagnosis, usage = self.diagnosis, answer.usage

@@ -5,18 +5,19 @@ to `generation`.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -34,7 +35,7 @@ from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.error_bodies import anthropic_body, openai_body
 from tieredkv.server.generation import ClientGoneError, Generation, Piece
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import Limits
+from tieredkv.server.limits import Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_requests import ChatRequest, CompletionRequest
 from tieredkv.server.openapi import describe
@@ -43,8 +44,6 @@ from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 32 << 20
-BODY_TIMEOUT_S = 60.0
 CLIENT_CLOSED_REQUEST = 499
 
 ANSWERED: dict[str, type[ApiRequest]] = {
@@ -58,8 +57,11 @@ ANSWERED: dict[str, type[ApiRequest]] = {
 }
 """What is posted where."""
 
-Body = TypeVar("Body", bound=ApiRequest)
-Route = Callable[[Request], Awaitable[Response]]
+_HTTP_ERRORS = {
+    404: ("Unknown request URL: {} {}", "unknown_url"),
+    405: ("Not allowed to {} on {}", "method_not_supported"),
+}
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class Api:
@@ -70,7 +72,6 @@ class Api:
     ) -> None:
         self._settings = settings
         self._metrics = Metrics(settings, engine)
-        self.kinds: dict[Route, type[BaseModel]] = {}
         self._engine = engine
         self._tokenization = tokenization
         self._keys = keys
@@ -114,44 +115,35 @@ class Api:
     async def admin(self, request: Request) -> Response:
         """Carry out an operator's verb."""
         self._keys.check_operator(request.headers)
-        body = parse_body(await _read_body(request) or b"{}")
+        body = parse_body(await read_body(request) or b"{}")
         verb = request.path_params["verb"]
         return JSONResponse(await carry_out(verb, body, self._settings, self._engine))
 
-    def answers(self, kind: type[ApiRequest]) -> Route:
-        """Return the route that answers requests of a kind."""
+    def answers(self, kind: type[ApiRequest]) -> Endpoint:
+        """Return the route that answers requests of a kind; the body is checked in whole first."""
 
         async def route(request: Request) -> Response:
-            tenant, body = await self.open(request, kind)
-            if isinstance(body, PlainRequest):
-                return JSONResponse(await body.tell(self._tokenization, self._engine.info))
+            info, tokenization = self._engine.info, self._tokenization
+            tenant = self._keys.tenant(request.headers)
+            parsed = parse_body(await read_body(request))
+            if issubclass(kind, PlainRequest):
+                parsed.setdefault("model", info.model)
+            if (model := read(ApiRequest, parsed).model) != info.model:
+                raise unknown_model(model)
             rules = self._keys.rules(tenant)
-            asked = await body.ask(self._tokenization, rules)
-            requests = asked.engine_requests(self._engine.info, tenant, rules)
+            body = read(kind, parsed, rules.refuses)
+            body.check(rules)
+            if isinstance(body, PlainRequest):
+                return JSONResponse(await body.tell(tokenization, info))
+            asked = await body.ask(tokenization, rules)
+            requests = asked.engine_requests(info, tenant, rules)
             observer = Observer(self._metrics, asked.labels, request.scope["arrived_at"])
-            tokenizer = self._tokenization.tokenizer
             seen, shape = asked.seen(self._settings.isolate_by), asked.shape
             shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
-            generation = Generation(self._engine, tokenizer, requests, observer)
+            generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
             return await _answer(request, generation, shape, is_stream=asked.stream)
 
-        self.kinds[route] = kind
         return route
-
-    # Steps of a request
-
-    async def open(self, request: Request, kind: type[Body]) -> tuple[str, Body]:
-        """Return whose request it is, and its body, checked in whole."""
-        tenant = self._keys.tenant(request.headers)
-        parsed = parse_body(await _read_body(request))
-        if issubclass(kind, PlainRequest):
-            parsed.setdefault("model", self._engine.info.model)
-        if (model := read(ApiRequest, parsed).model) != self._engine.info.model:
-            raise unknown_model(model)
-        rules = self._keys.rules(tenant, parsed)
-        body = read(kind, parsed, rules.refuses)
-        body.check(rules)
-        return tenant, body
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
@@ -171,8 +163,7 @@ class EventStream(StreamingResponse):
     def __init__(
         self, events: AsyncIterator[Json], shape: Shape, *, on_end: Callable[[], None]
     ) -> None:
-        headers = {"Cache-Control": "no-cache"}
-        lines = _event_lines(events, shape)
+        lines, headers = _event_lines(events, shape), {"Cache-Control": "no-cache"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._on_end = on_end
 
@@ -189,7 +180,8 @@ class EventStream(StreamingResponse):
 async def _event_lines(events: AsyncIterator[Json], shape: Shape) -> AsyncIterator[str]:
     def line(event: Json) -> str:
         head = f"event: {event['type']}\n" if shape.names_events else ""
-        return f"{head}data: {_to_json(event)}\n\n"
+        told = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
+        return f"{head}data: {told}\n\n"
 
     try:
         async for event in events:
@@ -203,16 +195,16 @@ async def _event_lines(events: AsyncIterator[Json], shape: Shape) -> AsyncIterat
 
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error shapes."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(openapi_url=None)
     app.add_route("/health", api.health)  # GET, and with it HEAD
     app.add_route("/metrics", api.metrics)
-    app.add_route("/admin/cache/{verb}", api.admin, methods=["POST"])
-    app.add_route("/openapi.json", lambda _: JSONResponse(describe(app.routes, api.kinds)))
+    app.add_route("/openapi.json", lambda _: JSONResponse(describe(ANSWERED)))
     app.add_route("/v1/models", api.models)
     app.add_route("/v1/models/{name:path}", api.model)
+    app.add_route("/version", api.version)
+    app.add_route("/admin/cache/{verb}", api.admin, methods=["POST"])
     for path, kind in ANSWERED.items():
         app.add_route(path, api.answers(kind), methods=["POST"])
-    app.add_route("/version", api.version)
     app.add_exception_handler(RequestError, _on_request_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnect, _on_client_gone)
@@ -225,16 +217,15 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
     """Give every answer an `x-request-id`, which Anthropic's clients call `request-id`."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["request_id"] = f"req_{uuid.uuid4().hex}"
-        encoded = scope["request_id"].encode()
+        request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                ids = [(b"x-request-id", encoded), (b"request-id", encoded)]
-                message["headers"] = [*message["headers"], *ids]
+                ids = {"x-request-id": request_id, "request-id": request_id}
+                MutableHeaders(scope=message).update(ids)
             await send(message)
 
-        await app(scope, receive, send_with_id if scope["type"] == "http" else send)
+        await app(scope, receive, send_with_id)
 
     return answer
 
@@ -243,45 +234,17 @@ async def _answer(
     request: Request, generation: Generation, shape: Shape, *, is_stream: bool
 ) -> Response:
     """Wait for the first token, so that a refusal still has its status; then answer."""
-    watching = asyncio.create_task(_watch(request, generation))
-    is_handed_on = False
-
-    def end() -> None:
-        watching.cancel()
-        generation.close()
-
-    try:
+    with contextlib.ExitStack() as ending:
+        ending.callback(generation.close)
+        ending.callback(asyncio.create_task(_watch(request, generation)).cancel)
         pieces = generation.pieces()
         pieces = _after(await anext(pieces), pieces)
         if is_stream:
-            is_handed_on = True
-            return EventStream(shape.events(generation.answers, pieces), shape, on_end=end)
+            events = shape.events(generation.answers, pieces)
+            return EventStream(events, shape, on_end=ending.pop_all().close)
         async for _ in pieces:
             pass
         return JSONResponse(shape.whole(generation.answers))
-    finally:
-        if not is_handed_on:
-            end()
-
-
-async def _read_body(request: Request) -> bytes:
-    """Return a body that is not too long and arrives in time."""
-    text = f"The request body is longer than {MAX_BODY_BYTES} bytes."
-    too_long = RequestError(text, code="request_too_large", status=413)
-    declared = request.headers.get("content-length", "0")
-    if declared.isdigit() and int(declared) > MAX_BODY_BYTES:
-        raise too_long
-    body = bytearray()
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_BODY_BYTES:
-                    raise too_long
-    except TimeoutError:
-        text = "The request body did not arrive in time."
-        raise RequestError(text, code="timeout", status=408) from None
-    return bytes(body)
 
 
 async def _after(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
@@ -297,10 +260,6 @@ async def _watch(request: Request, generation: Generation) -> None:
     generation.cancel()
 
 
-def _to_json(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-
-
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     headers = {"Retry-After": str(error.retry_after_s)}
@@ -309,13 +268,9 @@ async def _on_request_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    message, code = str(error.detail), None
-    if error.status_code == 404:
-        message, code = f"Unknown request URL: {request.method} {request.url.path}", "unknown_url"
-    elif error.status_code == 405:
-        message = f"Not allowed to {request.method} on {request.url.path}"
-        code = "method_not_supported"
-    refused = RequestError(message, code=code, status=error.status_code)
+    text, code = _HTTP_ERRORS.get(error.status_code, (str(error.detail), None))
+    text = text.format(request.method, request.url.path)
+    refused = RequestError(text, code=code, status=error.status_code)
     return _refusal(request, refused, error.headers)
 
 

@@ -9,6 +9,7 @@ import secrets
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Protocol
 
 from msgspec.structs import replace
@@ -19,11 +20,12 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object
+from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Seen, Segment, digest
 from tieredkv.server.generation import Piece
+from tieredkv.units import parse_duration
 
 MAX_SEED = 2**63
 
@@ -31,51 +33,44 @@ Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True)
 class Rules:
-    """What this server lets a request say.
+    """What this server lets the requests of one key say.
 
     Attributes:
-        policies: what a request's retention may name.
-        default: the policy of requests that name none.
-        raised: the policy that a longer lifetime raises a prefix to, where there is one.
+        settings: the server's.
         is_strict: refuse unknown fields and other spellings, too.
-        min_cache_tokens: a shorter prefix is neither looked up nor kept.
-        max_answers: so many at most to one request.
-        block_size: in tokens; what is kept are whole blocks.
-        is_implicit: prompts of Anthropic's API without `cache_control` are kept, too.
-        cache_lookback: a hit in that API ends at one of so many blocks of the prompt up to a
-            breakpoint; 0 for anywhere.
+        max_retention: the longest policy that this key may name; None for the server's.
     """
 
-    policies: RetentionPolicies
-    default: RetentionPolicy
-    raised: RetentionPolicy | None = None
+    settings: Settings
     is_strict: bool = False
-    min_cache_tokens: int = 0
-    max_answers: int = 1024
-    block_size: int = 16
-    is_implicit: bool = True
-    cache_lookback: int = 0
+    max_retention: str | None = None
 
-    @classmethod
-    def of(cls, settings: Settings, *, is_strict: bool) -> "Rules":
-        """Return the rules of a server with these settings."""
-        policies = settings.retention_policies().up_to(settings.max_retention)
-        default = settings.retention_policies().get(settings.default_retention, is_any=True)
-        has_raised = settings.disk_dir and TWENTY_FOUR_HOURS.name in policies.names
-        raised = policies.get(TWENTY_FOUR_HOURS.name) if has_raised else None
-        return cls(
-            policies=policies,
-            default=default,
-            raised=raised if raised and raised.may_use_disk else None,
-            is_strict=is_strict,
-            min_cache_tokens=settings.min_cache_tokens,
-            max_answers=settings.max_num_seqs + settings.max_num_queued_reqs,
-            block_size=settings.block_size,
-            is_implicit=settings.anthropic_implicit == "on",
-            cache_lookback=settings.cache_lookback,
-        )
+    @cached_property
+    def of_server(self) -> RetentionPolicies:
+        """What retention a request may name with some key."""
+        return self.settings.retention_policies().up_to(self.settings.max_retention)
+
+    @cached_property
+    def policies(self) -> RetentionPolicies:
+        """What retention a request may name with this key."""
+        return self.of_server.up_to(self.max_retention)
+
+    @cached_property
+    def default(self) -> RetentionPolicy:
+        """The policy of requests that name none."""
+        name = self.settings.default_retention
+        known = self.settings.retention_policies().up_to(self.max_retention)
+        return known.get(name if name in known.names else self.max_retention or name, is_any=True)
+
+    @cached_property
+    def raised(self) -> RetentionPolicy | None:
+        """The policy that a longer lifetime raises a prefix to, where there is one."""
+        if not self.settings.disk_dir or TWENTY_FOUR_HOURS.name not in self.policies.names:
+            return None
+        policy = self.policies.get(TWENTY_FOUR_HOURS.name)
+        return policy if policy.may_use_disk else None
 
     def refuses(self, name: str) -> bool:
         """Whether a field of this name is refused where it is unknown.
@@ -84,39 +79,30 @@ class Rules:
         """
         return self.is_strict or name == "prompt_cache_breakpoint"
 
-    def claim(self, end_token: int, retention: str | None, lifetime_s: float) -> Claim | None:
-        """Return what keeps a prefix for a lifetime at least; None if no retention is so long."""
+    def check_retention(self, name: str) -> None:
+        """Refuse a retention that does not exist, or that only other keys may name.
+
+        Raises:
+            RequestError: it is one of these.
+        """
+        if name in self.of_server.names - self.policies.names:
+            text = f"This API key does not allow '{name}' prompt caching."
+            raise RequestError(text, param="prompt_cache_retention", code="invalid_parameter")
+        self.policies.get(name, is_strict=self.is_strict)
+
+    def claim(self, end_token: int, retention: str | None, lifetime: str) -> Claim:
+        """Return what keeps a prefix for a lifetime at least.
+
+        Raises:
+            RequestError: no retention is so long.
+        """
+        lifetime_s = parse_duration(lifetime)
         policy = self.policies.get(retention) if retention else self.default
         if lifetime_s > policy.absolute_s and self.raised:
             policy = self.raised
         if lifetime_s > policy.absolute_s:
-            return None
+            raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachePlan:
-    """How prompts may be kept and looked up; the fields are those of `EngineRequest`.
-
-    Ends may lie behind a prompt's end.
-    """
-
-    retention: str | None = None
-    claims: list[Claim] = field(default_factory=list)
-    cacheable_tokens: int | None = None
-    read_ends: list[int] | None = None
-
-    def fields_of(self, num_tokens: int, rules: Rules) -> Json:
-        """Return the fields for a prompt of a length."""
-        cacheable, claims = self.cacheable_tokens, self.claims
-        if min(num_tokens, num_tokens if cacheable is None else cacheable) < rules.min_cache_tokens:
-            cacheable, claims = 0, []
-        return {
-            "retention": self.retention or rules.default.name,
-            "claims": [replace(it, end_token=min(it.end_token, num_tokens)) for it in claims],
-            "cacheable_tokens": cacheable,
-            "read_ends": self.read_ends,
-        }
 
 
 class Shape(Protocol):
@@ -150,39 +136,32 @@ class Asked:
 
     Attributes:
         prompts: token ids; each is answered `n` times.
-        params: how to sample every answer, but for its seed and the room that is left.
+        plan: what every answer's request is like, as `plan_of` makes it.
         shape: how it is answered, whole or as a stream.
-        limit: longest answer that the client asks for, in tokens.
-        default_tokens: longest answer where there is no limit; None for all the room.
+        limit: longest answer, in tokens; None for all the room.
         prompt_field: which field of the body holds the prompt.
         labels: what metrics may tell the request by.
-        prompt_logprobs: alternatives reported with each prompt token.
         segments: the parts of the prompt.
         settings: what may be changed beside it.
         compared_id: of an earlier answer, to be told what has changed since.
     """
 
     prompts: list[list[int]]
-    params: SamplingParams
+    plan: EngineRequest
     shape: Shape
     n: int = 1
     stream: bool = False
     limit: int | None = None
-    default_tokens: int | None = None
     prompt_field: str = "messages"
-    plan: CachePlan = field(default_factory=CachePlan)
-    cache_salt: str | None = None
-    prompt_cache_key: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    prompt_logprobs: int | None = None
-    segments: list[Segment] = field(default_factory=list)
+    segments: Sequence[Segment] = ()
     settings: Json = field(default_factory=dict)
     compared_id: str | None = None
 
     def seen(self, isolate_by: str) -> Seen:
         """Return what is kept of it."""
-        salt = self.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
-        key = self.prompt_cache_key if isolate_by == "prompt_cache_key" else None
+        salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
+        key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
         return Seen(
             self.segments,
             num_tokens=sum(map(len, self.prompts)),
@@ -196,34 +175,60 @@ class Asked:
         Raises:
             RequestError: it does not fit this model, or is more than this server takes.
         """
-        self.params.check_vocabulary(info.vocab_size)
-        if (num_answers := len(self.prompts) * self.n) > rules.max_answers:
+        self.plan.params.check_vocabulary(info.vocab_size)
+        max_answers = rules.settings.max_num_seqs + rules.settings.max_num_queued_reqs
+        if (num_answers := len(self.prompts) * self.n) > max_answers:
             text = (
                 f"{len(self.prompts)} prompts with n = {self.n} are {num_answers} answers; "
-                f"this server takes at most {rules.max_answers} at once."
+                f"this server takes at most {max_answers} at once."
             )
             raise RequestError(text, param="n", code="invalid_value")
         requests = []
         seed = secrets.randbits(62)
         for i, prompt in enumerate(self.prompts):
             check_prompt(self.prompt_field, prompt, info.max_model_len, info.vocab_size)
-            caching = self.plan.fields_of(len(prompt), rules)
             room = info.max_model_len - len(prompt)
-            max_tokens = min(self.limit or self.default_tokens or room, room)
-            requests += [
-                EngineRequest(
-                    request_id=uuid.uuid4().hex,
-                    prompt_token_ids=prompt,
-                    params=params_of(self.params, j, max_tokens, seed + i * self.n),
-                    **caching,
-                    prompt_logprobs=self.prompt_logprobs,
-                    tenant=tenant,
-                    cache_salt=self.cache_salt,
-                    prompt_cache_key=self.prompt_cache_key,
-                )
-                for j in range(self.n)
-            ]
+            max_tokens = min(self.limit or room, room)
+            request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
+            for j in range(self.n):
+                params = params_of(self.plan.params, j, max_tokens, seed + i * self.n)
+                requests.append(replace(request, request_id=uuid.uuid4().hex, params=params))
         return requests
+
+
+def plan_of(params: SamplingParams, **caching: Any) -> EngineRequest:
+    """Return a request without its prompt, of which it may say more than the prompt is long.
+
+    Args:
+        params: how to sample, but for the answer's seed and the room that is left.
+        caching: how prompts may be looked up and kept.
+    """
+    return EngineRequest(request_id="", prompt_token_ids=[], params=params, **caching)
+
+
+def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineRequest:
+    """Return the plan for a prompt: ends are not behind its own, and those of claims are blocks'.
+
+    A prefix that is shorter than the server's minimum is not cached.
+    """
+    size, block_size, cacheable = len(prompt), rules.settings.block_size, plan.cacheable_tokens
+    ends = [min(claim.end_token, size) for claim in plan.claims]
+    claims = [
+        replace(claim, end_token=end - end % block_size)
+        for claim, end in zip(plan.claims, ends, strict=True)
+    ]
+    if min(size, size if cacheable is None else cacheable) < rules.settings.min_cache_tokens:
+        cacheable, claims = 0, []
+    retention = plan.retention or rules.default.name
+    caching = {"claims": claims, "cacheable_tokens": cacheable, "retention": retention}
+    return replace(plan, prompt_token_ids=prompt, **caching)
+
+
+def written_for(answer: Answer, lifetime: str) -> int:
+    """Return how many of a prompt's tokens were written to be kept for so long at least."""
+    claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
+    end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
+    return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
 
 
 class ApiRequest(Object):

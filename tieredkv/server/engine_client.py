@@ -36,56 +36,53 @@ class EngineClient:
     output with a `finish_reason`: the engine's death is an output with "error".
 
     Args:
+        settings: what it loads, at once.
         on_progress: told how far loading and draining are.
+        log_level: of its process.
 
     Attributes:
         stats: what the engine last said of its tiers; empty until it did.
+        info: what it last said of itself; there once it is ready.
+        pid: the engine's process.
     """
 
-    def __init__(self, *, on_progress: Progress) -> None:
+    def __init__(
+        self, settings: Settings, *, on_progress: Progress, log_level: str = "INFO"
+    ) -> None:
         self._on_progress = on_progress
         self._takers: dict[str, Take] = {}
-        self._info: asyncio.Future[EngineInfo] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
         engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
         self._process, sock = start_process(engine, stdout=stdout)
+        self.pid = self._process.pid
         self._channel = FrameChannel(sock, _decoder)
-        self._ended: asyncio.Event | None = None  # once it was told what to load
+        self._ended = asyncio.Event()
         self._is_stopping = False
         self.stats: dict[str, Any] = {}
+        self.info: EngineInfo
         self.is_alive = True
+        self._channel.send(messages.Start(settings=settings, log_level=log_level))
+        self._loop.add_reader(self._channel, self._hear)
 
-    async def start(self, settings: Settings, *, log_level: str = "INFO") -> EngineInfo:
-        """Load the model and return what the engine can do.
+    async def ready(self) -> EngineInfo:
+        """Wait until the model is loaded and return what the engine can do.
 
         Raises:
             TieredKVError: of the type that the engine refused with.
         """
-        self._ended = asyncio.Event()
-        self._channel.send(messages.Start(settings=settings, log_level=log_level))
-        asyncio.get_running_loop().add_reader(self._channel, self._hear, self._ended)
-        return await asyncio.shield(self._info)
-
-    @property
-    def info(self) -> EngineInfo:
-        """What the engine said last about itself."""
-        return self._info.result()
-
-    @property
-    def pid(self) -> int:
-        """The engine's process."""
-        return self._process.pid
+        return await asyncio.shield(self._ready)
 
     def submit(self, request: EngineRequest, take: Take) -> None:
         """Hand a request to the engine; `take` is called with each of its outputs."""
         if self._is_stopping:
             take(TokenOutput(request_id=request.request_id, finish_reason="abort"))
-            return
-        if not self.is_alive:
+        elif not self.is_alive:
             take(_death_of(request.request_id))
-            return
-        self._takers[request.request_id] = take
-        self._channel.send(request)
+        else:
+            self._takers[request.request_id] = take
+            self._channel.send(request)
 
     def abort(self, request_id: str) -> None:
         """Stop a request; nothing more of it is told."""
@@ -94,7 +91,7 @@ class EngineClient:
 
     def stop(self, drain_timeout_s: float) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
-        if self.is_alive and not self._is_stopping and self._ended is not None:
+        if self.is_alive and not self._is_stopping:
             self._is_stopping = True
             self._channel.send(messages.Shutdown(drain_timeout_s))
 
@@ -104,53 +101,46 @@ class EngineClient:
 
     async def shutdown(self, drain_timeout_s: float) -> int:
         """Stop, wait for the engine's end, and return its exit code."""
-        if self._ended is not None:
-            self.stop(drain_timeout_s)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
-            asyncio.get_running_loop().remove_reader(self._channel)
-            self._mark_dead()
+        self.stop(drain_timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
+        self._mark_dead()
         self._channel.close()
         return await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
 
-    def _hear(self, ended: asyncio.Event) -> None:
+    def _hear(self) -> None:
         try:
             for message in self._channel.receive():
                 self._take(message)
         except (EOFError, StorageError) as error:
             if isinstance(error, StorageError):
                 logger.error("the engine sent %s", error)
-            asyncio.get_running_loop().remove_reader(self._channel)
             self._mark_dead()
-            ended.set()
 
     def _take(self, message: ToServer) -> None:
         match message:
             case messages.StepOutputs(outputs):
                 for output in outputs:
-                    self._deliver(output)
+                    pick = self._takers.pop if output.finish_reason else self._takers.get
+                    if (take := pick(output.request_id, None)) is not None:
+                        take(output)
             case messages.Stats(tiers):
                 self.stats = tiers
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case EngineInfo():
-                if self._info.done():  # a later word replaces the first
-                    self._info = asyncio.get_running_loop().create_future()
-                self._info.set_result(message)
+                self.info = message
+                if not self._ready.done():
+                    self._ready.set_result(message)
             case messages.StartFailed(error_type, text):
-                self._info.set_exception(errors.named(error_type, text))
-
-    def _deliver(self, output: TokenOutput) -> None:
-        finish = output.finish_reason
-        pick = self._takers.get if finish is None else self._takers.pop
-        take = pick(output.request_id, None)
-        if take is not None:
-            take(output)
+                self._ready.set_exception(errors.named(error_type, text))
 
     def _mark_dead(self) -> None:
+        self._loop.remove_reader(self._channel)
+        self._ended.set()
         self.is_alive = False
-        if not self._info.done():
-            self._info.set_exception(TieredKVError("the engine died while it was starting"))
+        if not self._ready.done():
+            self._ready.set_exception(TieredKVError("the engine died while it was starting"))
         for request_id, take in self._takers.items():
             take(_death_of(request_id))
         self._takers.clear()

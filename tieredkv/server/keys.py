@@ -6,9 +6,8 @@ It knows digests of keys and headers, not what a request asks for. A tenant is a
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Annotated
 
 import msgspec
@@ -17,8 +16,6 @@ from msgspec import Meta
 from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.server.asked import Rules
-
-FIELD = "prompt_cache_retention"
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -56,7 +53,6 @@ class Keys:
     is_local: bool
 
     def __post_init__(self) -> None:
-        self._everything = self._rules_of(None)
         self.load()
 
     def load(self) -> None:
@@ -65,7 +61,6 @@ class Keys:
         admin_key = self.settings.admin_key
         self._admins = [digest for digest, key in keys.items() if key.admin]
         self._admins += [_digest(admin_key.encode())] if admin_key else []
-        self._rules = {digest: self._rules_of(key.retention) for digest, key in keys.items()}
         self._keys = keys
 
     @property
@@ -81,17 +76,10 @@ class Keys:
         """
         return _match(headers, self._keys) if self._keys else ""
 
-    def rules(self, tenant: str, body: Mapping[str, object] = MappingProxyType({})) -> Rules:
-        """Return what a tenant's requests may say.
-
-        Raises:
-            RequestError: the body names a retention that only others may have.
-        """
-        rules, wanted = self._rules.get(tenant, self._everything), body.get(FIELD)
-        if wanted in list(self._everything.policies.names - rules.policies.names):
-            text = f"This API key does not allow '{wanted}' prompt caching."
-            raise RequestError(text, param=FIELD, code="invalid_parameter")
-        return rules
+    def rules(self, tenant: str) -> Rules:
+        """Return what a tenant's requests may say."""
+        key = self._keys.get(tenant, Key())
+        return Rules(self.settings, self.is_strict, key.retention)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Refuse who has no admin key; where no key at all is set, this machine is trusted.
@@ -116,15 +104,6 @@ class Keys:
         if known and needs_key[self.settings.metrics_key]:
             _match(headers, known)
 
-    def _rules_of(self, retention: str | None) -> Rules:
-        settings = self.settings
-        if retention is not None:
-            allowed = settings.retention_policies().up_to(retention).names
-            is_allowed = settings.default_retention in allowed
-            default = settings.default_retention if is_allowed else retention
-            settings = replace(settings, max_retention=retention, default_retention=default)
-        return Rules.of(settings, is_strict=self.is_strict)
-
     def _read(self) -> dict[str, Key]:
         if self.settings.api_keys_file is None:
             return {}
@@ -139,7 +118,7 @@ class Keys:
         if mode & 0o077:
             hint = f"hint: run `chmod go= {path}`"
             raise ConfigError(f"`{path}` holds keys and is open to others ({mode:04o})\n{hint}")
-        known = sorted(self._everything.policies.names)
+        known = sorted(Rules(self.settings).policies.names)
         for name, key in keys.items():
             if bool(key.key) == bool(key.key_sha256):
                 raise ConfigError(f"`{path}`: `{name}` needs one of `key` and `key_sha256`")

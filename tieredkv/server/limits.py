@@ -21,9 +21,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from tieredkv.errors import RequestError
 
 MAX_HEADER_BYTES = 64 << 10
+MAX_BODY_BYTES = 32 << 20
 MAX_BODIES_BYTES = 2 << 30
+BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
+
+_CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
 
 
 @dataclass
@@ -57,6 +61,7 @@ class Limits:
             size = len(message.get("body", b""))
             held[tenant] += size
             self._bytes[tenant] += size
+            _check_size(held[tenant])
             if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
                 raise _refused(429, "The server holds too many bytes of requests; retry later.")
             return message
@@ -80,13 +85,27 @@ class Limits:
             self._bytes -= held
 
 
+async def read_body(request: Request) -> bytes:
+    """Return a body that is not too long, by its header to begin with, and arrives in time."""
+    _check_size(int(request.headers.get("content-length", "0")))
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            return await request.body()
+    except TimeoutError:
+        raise _refused(408, "The request body did not arrive in time.") from None
+
+
+def _check_size(num_bytes: int) -> None:
+    if num_bytes > MAX_BODY_BYTES:
+        raise _refused(413, f"The request body is longer than {MAX_BODY_BYTES} bytes.")
+
+
 def _is_too_much(held: Counter[str], tenant: str, most: int) -> bool:
     return held.total() > most and held[tenant] > most // len(+held)
 
 
 def _refused(status: int, text: str) -> RequestError:
-    code = "queue_full" if status == 429 else "headers_too_large"
-    return RequestError(text, code=code, status=status)
+    return RequestError(text, code=_CODES[status], status=status)
 
 
 class TimedConnection(H11Protocol):

@@ -64,12 +64,10 @@ class Metrics:
 
     def _make(self, row: dict[str, Any]) -> Any:
         labels = self._settings.metric_labels if row.get("is_labelled") else ()
+        kind = {"counter": prometheus_client.Counter, "histogram": prometheus_client.Histogram}
+        buckets = {"buckets": row["buckets"]} if "buckets" in row else {}
         names = [*row.get("labels", ()), *labels]
-        told: dict[str, Any] = {"registry": None}
-        if row["type"] == "counter":
-            return prometheus_client.Counter(row["name"], row["help"], names, **told)
-        told["buckets"] = row["buckets"]
-        return prometheus_client.Histogram(row["name"], row["help"], names, **told)
+        return kind[row["type"]](row["name"], row["help"], names, registry=None, **buckets)
 
 
 class Observer:

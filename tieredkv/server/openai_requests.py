@@ -6,19 +6,20 @@ checked here in whole, before anybody works for it. Fields are called what the A
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pydantic
-from pydantic import Field, PlainValidator, TypeAdapter, ValidationInfo, field_validator
-from pydantic_core import PydanticCustomError, PydanticKnownError
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
+from pydantic_core import PydanticCustomError
 
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, Object, invalid_value, is_too_deep, unknown_parameter
-from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, CachePlan, Rules, Shape, Text
+from tieredkv.fields import MAX_DEPTH, Object, as_list, is_too_deep
+from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Rules, Shape, Text, plan_of
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
 
@@ -29,8 +30,7 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-_SAMPLING_FIELDS = {it.name for it in fields(SamplingParams)} - _names("max_tokens logprobs")
-TTLS = {"30m": 1800.0, "12h": 43200.0}
+_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - _names("max_tokens logprobs")
 WHOLE = 2**31 - 1
 """Stands for the end of a prompt of any length."""
 
@@ -60,7 +60,7 @@ class CacheOptions(Object):
     """For how long the prompt is kept at least, and whether without being marked."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
-    ttl: Ttl = "30m"
+    ttl: Literal["30m"] = "30m"
 
 
 class Breakpoint(Object):
@@ -68,12 +68,6 @@ class Breakpoint(Object):
 
     mode: Literal["explicit"]
     ttl: Ttl | None = None
-
-
-class ChatCacheOptions(CacheOptions):
-    """As the chat has them."""
-
-    ttl: Literal["30m"] = "30m"
 
 
 class OpenAIRequest(ApiRequest):
@@ -96,11 +90,11 @@ class OpenAIRequest(ApiRequest):
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions = StreamOptions()
     prompt_cache_retention: Text | None = None
     cache_salt: Text | None = Field(None, max_length=128)
     prompt_cache_key: Text | None = Field(None, max_length=256)
-    prompt_cache_options: ChatCacheOptions | None = None
+    prompt_cache_options: CacheOptions | None = None
 
     # These mean nothing here.
     user: str | None = None
@@ -112,7 +106,7 @@ class OpenAIRequest(ApiRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[list[str], pydantic.BeforeValidator(_several)] = Field([], max_length=4)
+    stop: Annotated[list[str], BeforeValidator(_several)] = Field([], max_length=4)
     stop_token_ids: TokenIds = Field([])
 
     @property
@@ -131,11 +125,6 @@ class OpenAIRequest(ApiRequest):
         names = "model prompt_cache_key service_tier reasoning_effort verbosity"
         return {name: getattr(self, name, None) for name in names.split()}
 
-    @property
-    def wants_stream_usage(self) -> bool:
-        """Whether a stream ends with its usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
-
     @cached_property
     def params(self) -> SamplingParams:
         """How to sample every answer, but for its seed and the room that is left."""
@@ -149,20 +138,19 @@ class OpenAIRequest(ApiRequest):
 
     def check(self, rules: Rules) -> None:
         """Refuse what the fields cannot mean together, or on this server."""
-        if self.stream_options is not None and not self.stream:
+        if "stream_options" in self.model_fields_set and not self.stream:
             text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
-            rules.policies.get(self.prompt_cache_retention, is_strict=rules.is_strict)
-        _ = self.params  # refuses what it must
-        self.plan(rules, [0] * len(self.marks))  # so does this
+            rules.check_retention(self.prompt_cache_retention)
+        self.plan(rules, [0] * len(self.marks))  # refuses what it must
 
-    @cached_property
+    @property
     def marks(self) -> dict[Mark, Breakpoint]:
         """Where the prompt is marked."""
         return {}
 
-    def plan(self, rules: Rules, ends: Sequence[int]) -> CachePlan:
+    def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
         options = self.prompt_cache_options
         ttl: Ttl = options.ttl if options else "30m"
@@ -172,22 +160,23 @@ class OpenAIRequest(ApiRequest):
         wanted = wanted[-4:] if is_explicit else wanted[-3:]
         if options and not is_explicit:
             wanted.append((WHOLE, ttl))
-        retention, claims = self.prompt_cache_retention, []
-        for end, lifetime in wanted:
-            claim = rules.claim(end, retention, TTLS[lifetime])
-            if claim is None:
-                raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
-            claims.append(claim)
-        cacheable = max([0, *ends]) if is_explicit else None
-        return CachePlan(retention=retention, claims=claims, cacheable_tokens=cacheable)
+        retention = self.prompt_cache_retention
+        return plan_of(
+            self.params,
+            retention=retention,
+            claims=[rules.claim(end, retention, lifetime) for end, lifetime in wanted],
+            cacheable_tokens=max([0, *ends]) if is_explicit else None,
+            cache_salt=self.cache_salt,
+            prompt_cache_key=self.prompt_cache_key,
+        )
 
-    def asked(self, prompts: list[list[int]], shape: Shape, plan: CachePlan, **how: Any) -> Asked:
+    def asked(
+        self, prompts: list[list[int]], shape: Shape, plan: EngineRequest, **how: Any
+    ) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        how |= {"settings": self.settings, "n": self.n, "stream": self.stream, "limit": self.limit}
-        how |= {"default_tokens": self.default_tokens, "prompt_field": self.prompt_field}
-        how |= {"cache_salt": self.cache_salt, "prompt_cache_key": self.prompt_cache_key}
-        how["labels"] = self.metadata
-        return Asked(prompts=prompts, params=self.params, shape=shape, plan=plan, **how)
+        how |= {"settings": self.settings, "n": self.n, "stream": self.stream}
+        how |= {"limit": self.limit or self.default_tokens, "prompt_field": self.prompt_field}
+        return Asked(prompts=prompts, plan=plan, shape=shape, labels=self.metadata, **how)
 
 
 def _read_prompts(value: Any) -> Sequence[Prompt]:
@@ -213,7 +202,7 @@ class CompletionRequest(OpenAIRequest):
     prompt_field = "prompt"
     default_tokens = 16
 
-    prompt: Annotated[list[Prompt], PlainValidator(_read_prompts)]
+    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts)]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -242,34 +231,28 @@ class CompletionRequest(OpenAIRequest):
         prompts = await tokenization.encode_prompts(self.prompt)
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
-        choices, usage = CompletionChoices(tokenization.token_text), self.wants_stream_usage
+        choices = CompletionChoices(tokenization.token_text)
+        usage = self.stream_options.include_usage
         shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
         shape.is_silent = self.max_tokens == 0
-        how: dict[str, Any] = {"prompt_logprobs": self.logprobs if self.echo else None}
-        how["segments"] = await tokenization.segments(self.prompt)
-        return self.asked(prompts, shape, self.plan(rules, []), **how)
+        prompt_logprobs = self.logprobs if self.echo else None
+        plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
+        segments = await tokenization.segments(self.prompt)
+        return self.asked(prompts, shape, plan, segments=segments)
 
 
 class ContentPart(Object):
     """A part of a message's text."""
 
+    needed: ClassVar[tuple[str, ...]] = ("text.text", "refusal.refusal")
+
     type: Literal["text", "refusal"]
-    text: str | None = Field(None, validate_default=True)
-    refusal: str | None = Field(None, validate_default=True)
+    text: str = ""
+    refusal: str = ""
     prompt_cache_breakpoint: Breakpoint | None = None
 
-    @field_validator("text", "refusal")
-    @classmethod
-    def _is_there(cls, text: str | None, info: ValidationInfo) -> str | None:
-        if text is None and info.data.get("type", "").endswith(str(info.field_name)):
-            raise PydanticKnownError("missing")
-        return text
-
     def __str__(self) -> str:
-        return self.text if self.text is not None else self.refusal or ""
-
-
-Parts = Annotated[list[ContentPart], FAIL_FAST]
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class Function(Object):
@@ -287,7 +270,7 @@ class CalledFunction(Object):
     name: Text
     arguments: Any = Field({})
 
-    @field_validator("arguments")
+    @pydantic.field_validator("arguments")
     @classmethod
     def _parse(cls, arguments: Any) -> Any:
         # Templates print an object as they like; OpenAI's clients send its text.
@@ -310,45 +293,22 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
-    parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Parts)
+    needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] = Field(None, validate_default=True)
+    content: Annotated[list[ContentPart], FAIL_FAST, BeforeValidator(as_list)] = Field([])
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
     tool_call_id: Text | None = None
 
-    @field_validator("content", "output", mode="before", check_fields=False)
-    @classmethod
-    def _read(cls, value: Any, info: ValidationInfo) -> Any:
-        """Return the text or its parts."""
-        if value is None and info.data.get("role") != "assistant":
-            raise PydanticKnownError("missing")
-        if isinstance(value, list):
-            return cls.parts.validate_python(value, strict=True, context=info.context)
-        if isinstance(value, str | None):
-            return value or ""
-        raise PydanticCustomError("content", "a string or an array")
-
     def for_template(self) -> dict[str, Any]:
         """Return the form that chat templates know."""
         role = "system" if self.role == "developer" else self.role
-        content = self.content if isinstance(self.content, str) else list(map(str, self.content))
-        message: dict[str, Any] = {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": list(map(str, self.content))}
         if self.tool_calls and role == "assistant":
             message["tool_calls"] = [call.model_dump() for call in self.tool_calls]
         return message | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
-
-
-def marks_in(messages: Sequence[Message]) -> dict[Mark, Breakpoint]:
-    """Return what is marked, by the indexes of messages and their parts."""
-    return {
-        (i, j): part.prompt_cache_breakpoint
-        for i, message in enumerate(messages)
-        for j, part in enumerate([] if isinstance(message.content, str) else message.content)
-        if part.prompt_cache_breakpoint
-    }
 
 
 class FunctionType(Object):
@@ -384,11 +344,57 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
+    @property
+    def turns(self) -> Sequence[Message]:
+        """All messages."""
+        raise NotImplementedError
+
+    @cached_property
+    def marks(self) -> dict[Mark, Breakpoint]:
+        """Where the prompt is marked, by the indexes of messages and their parts."""
+        return {
+            (i, j): part.prompt_cache_breakpoint
+            for i, message in enumerate(self.turns)
+            for j, part in enumerate(message.content)
+            if part.prompt_cache_breakpoint
+        }
+
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.tool_choice not in (None, "none", "auto"):
             raise unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
         super().check(rules)
+
+    async def render(
+        self,
+        tokenization: Tokenization,
+        rules: Rules,
+        arguments: dict[str, Any],
+        shape: Shape,
+        **how: Any,
+    ) -> Asked:
+        """Return what is asked for, rendered with arguments for the template."""
+        messages = [message.for_template() for message in self.turns]
+        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        plan = self.plan(rules, encoded.ends)
+        return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments, **how)
+
+
+_RESERVED_TEMPLATE_ARGUMENTS = _names(
+    "messages conversation tools documents chat_template add_generation_prompt tokenize "
+    "continue_final_message return_dict return_tensors padding truncation max_length"
+)
+
+
+def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name, value in arguments.items():
+        is_plain = isinstance(value, str | int | float | bool)
+        if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
+            raise PydanticCustomError("unknown", "nothing", {"name": name})
+    return arguments
+
+
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
 class ChatRequest(ConversationRequest):
@@ -401,16 +407,16 @@ class ChatRequest(ConversationRequest):
     logprobs: bool = False
     max_completion_tokens: int | None = Field(None, ge=1)
     response_format: ResponseFormat | None = None
-    modalities: list[Any] = Field([])
-    chat_template_kwargs: dict[str, Any] = Field({})
-    tools: Annotated[list[dict[str, Any]], PlainValidator(_check_tools)] = Field([])
+    modalities: list[Literal["text"]] = Field([])
+    chat_template_kwargs: TemplateArguments = Field({})
+    tools: Annotated[list[dict[str, Any]], pydantic.PlainValidator(_check_tools)] = Field([])
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 
-    @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked."""
-        return marks_in(self.messages)
+    @property
+    def turns(self) -> Sequence[Message]:
+        """All messages."""
+        return self.messages
 
     @property
     def limit(self) -> int | None:
@@ -427,30 +433,15 @@ class ChatRequest(ConversationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             text = "'top_logprobs' is only allowed when 'logprobs' is true."
             raise RequestError(text, param="top_logprobs", code="invalid_value")
-        for modality in self.modalities:
-            if modality != "text":
-                raise invalid_value("modalities", str(modality), "'text'")
-        for name, value in self.chat_template_kwargs.items():
-            is_plain = isinstance(value, str | int | float | bool)
-            if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
-                raise unknown_parameter(f"chat_template_kwargs.{name}")
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        messages = [message.for_template() for message in self.messages]
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         choices = ChatChoices(tokenization.token_text)
-        shape = ChoicesShape(choices, self.model, self.n, wants_usage=self.wants_stream_usage)
-        plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments)
-
-
-_RESERVED_TEMPLATE_ARGUMENTS = _names(
-    "messages conversation tools documents chat_template add_generation_prompt tokenize "
-    "continue_final_message return_dict return_tensors padding truncation max_length"
-)
+        usage = self.stream_options.include_usage
+        shape = ChoicesShape(choices, self.model, self.n, wants_usage=usage)
+        return await self.render(tokenization, rules, arguments, shape)
 
 
 def unsupported(message: str, param: str) -> RequestError:

@@ -8,42 +8,51 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter, ValidationInfo
+from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object
+from tieredkv.fields import Object, as_list
 from tieredkv.retention import ALIASES
 from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import Asked, CachePlan, Json, Rules, Shape, Text
-from tieredkv.server.chat import Mark, Tokenization
+from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, written_for
+from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
-from tieredkv.server.openai_requests import FAIL_FAST, CalledFunction, Message
+from tieredkv.server.openai_requests import FAIL_FAST, CalledFunction, ContentPart, Message
 from tieredkv.server.openai_responses import caching_body
 
 _OF_ANSWERS = frozenset(("id", "status", "phase", "annotations", "logprobs"))
 """What items and parts may bear that were part of an answer."""
 
 
-class InputPart(requests.ContentPart):
+class InputPart(ContentPart):
     """A part of an item's text."""
 
-    type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
     known_besides = _OF_ANSWERS
+    needed = ("input_text.text", "output_text.text", "refusal.refusal")
+
+    type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
+
+
+def _as_list(texts: Any) -> Any:
+    return as_list(texts, "input_text")
+
+
+Texts = Annotated[list[InputPart], FAIL_FAST, BeforeValidator(_as_list)]
 
 
 class InputMessage(Message):
     """A message."""
 
     known_besides = _OF_ANSWERS
-    parts: ClassVar[TypeAdapter[Any]] = TypeAdapter(Annotated[list[InputPart], FAIL_FAST])
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
+    content: Texts = Field([])  # type: ignore[assignment]
 
     def as_message(self) -> Message:
         """Return it as a chat has it."""
@@ -60,27 +69,25 @@ class FunctionCall(CalledFunction):
 
     def as_message(self) -> Message:
         """Return it as a chat has it."""
-        call = requests.ToolCall(
-            id=self.call_id, function=CalledFunction.model_construct(**vars(self))
-        )
-        return Message(role="assistant", content="", tool_calls=[call])
+        call = requests.ToolCall(id=self.call_id, function=self)
+        return Message(role="assistant", content=[], tool_calls=[call])
 
 
-class FunctionOutput(InputMessage):
+class FunctionOutput(Object):
     """What a function has returned."""
 
-    type: Literal["function_call_output"]  # type: ignore[assignment]
-    role: Literal["tool"] = "tool"  # type: ignore[assignment]
+    known_besides = _OF_ANSWERS
+
+    type: Literal["function_call_output"]
     call_id: Text
-    output: str | list[InputPart]
-    content: str | list[requests.ContentPart] = ""
+    output: Texts
 
     def as_message(self) -> Message:
         """Return it as a chat has it."""
         return Message.model_construct(role="tool", content=self.output, tool_call_id=self.call_id)
 
 
-_ITEMS: dict[str, type[InputMessage | FunctionCall]] = {
+_ITEMS: dict[str, type[InputMessage | FunctionCall | FunctionOutput]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionOutput,
@@ -132,6 +139,7 @@ class Reasoning(Object):
 class Options(requests.CacheOptions):
     """With what other endpoints have not."""
 
+    ttl: requests.Ttl = "30m"  # type: ignore[assignment]
     prewarm: bool = False
     comparison_response_id: str | None = None
 
@@ -150,7 +158,7 @@ class ResponsesRequest(requests.ConversationRequest):
     conversation: Any = None
     prompt: Any = None
     background: bool = False
-    prompt_cache_options: Options | None = None  # type: ignore[assignment]
+    prompt_cache_options: Options | None = None
     n: int = Field(1, ge=1, le=1)
     temperature: float | None = None
 
@@ -182,7 +190,8 @@ class ResponsesRequest(requests.ConversationRequest):
         """All messages; calls are part of the assistant's message that they come behind."""
         messages: list[Message] = []
         if self.instructions:
-            messages.append(Message.model_construct(role="system", content=self.instructions))
+            part = ContentPart(type="text", text=self.instructions)
+            messages.append(Message(role="system", content=[part], tool_calls=[]))
         for message in self.input:
             last = messages[-1] if messages else None
             if message.tool_calls and last and last.role == "assistant":
@@ -191,11 +200,6 @@ class ResponsesRequest(requests.ConversationRequest):
             else:
                 messages.append(message)
         return messages
-
-    @cached_property
-    def marks(self) -> dict[Mark, requests.Breakpoint]:
-        """Where the prompt is marked."""
-        return requests.marks_in(self.turns)
 
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
@@ -208,15 +212,11 @@ class ResponsesRequest(requests.ConversationRequest):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
-        messages = [message.for_template() for message in self.turns]
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
-        plan = self.plan(rules, encoded.ends)
-        options, shape = self.prompt_cache_options, ResponseShape(self, plan)
-        how: dict[str, Any] = {"segments": encoded.segments}
-        how["compared_id"] = options.comparison_response_id if options else None
-        return self.asked([encoded.token_ids], shape, plan, **how)
+        options, shape = self.prompt_cache_options, ResponseShape(self)
+        compared_id = options.comparison_response_id if options else None
+        return await self.render(tokenization, rules, arguments, shape, compared_id=compared_id)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -234,9 +234,8 @@ class ResponseShape(Shape):
 
     names_events = True
 
-    def __init__(self, asked: ResponsesRequest, plan: CachePlan) -> None:
+    def __init__(self, asked: ResponsesRequest) -> None:
         self._asked = asked
-        self._long_end = max((c.end_token for c in plan.claims if c.protect_s > 1800), default=0)
         self.id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._numbers = itertools.count()
@@ -314,10 +313,9 @@ class ResponseShape(Shape):
         return {"prompt_cache_diagnostics": told}
 
     def _usage(self, answer: Answer) -> Json:
-        usage = answer.usage
-        cached, written = usage.cached_tokens, usage.written_tokens
-        num_long = max(0, min(self._long_end, cached + written) - cached)
-        by_ttl = {"ttl_30m_tokens": written - num_long, "ttl_12h_tokens": num_long}
+        usage, num_long = answer.usage, written_for(answer, "12h")
+        num_short = usage.written_tokens - num_long
+        by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
         told = caching_body([usage], self.diagnosis)
         num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
         return {

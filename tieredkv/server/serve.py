@@ -18,7 +18,7 @@ import uvicorn
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import EngineInfo
-from tieredkv.errors import ConfigError
+from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.engine_client import EngineClient
@@ -118,69 +118,60 @@ class Server:
             TieredKVError: it cannot start; nothing stored was changed.
         """
         self.settings.check_server()
-        self._stop = asyncio.Event()
-        self._is_forced = False
-        self._socket = bind(self.settings, allows_open_access=self.allows_open_access)
-        with self._socket:
-            local = is_local(self._socket.getsockname())
-            self._keys = Keys(settings=self.settings, is_strict=self.is_strict, is_local=local)
+        with bind(self.settings, allows_open_access=self.allows_open_access) as sock:
+            local = is_local(sock.getsockname())
+            keys = Keys(settings=self.settings, is_strict=self.is_strict, is_local=local)
             try:
-                return asyncio.run(self._run())
+                return asyncio.run(self._run(sock, keys))
             except asyncio.CancelledError:
                 return EXIT_INTERRUPTED
 
-    async def _run(self) -> int:
+    async def _run(self, sock: socket.socket, keys: Keys) -> int:
         """Start, serve, end."""
-        loop = asyncio.get_running_loop()
-        task = asyncio.current_task()
-        assert task is not None
-
-        def on_signal() -> None:
-            if self._stop.is_set():
-                self._is_forced = True
-                task.cancel()
-            else:
-                logger.info("stopping: streams end, then what was promised is written to disk")
-            self._stop.set()
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, on_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._keys.load)
-        engine = EngineClient(on_progress=self.on_progress)
-        has_served, engine_exit_code = False, 0
-        try:
-            if await self._has_started(engine):
-                has_served = True
-                await self._serve(engine)
-        finally:
-            if not self._is_forced:  # else the engine drains by itself, its server being gone
-                engine_exit_code = await engine.shutdown(self.settings.drain_timeout)
-        return 1 if has_served and engine_exit_code else 0
-
-    async def _has_started(self, engine: EngineClient) -> bool:
-        """Load model and tokenizer; False where a signal came first."""
         # The engine has no use for the keys.
-        shares = {**self.settings.tenant_shares, **self._keys.shares}
+        shares = {**self.settings.tenant_shares, **keys.shares}
         settings = replace(self.settings, api_keys=(), admin_key=None, tenant_shares=shares)
-        starting = asyncio.create_task(engine.start(settings, log_level=self.log_level))
-        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, settings.model))
-        stopping = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                engine.kill()
-                return False
-            starting.result()
-            self._tokenization = Tokenization(
-                await loading, has_canonical_tools=settings.canonical_tools == "on"
-            )
-        finally:
-            for task in (starting, loading, stopping):
-                task.cancel()
-        return True
+        engine = EngineClient(settings, on_progress=self.on_progress, log_level=self.log_level)
+        self._end = engine.kill
+        exit_code, signals, task = 0, [], asyncio.current_task()
 
-    async def _serve(self, engine: EngineClient) -> None:
-        api = Api(self.settings, engine, self._tokenization, self._keys)
+        def on_signal(number: int) -> None:
+            signals.append(number)
+            if len(signals) == 1:
+                logger.info("stopping: streams end, then what was promised is written to disk")
+                self._end()
+            elif task is not None:
+                task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, on_signal, number)
+        loop.add_signal_handler(signal.SIGHUP, keys.load)
+        try:
+            with contextlib.closing(await self._load(engine)) as tokenization:
+                if not signals:
+                    api = Api(self.settings, engine, tokenization, keys)
+                    await self._serve(sock, api, engine)
+        except TieredKVError:
+            if not signals:  # else the engine was killed while it started
+                raise
+        finally:
+            if len(signals) < 2:  # else the engine drains by itself, its server being gone
+                exit_code = await engine.shutdown(self.settings.drain_timeout)
+        return 1 if exit_code and self._end != engine.kill else 0
+
+    async def _load(self, engine: EngineClient) -> Tokenization:
+        """Load the tokenizer while the engine loads the model."""
+        loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.settings.model))
+        try:
+            await engine.ready()
+            has_canonical_tools = self.settings.canonical_tools == "on"
+            return Tokenization(await loading, has_canonical_tools=has_canonical_tools)
+        finally:
+            loading.cancel()
+
+    async def _serve(self, sock: socket.socket, api: Api, engine: EngineClient) -> None:
+        """Answer requests until a signal comes."""
         config = uvicorn.Config(
             build_app(api),
             loop="asyncio",
@@ -194,17 +185,14 @@ class Server:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=STREAMS_END_S,
         )
-        host, port = self._socket.getsockname()[:2]
+        host, port = sock.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
         http = _HttpServer(config, lambda: self.on_ready(url, engine.info))
-        serving = asyncio.create_task(http.serve([self._socket]))
-        stopping = asyncio.create_task(self._stop.wait())
-        try:
-            await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+
+        def end() -> None:
             # Both at once: the engine's last word to each request is what ends its stream.
             engine.stop(self.settings.drain_timeout)
             http.should_exit = True
-            await serving
-        finally:
-            stopping.cancel()
-            self._tokenization.close()
+
+        self._end = end
+        await http.serve([sock])
