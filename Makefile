@@ -34,7 +34,7 @@ demo: setup
 	@$(BIN)/tieredkv demo
 
 test: lint types
-	@$(BIN)/pytest -q -m "not gpu and not slow and not stress"
+	@$(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 2 --dist loadfile
 
 test-full: lint types
 	@$(BIN)/pytest -q -m "not gpu"

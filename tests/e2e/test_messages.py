@@ -306,5 +306,7 @@ def test_texts_and_conversations_are_tokenized(server: Server) -> None:
     assert counted == {"input_tokens": talk["count"]}
     assert tell("/detokenize", tokens=[2**31 - 1]) == {"prompt": ""}
     assert "not both" in tell("/tokenize")["error"]["message"]
+    flat = tell("/tokenize", messages=[{"role": "user", "content": "hi"}], tools=[{"name": "x"}])
+    assert flat["error"]["param"] == "tools[0].type", flat
     assert "below minimum value" in tell("/detokenize", tokens=[-1])["error"]["message"]
     assert set(httpx.get(f"{server.root}/version").json()) == {"version"}

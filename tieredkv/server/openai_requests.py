@@ -332,6 +332,9 @@ def _check_tools(tools: Any, info: ValidationInfo) -> Any:
     return tools
 
 
+Tools = Annotated[list[dict[str, Any]], pydantic.PlainValidator(_check_tools)]
+
+
 class ResponseFormat(Object):
     """Plain text, which is all that is made."""
 
@@ -409,7 +412,7 @@ class ChatRequest(ConversationRequest):
     response_format: ResponseFormat | None = None
     modalities: list[Literal["text"]] = Field([])
     chat_template_kwargs: TemplateArguments = Field({})
-    tools: Annotated[list[dict[str, Any]], pydantic.PlainValidator(_check_tools)] = Field([])
+    tools: Tools = Field([])
     reasoning_effort: Effort | None = None
     verbosity: Verbosity | None = None
 

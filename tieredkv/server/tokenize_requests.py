@@ -9,7 +9,7 @@ from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, PlainRequest
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_requests import Message
+from tieredkv.server.openai_requests import Message, Tools
 
 
 class TokenizeRequest(PlainRequest):
@@ -17,7 +17,7 @@ class TokenizeRequest(PlainRequest):
 
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field([], max_length=16_384)
-    tools: list[Json] = Field([], max_length=1024)
+    tools: Tools = Field([])
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
