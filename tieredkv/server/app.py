@@ -124,7 +124,7 @@ class Api:
 
         async def route(request: Request) -> Response:
             info, tokenization = self._engine.info, self._tokenization
-            tenant = self._keys.tenant(request.headers)
+            tenant = request.scope["tenant"]
             parsed = parse_body(await read_body(request))
             if issubclass(kind, PlainRequest):
                 parsed.setdefault("model", info.model)

@@ -61,6 +61,11 @@ class Keys:
         admin_key = self.settings.admin_key
         self._admins = [digest for digest, key in keys.items() if key.admin]
         self._admins += [_digest(admin_key.encode())] if admin_key else []
+        self._others = Rules(self.settings, self.is_strict)
+        self._rules = {
+            digest: Rules(self.settings, self.is_strict, key.retention)
+            for digest, key in keys.items()
+        }
         self._keys = keys
 
     @property
@@ -78,8 +83,7 @@ class Keys:
 
     def rules(self, tenant: str) -> Rules:
         """Return what a tenant's requests may say."""
-        key = self._keys.get(tenant, Key())
-        return Rules(self.settings, self.is_strict, key.retention)
+        return self._rules.get(tenant, self._others)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Refuse who has no admin key; where no key at all is set, this machine is trusted.

@@ -32,7 +32,9 @@ _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "hea
 
 @dataclass
 class Limits:
-    """Refuses what is too much at once, before its body is read, and notes when requests arrive.
+    """Refuses what is too much at once, before its body is read.
+
+    It notes in the scope when a request has arrived, and whose it is.
 
     Who holds less than an equal share is not refused for what others hold, so that twice as much
     is held at the very most.
@@ -72,7 +74,7 @@ class Limits:
             if sum(map(len, itertools.chain(*scope["headers"]))) > MAX_HEADER_BYTES:
                 raise _refused(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.")
             if is_counted:
-                tenant = self.tenant_of(Headers(scope=scope))
+                tenant = scope["tenant"] = self.tenant_of(Headers(scope=scope))
                 counted[tenant] = 1
                 self._requests += counted
                 if _is_too_much(self._requests, tenant, self.max_requests):

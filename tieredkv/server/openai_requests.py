@@ -4,6 +4,7 @@ It knows fields and texts, no sockets, no tokenizer and no engine. What a reques
 checked here in whole, before anybody works for it. Fields are called what the API calls them.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -228,7 +229,8 @@ class CompletionRequest(OpenAIRequest):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Encode the texts, and decode what is echoed."""
-        prompts = await tokenization.encode_prompts(self.prompt)
+        encoding = tokenization.encode_prompts(self.prompt)
+        prompts, segments = await asyncio.gather(encoding, tokenization.segments(self.prompt))
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
         choices = CompletionChoices(tokenization.token_text)
@@ -237,7 +239,6 @@ class CompletionRequest(OpenAIRequest):
         shape.is_silent = self.max_tokens == 0
         prompt_logprobs = self.logprobs if self.echo else None
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
-        segments = await tokenization.segments(self.prompt)
         return self.asked(prompts, shape, plan, segments=segments)
 
 
