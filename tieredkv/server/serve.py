@@ -131,8 +131,6 @@ class Server:
         # The engine has no use for the keys.
         shares = {**self.settings.tenant_shares, **keys.shares}
         settings = replace(self.settings, api_keys=(), admin_key=None, tenant_shares=shares)
-        engine = EngineClient(settings, on_progress=self.on_progress, log_level=self.log_level)
-        self._end = engine.kill
         exit_code, signals, task = 0, [], asyncio.current_task()
 
         def on_signal(number: int) -> None:
@@ -147,6 +145,9 @@ class Server:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, keys.load)
+        # After the handlers: from its first moment on, a signal ends the engine too.
+        engine = EngineClient(settings, on_progress=self.on_progress, log_level=self.log_level)
+        self._end = engine.kill
         try:
             with contextlib.closing(await self._load(engine)) as tokenization:
                 if not signals:
