@@ -401,41 +401,12 @@ class SlotAllocator:
 
     def enforce_budget(self) -> None:
         """Bring what files occupy down to the budget, less room for the index to grow."""
-        while self.room_bytes < 0 and self._give_way():
+        while self.room_bytes < 0 and self.give_way():
             pass
 
-    def _give_way(self) -> bool:
+    def give_way(self) -> bool:
         """Give back what no block needs, or evict some blocks; False if nothing is left."""
         if self.release_idle(0):
             return True
         with self.changing() as txn:
             return bool(self._evict(txn, -self.room_bytes))
-
-    def reach_budget(self, budget_bytes: int) -> None:
-        """Shrink a store that is given less room than it takes, its index as well.
-
-        The copy that makes a bloated index smaller lies beside it for a while: it is made once
-        both have room in the larger budget, that of now.
-        """
-        larger_bytes, self.budget_bytes = self.budget_bytes, budget_bytes
-        while self.room_bytes < 0:
-            used_bytes = self.index.used_bytes()
-            is_bloated = 2 * used_bytes < self.overhead_bytes
-            if not (is_bloated and self._compact_index(larger_bytes)) and not self._give_way():
-                break
-        if self.room_bytes < 0:
-            self._compact_index(larger_bytes)
-        if self.occupied_bytes > self.budget_bytes:
-            what = f"the emptied store at `{self.index.path}` occupies {self.occupied_bytes} bytes"
-            raise StoreFullError(f"{what} of a budget of {self.budget_bytes}; raise the disk size")
-
-    def _compact_index(self, most_bytes: int) -> bool:
-        """Make the index smaller if the copy has room; False if it has not."""
-        if self.occupied_bytes + self.index.used_bytes() > most_bytes:
-            return False
-        try:
-            self.index.compact()
-        except StoreFullError:
-            return False
-        self.measure()
-        return True

@@ -10,8 +10,9 @@ import os
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -58,6 +59,28 @@ def scratch(size_bytes: int) -> memoryview:
     if len(_thread.scratch) < size_bytes:
         _thread.scratch = aligned_buffer(size_bytes)
     return _thread.scratch[:size_bytes]
+
+
+class Rate:
+    """Bytes of blocks a second of one thread's time, over all that was done by any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._num_bytes, self._seconds = 0, 0.0
+
+    @contextmanager
+    def timing(self, num_bytes: int) -> Iterator[None]:
+        """Count what is done in the `with` block."""
+        begin = time.thread_time()
+        yield
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._seconds += time.thread_time() - begin
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0 while nothing was done."""
+        return self._num_bytes / (self._seconds or 1.0)
 
 
 def pack(block: memoryview, number: int) -> Packed | None:
@@ -127,11 +150,15 @@ class Packing:
     def __init__(self, setting: str, element_bytes: int) -> None:
         self.setting, self.is_on = setting, setting == "on"
         self.trial: dict[str, float] = {}
+        self.rate = Rate()
         self._codec = element_bytes // 2
 
     def pack(self, block: memoryview) -> Packed | None:
         """Compress a block that is to be stored, if that is wanted and helps."""
-        return pack(block, self._codec) if self.is_on else None
+        if not self.is_on:
+            return None
+        with self.rate.timing(len(block)):
+            return pack(block, self._codec)
 
     def decide(self, blocks: Sequence[Located], read_block: ReadBlock, num_readers: int) -> None:
         """Load blocks as fast as the disk gives them, pack and decode them, and compare the rates.
@@ -145,17 +172,16 @@ class Packing:
         with ThreadPoolExecutor(num_readers) as pool:
             list(pool.map(read_block, blocks, pages))
         read_s = time.perf_counter() - begin
-        decode_s, block_bytes, packed_bytes = 1e-9, sum(sizes), 0
+        decoding, block_bytes, packed_bytes = Rate(), sum(sizes), 0
         for block in (page[:size] for page, size in zip(pages, sizes, strict=True)):
             packed = pack(block, self._codec)
             packed_bytes += len(packed.payload) if packed else len(block)
-            begin = time.thread_time()
             if packed:
-                unpack(packed.payload, packed.codec, block)
-            decode_s += time.thread_time() - begin
+                with decoding.timing(len(block)):
+                    unpack(packed.payload, packed.codec, block)
         self.trial = {
             "ratio": block_bytes / packed_bytes,
-            "decode_rate": block_bytes / decode_s,
+            "decode_rate": decoding.bytes_per_s,
             "read_rate": sum(located.payload_bytes for located in blocks) / read_s,
         }
         num_threads = min(num_readers, len(os.sched_getaffinity(0)))

@@ -5,17 +5,21 @@ It knows the marker file, permissions and the lock; it opens neither index nor s
 
 import errno
 import fcntl
-import json
+import logging
 import os
 import shutil
 import stat
 import time
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
 from tieredkv.storage.codec import FORMAT_VERSION
+
+logger = logging.getLogger(__name__)
 
 FORMAT_NAME = "tieredkv-store"
 MARKER = "format.json"
@@ -25,6 +29,7 @@ SOCKET = "sock"
 INDEX = "index"
 SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
+_DRAFT = "index.new"
 INDEX_FILES = ("data.mdb", "lock.mdb")
 
 
@@ -41,13 +46,22 @@ class StoreDirectory:
     def __init__(self, path: str, lock_fd: int) -> None:
         self.path = path
         self.index_path = os.path.join(path, INDEX)
+        self.draft_path = os.path.join(path, _DRAFT)
         self.segments_path = os.path.join(path, SEGMENTS)
         self._lock_fd = lock_fd
         self._identity = self._look()
 
     @classmethod
-    def claim(cls, path: str, *, create: bool) -> "StoreDirectory":
+    def claim(cls, path: str, *, create: bool, is_flushed: bool = True) -> "StoreDirectory":
         """Check the folder, take its lock and make what is missing in it.
+
+        Where the machine ended under a writer that flushed nothing, its index may have lost any
+        page, and a tree that lost some can look sound: it is set aside, to be made again.
+
+        Args:
+            path: the folder.
+            create: make it if it is not there.
+            is_flushed: whether this writer flushes what it commits.
 
         Raises:
             StoreBusyError: another process writes to it.
@@ -59,16 +73,26 @@ class StoreDirectory:
             _make_folder(path)
         lock_fd = _take_lock(path)
         try:
+            directory = cls(path, lock_fd)
+            boot = _boot_id()
+            if _read_writer(lock_fd).get("unflushed_boot", boot) != boot:
+                logger.warning(
+                    "the machine ended with `%s` unflushed: its index is set aside", path
+                )
+                with suppress(FileNotFoundError):
+                    directory.set_aside()
+            unflushed = {} if is_flushed else {"unflushed_boot": boot}
+            _describe_writer(lock_fd, {"pid": os.getpid(), "socket": SOCKET, **unflushed})
             if not _is_marked(path):
                 _write_marker(path)
-            for name in (INDEX, SEGMENTS):
-                _make_folder(os.path.join(path, name))
-            for name in INDEX_FILES:
-                os.close(_open_private(os.path.join(path, INDEX, name)))
+            directory.drop_draft()
+            _make_index(directory.index_path)
+            _make_folder(directory.segments_path)
+            directory._identity = directory._look()
         except BaseException:
             os.close(lock_fd)
             raise
-        return cls(path, lock_fd)
+        return directory
 
     def check_place(self) -> None:
         """Refuse to go on with a folder that is not at its path any more.
@@ -78,6 +102,22 @@ class StoreDirectory:
         """
         if self._look() != self._identity:
             raise StorageError(errno.ESTALE, f"the store is not at `{self.path}` any more")
+
+    def make_draft(self) -> None:
+        """Make an empty folder for an index that is to take the place of the one there."""
+        self.drop_draft()
+        _make_index(self.draft_path)
+
+    def drop_draft(self) -> None:
+        """Remove an index that never took its place, if there is one."""
+        with suppress(FileNotFoundError):
+            shutil.rmtree(self.draft_path)
+
+    def take_draft(self, *, sets_aside: bool) -> None:
+        """Put the draft in the place of the index, which is set aside or removed."""
+        self.set_aside() if sets_aside else shutil.rmtree(self.index_path)
+        os.rename(self.draft_path, self.index_path)
+        self._identity = self._look()
 
     def set_aside(self) -> None:
         """Rename the index for a later look, in the place of an earlier one."""
@@ -210,6 +250,12 @@ def _make_folder(path: str) -> None:
         raise StorageError(f"`{path}` {why}") from error
 
 
+def _make_index(path: str) -> None:
+    _make_folder(path)
+    for name in INDEX_FILES:
+        os.close(_open_private(os.path.join(path, name)))
+
+
 def _open_private(path: str, flags: int = 0) -> int:
     """Open or make a file of ours that no one else can read, but no link to elsewhere."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
@@ -226,7 +272,7 @@ def _take_lock(path: str) -> int:
     try:
         _lock_exclusively(fd)
     except BlockingIOError:
-        pid = _read_writer(fd)
+        pid = _read_writer(fd).get("pid")
         os.close(fd)
         who = "another process" if pid is None else f"process {pid}"
         what = f"the store at `{path}` is in use by {who}; stop it or choose another folder"
@@ -235,16 +281,16 @@ def _take_lock(path: str) -> int:
         os.close(fd)
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
     os.chmod(path, 0o700)
-    _describe_writer(fd, {"pid": os.getpid(), "socket": SOCKET})
     return fd
 
 
 def _describe_writer(fd: int, writer: dict[str, object]) -> None:
     """Write the lock's text over the old one, so that a full disk has room for it."""
-    text = json.dumps(writer).encode()
+    text = msgspec.json.encode(writer)
     with suppress(OSError):
         os.pwrite(fd, text, 0)
         os.ftruncate(fd, len(text))
+        os.fsync(fd)
 
 
 def _lock_exclusively(fd: int) -> None:
@@ -256,8 +302,14 @@ def _lock_exclusively(fd: int) -> None:
     return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _read_writer(fd: int) -> int | None:
+def _boot_id() -> str:
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _read_writer(fd: int) -> dict[str, Any]:
     try:
-        return int(json.loads(os.pread(fd, 4096, 0))["pid"])
-    except (ValueError, KeyError, TypeError):
-        return None
+        return msgspec.json.decode(os.pread(fd, 4096, 0), type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}

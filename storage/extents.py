@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tieredkv.errors import StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
-from tieredkv.storage.compression import WIDTHS, Packed, aligned_buffer, scratch, unpack
+from tieredkv.storage.compression import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
 from tieredkv.storage.index import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
@@ -51,6 +51,7 @@ class SegmentFiles:
         self.direct_io = _can(lambda fd: os.pwrite(fd, page, 0), directory, os.O_DIRECT)
         self.punch_hole = _can(lambda fd: _punch(fd, 0, len(page)), directory)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
+        self.unpacking = Rate()
         self._files: dict[int, _File] = {}
         self._lock = threading.Lock()
 
@@ -224,8 +225,11 @@ class SegmentFiles:
             raise corrupt(block_hash, "header", "the slot header is another one's or damaged")
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
-        if located.codec != codec.CODEC_RAW and not unpack(payload, located.codec, block):
-            raise corrupt(block_hash, "codec", "the payload is none of such a block")
+        if located.codec != codec.CODEC_RAW:
+            with self.unpacking.timing(len(block)):
+                is_block = unpack(payload, located.codec, block)
+            if not is_block:
+                raise corrupt(block_hash, "codec", "the payload is none of such a block")
 
     def header_at(self, extent: Extent) -> Located | None:
         """Say what a slot's header claims to lie there; None where nothing sound stands."""

@@ -13,11 +13,12 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from heapq import merge
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, Literal, NamedTuple
 
 import lmdb
 import msgspec
+from msgspec.structs import replace
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
@@ -125,39 +126,40 @@ class Index:
 
     def __init__(self, path: str, *, sync: bool) -> None:
         self.path = path
-        self._sync = sync
-        self._env: Any = None
+        self.sync = sync
         self._open()
 
     def _open(self) -> None:
         with storage_errors(self.path):
-            self._env = lmdb.open(
+            env = lmdb.open(
                 self.path,
                 map_size=MAP_BYTES,
                 max_dbs=len(NAMES),
                 mode=0o600,
                 readahead=False,
-                sync=self._sync,
+                sync=self.sync,
                 metasync=False,
             )
             # NOTE: what a short file lacks must read as damage: under the map it would be SIGBUS.
             # It may lack pages that were never written, so being short is no damage yet.
-            size = (self._env.info()["last_pgno"] + 1) * self._env.stat()["psize"]
+            size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
             with open(os.path.join(self.path, "data.mdb"), "r+b") as data:
                 data.truncate(max(size, data.seek(0, os.SEEK_END)))
-            self._dbs = {name: self._env.open_db(name.encode()) for name in NAMES}
+            self._opened: Any = env, {name: env.open_db(name.encode()) for name in NAMES}
 
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:
         """Look at one consistent state."""
-        with storage_errors(self.path), self._env.begin() as txn:
-            yield IndexTxn(txn, self._dbs)
+        env, dbs = self._opened
+        with storage_errors(self.path), env.begin() as txn:
+            yield IndexTxn(txn, dbs)
 
     @contextmanager
     def writing(self) -> Iterator["IndexTxn"]:
         """Change the index; all of it or, if anything raises, nothing."""
-        with storage_errors(self.path), self._env.begin(write=True) as txn:
-            changes = IndexTxn(txn, self._dbs)
+        env, dbs = self._opened
+        with storage_errors(self.path), env.begin(write=True) as txn:
+            changes = IndexTxn(txn, dbs)
             yield changes
             changes.keep_meta()
 
@@ -185,29 +187,40 @@ class Index:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             try:
                 os.fchmod(fd, 0o600)
-                self._env.copyfd(fd, compact=True)
+                self._opened[0].copyfd(fd, compact=True)
                 os.fsync(fd)
             except BaseException:
                 os.unlink(draft)
                 raise
             finally:
                 os.close(fd)
-            self._env.close()
+            self._opened[0].close()
             os.rename(draft, os.path.join(self.path, "data.mdb"))
         self._open()
+
+    def become(self, draft: "Index") -> None:
+        """Go on as another index, whose folder is in the place of this one's by now.
+
+        A reader that is at work ends with the old one, which closes after the last of them.
+        """
+        self._opened = draft._opened
 
     def used_bytes(self) -> int:
         """What a copy takes: pages in use; it has none of the free pages' own tree."""
         with self.reading() as txn:
             return txn.used_bytes()
 
-    def close(self) -> None:
-        """Close the environment."""
+    def flush(self) -> None:
+        """Have the device keep every change so far."""
         with storage_errors(self.path):
-            if self._env is not None:
-                self._env.sync(True)
-                self._env.close()
-                self._env = None
+            self._opened[0].sync(True)
+
+    def close(self) -> None:
+        """Flush and close the environment; harmless when repeated."""
+        if self._opened is not None:
+            self.flush()
+            self._opened[0].close()
+            self._opened = None
 
 
 class IndexTxn:
@@ -417,10 +430,10 @@ class IndexTxn:
     def contradictions(self) -> list[str]:
         """Compare all counters; with `is_whole` of every record none goes unseen."""
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
-        num_blocks, num_used = (
-            num["blocks"],
-            sum(each.num_used for each in self.segments().values()),
-        )
+        num_blocks = num["blocks"]
+        num_used = sum(each.num_used for each in self.segments().values())
+        # A damaged tree may hold another number of keys than it says.
+        num |= {name: sum(1 for _ in islice(self._walk(name), num_blocks + 1)) for name in _ORDERS}
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]
         wrong = {
@@ -431,14 +444,18 @@ class IndexTxn:
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
 
-    def clear(self, segments: dict[int, SegmentState]) -> None:
-        """Empty all databases but `meta`; these segments are known then, with nothing in them."""
+    def begin(self, meta: Meta, segments: dict[int, SegmentState]) -> None:
+        """Fill an empty index with what is known of a store before any block of it."""
+        self.meta = replace(meta, totals=Totals(0, 0), needs_rebuild=False)
+        for segment, state in segments.items():
+            self.put_segment(segment, state)
+
+    def clear(self) -> None:
+        """Empty all databases but `meta`."""
         for name in NAMES:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
         self.meta.totals, self.meta.needs_rebuild = Totals(0, 0), False
-        for segment, state in segments.items():
-            self.put_segment(segment, state)
 
     def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk("lru", prefix))

@@ -94,17 +94,20 @@ class BlockStore:
             StoreBusyError, FormatVersionError, StoreFullError, StorageError
         """
         with ExitStack() as undo:
-            directory = StoreDirectory.claim(options.path, create=options.create)
+            is_flushed = options.sync == "commit"
+            directory = StoreDirectory.claim(
+                options.path, create=options.create, is_flushed=is_flushed
+            )
             undo.callback(directory.release)
             with storage_errors(directory.path):
-                index = Index(directory.index_path, sync=options.sync == "commit")
+                index = Index(directory.index_path, sync=is_flushed)
                 undo.callback(index.close)
                 files = SegmentFiles(directory.segments_path)
                 undo.callback(files.close)
                 earlier, budget = recovery.settle_budget(index, options.budget_bytes)
                 slots = SlotAllocator(directory, files, index, earlier, clock, failpoint)
                 num_expired = recovery.recover(slots)
-            slots.reach_budget(budget)
+            recovery.reach_budget(slots, budget)
             with index.writing() as txn:  # for whoever opens the store without one
                 txn.meta.budget = budget
             undo.pop_all()
@@ -348,7 +351,7 @@ class BlockStore:
         with self._index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
         if needs_rebuild:
-            self._rebuild()
+            recovery.make_again(self._slots)
         yield from self._slots.erasing()
 
     def choosing(
@@ -444,7 +447,7 @@ class BlockStore:
         if not is_whole:
             result.add("index", is_repaired=repair)
             if repair:
-                self._rebuild()
+                recovery.make_again(self._slots)
         yield result
 
     def stats(self) -> StoreStats:
@@ -473,6 +476,8 @@ class BlockStore:
             is_compressing=self.packing.is_on,
             compression_trial=self.packing.trial,
             compression_ratio=self._block_bytes / max(self._payload_bytes, 1),
+            compression_rate=self.packing.rate.bytes_per_s,
+            decompression_rate=self._files.unpacking.bytes_per_s,
             direct_io=self._files.direct_io,
             punch_hole=self._files.punch_hole,
         )
@@ -604,13 +609,6 @@ class BlockStore:
         )
         check_record(new)
         txn.replace(old, old._replace(record=new))
-
-    def _rebuild(self) -> None:
-        """Make all databases of the index again from the sound records."""
-        with self._slots.changing() as txn:
-            recovery.make_again(txn, self._slots)
-        self._slots.reload()
-        logger.warning("index of `%s`: its databases were made again", self.path)
 
     def _drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""

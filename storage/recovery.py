@@ -1,16 +1,18 @@
 """What opening a store settles: the clock, the budget, what a crash left, a lost or bloated index.
 
-All but the rebuilding of a lost index costs in proportion to what was under way, not to the store.
+All but the making of a new index costs in proportion to what was under way, not to the store.
 """
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
+from msgspec.structs import replace
+
 from tieredkv.clock import Clock
-from tieredkv.errors import StorageError
+from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
@@ -23,6 +25,9 @@ _MOST_BYTES_A_BLOCK = 4 * 4096  # of pages that one transaction writes
 _ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
 _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
 _REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
+
+Found = tuple[list[Located], list[Extent]]
+"""Some blocks, and some slots; those that are none of the blocks' are none's."""
 
 
 def _settle_clock(index: Index, clock: Clock) -> int:
@@ -42,7 +47,7 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
     logger.warning(text, mark - now, num_blocks)
     with index.writing() as txn:
-        txn.clear({})
+        txn.clear()
         txn.meta.clock = now
     return num_blocks
 
@@ -69,8 +74,8 @@ def recover(slots: SlotAllocator) -> int:
     """
     index, files = slots.index, slots.files
     with index.reading() as txn:
-        is_new = not txn.meta.format
-    if is_new:
+        is_lost = not txn.meta.format
+    if is_lost:
         _adopt_slots(slots)
     num_expired = _settle_clock(index, slots.clock)
     with index.reading() as txn:
@@ -83,56 +88,33 @@ def recover(slots: SlotAllocator) -> int:
     return num_expired
 
 
-def make_again(txn: IndexTxn, slots: SlotAllocator) -> None:
-    """Make all databases but `meta` again from the records that are sound.
+def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
+    """Shrink a store that is given less room than it takes, its index as well.
 
-    Of blocks that claim one slot none is kept: at most one of them is right.
+    The copy that makes a bloated index smaller lies beside it for a while: it is made once both
+    have room in the larger budget, that of now.
     """
-    stored = {located.record.block_hash: located for _, located in txn.blocks() if located}
-    claims = Counter(chain(slots.lent, (located.extent for located in stored.values())))
-    segments = txn.segments()
-    sound = {
-        located.extent: located
-        for located in stored.values()
-        if claims[located.extent] == 1 and located.extent.segment in segments
-    }
-    txn.clear(segments)
-    used = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_used))
-    _fill(txn, slots, list(sound.values()), {*used, *slots.lent} - sound.keys())
+    larger_bytes, slots.budget_bytes = slots.budget_bytes, budget_bytes
 
-
-def _fill(
-    txn: IndexTxn, slots: SlotAllocator, found: Sequence[Located], unowned: Iterable[Extent]
-) -> None:
-    """Insert blocks and list slots that are none's; of two copies of a block the newer one is kept.
-
-    Where the budget has no room for the pages that this writes, the index that was set aside goes,
-    then the longest unused blocks: their bytes at once, their slots as pending ones.
-    """
-    for extent in unowned:
-        txn.add_slot("pending", extent)
-    for located in found:
-        old = txn.get(located.record.block_hash)
-        if old is not None and old.record.computed_at > located.record.computed_at:
-            txn.add_slot("pending", located.extent)
-            continue
-        if old is not None:
-            txn.remove(old)
-        txn.insert(located)
-    needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * len(found))
-    if slots.room_bytes < needed_bytes:
-        slots.directory.drop_set_aside()
+    def compact() -> bool:
+        if slots.occupied_bytes + slots.index.used_bytes() > larger_bytes:
+            return False
+        try:
+            slots.index.compact()
+        except StoreFullError:
+            return False
         slots.measure()
-    short_bytes, victims = needed_bytes - slots.room_bytes, list[Located]()
-    for block_hash in txn.longest_unused():
-        if short_bytes <= 0:
+        return True
+
+    while slots.room_bytes < 0:
+        is_bloated = 2 * slots.index.used_bytes() < slots.overhead_bytes
+        if not (is_bloated and compact()) and not slots.give_way():
             break
-        if (victim := txn.get(block_hash)) is not None:
-            victims.append(victim)
-            short_bytes -= victim.slot_bytes
-    for victim in victims:
-        slots.erase(victim.extent)
-        txn.remove(victim)
+    if slots.room_bytes < 0:
+        compact()
+    if slots.occupied_bytes > slots.budget_bytes:
+        what = f"the emptied store at `{slots.index.path}` occupies {slots.occupied_bytes} bytes"
+        raise StoreFullError(f"{what} of a budget of {slots.budget_bytes}; raise the disk size")
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
@@ -150,39 +132,135 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
         txn.put_segment(segment, state._replace(num_slots=max(num_slots, state.num_used)))
 
 
-def _adopt_slots(slots: SlotAllocator) -> None:
-    """Fill a new index from the headers of the slots that are there, some at a time.
+# --- a new index ------------------------------------------------------------------------------
 
-    The format comes last: a start after a kill half way begins again.
+
+def make_again(slots: SlotAllocator) -> None:
+    """Make the index again from those of its records that are sound.
+
+    Of blocks that claim one slot none is kept: at most one of them is right.
     """
-    files, now, latest = slots.files, slots.clock.now(), 0.0
+    with slots.index.reading() as txn:
+        segments = txn.segments()
+
+    def sound_records(txn: IndexTxn) -> Iterator[Found]:
+        claims = Counter(chain(slots.lent, (each.extent for _, each in txn.blocks() if each)))
+        kept = set[Extent]()
+        blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
+        sound = (each for each in blocks if each.extent.segment in segments)
+        while some := list(islice(sound, _ADOPTED_SLOTS)):
+            extents = [each.extent for each in some]
+            kept.update(extents)
+            yield some, extents
+        used = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_used))
+        others = iter({*used, *slots.lent} - kept)
+        while extents := list(islice(others, _ADOPTED_SLOTS)):
+            yield [], extents
+
+    with slots.index.reading() as txn:
+        _fill_new_index(slots, segments, sound_records(txn))
+    slots.reload()
+    logger.warning("index of `%s`: made again from its records", slots.directory.path)
+
+
+def _adopt_slots(slots: SlotAllocator) -> None:
+    """Make a lost index again from the headers of the slots that are there."""
+    files = slots.files
     segments: dict[int, SegmentState] = {}
     for segment, (_, slot_bytes) in files.names().items():
         files.open(segment, slot_bytes)
         num_slots = files.size_bytes(segment) // slot_bytes
         segments[segment] = SegmentState(slot_bytes, num_slots, num_slots)
-    with slots.index.writing() as txn:
-        txn.clear(segments)
-        txn.meta.next_segment = max(segments, default=0) + 1
     num_slots = sum(state.num_slots for state in segments.values())
-    extents = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_slots))
-    with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
-        for first in range(0, num_slots + 1, _ADOPTED_SLOTS):
-            if num_slots and first % _REPORTED_SLOTS == 0:
-                of = f"{first} of {num_slots}"
-                logger.warning("the index is made again from slot headers: %s slots read", of)
-            batch = list(islice(extents, _ADOPTED_SLOTS))
-            stored = [located for located in pool.map(files.header_at, batch) if located]
-            times = ((each.record.computed_at, each.record.last_used) for each in stored)
-            latest = max(latest, *chain.from_iterable(times), 0.0)
-            found = [each for each in stored if now < each.record.expires_at]
-            unowned = set(batch) - {each.extent for each in found}
+    if not num_slots:  # a new store
+        with slots.index.writing() as txn:
+            txn.meta.format = FORMAT_VERSION
+        return
+
+    def headers() -> Iterator[Found]:
+        slot_numbers = (
+            (s, slot) for s, state in segments.items() for slot in range(state.num_slots)
+        )
+        extents = (Extent(*each) for each in slot_numbers)
+        with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
+            for first in range(0, num_slots, _ADOPTED_SLOTS):
+                if first % _REPORTED_SLOTS == 0:
+                    of = f"{first} of {num_slots}"
+                    logger.warning("the index is made again from slot headers: %s slots read", of)
+                batch = list(islice(extents, _ADOPTED_SLOTS))
+                yield [each for each in pool.map(files.header_at, batch) if each], batch
+
+    _fill_new_index(slots, segments, headers())
+    logger.warning("the index was made again from slot headers")
+
+
+def _fill_new_index(
+    slots: SlotAllocator, segments: dict[int, SegmentState], batches: Iterable[Found]
+) -> None:
+    """Fill an index some blocks at a time, and have it take the place of the one there.
+
+    That one is set aside, if it held anything. Until then nothing changes but the bytes of blocks
+    that give way.
+    """
+    index, directory, now = slots.index, slots.directory, slots.clock.now()
+    with index.reading() as txn:
+        old = txn.meta
+    next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
+    meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment)
+    directory.make_draft()
+    draft = Index(directory.draft_path, sync=index.sync)
+    try:
+        with draft.writing() as txn:
+            txn.begin(meta, segments)
+        for stored, extents in batches:
             slots.measure()
-            with slots.index.writing() as txn:
-                _fill(txn, slots, found, unowned)
-                if first + _ADOPTED_SLOTS > num_slots:
-                    txn.saw_time(max(now, latest))
-                    txn.meta.format = FORMAT_VERSION
+            with draft.writing() as txn:
+                _fill(txn, [each for each in stored if now < each.record.expires_at], extents)
+                _make_room(txn, slots, len(stored))
+                times = ((each.record.computed_at, each.record.last_used) for each in stored)
+                txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 slots.failpoint("adopt:before")
-    if num_slots:
-        logger.warning("the index was made again from slot headers")
+        draft.flush()
+        directory.take_draft(sets_aside=bool(old.format))
+    except BaseException:
+        draft.close()
+        directory.drop_draft()
+        raise
+    index.become(draft)
+    slots.measure()
+
+
+def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
+    """Insert blocks, of two copies the newer one, and list slots that are none's."""
+    for extent in {*extents}.difference(each.extent for each in found):
+        txn.add_slot("pending", extent)
+    for located in found:
+        old = txn.get(located.record.block_hash)
+        if old is not None and old.record.computed_at > located.record.computed_at:
+            txn.add_slot("pending", located.extent)
+            continue
+        if old is not None:
+            txn.remove(old)
+        txn.insert(located)
+
+
+def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> None:
+    """Make room for the pages that were changed: the index that was set aside goes, then blocks.
+
+    Those are the longest unused ones: their bytes go at once, their slots are pending.
+    """
+    needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
+    if slots.room_bytes < needed_bytes:
+        slots.directory.drop_set_aside()
+        slots.measure()
+    short_bytes, victims = needed_bytes - slots.room_bytes, list[Located]()
+    for block_hash in txn.longest_unused():
+        if short_bytes <= 0:
+            break
+        if (victim := txn.get(block_hash)) is not None:
+            victims.append(victim)
+            short_bytes -= victim.slot_bytes
+    slots.num_evicted += len(victims)
+    for victim in victims:
+        slots.erase(victim.extent)
+        txn.remove(victim)

@@ -108,6 +108,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         compression_trial: of `auto`: the ratio, and bytes a second, decoded by one thread and
             read by all; empty until it was tried.
         compression_ratio: of the blocks stored, bytes before to after; 0 while there are none.
+        compression_rate, decompression_rate: bytes of blocks a second of one thread's time; 0 while
+            nothing was packed or unpacked.
     """
 
     blocks: int
@@ -131,5 +133,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     is_compressing: bool
     compression_trial: dict[str, float]
     compression_ratio: float
+    compression_rate: float
+    decompression_rate: float
     direct_io: bool
     punch_hole: bool

@@ -209,6 +209,7 @@ def test_a_compressed_block_takes_less_and_loads_bit_for_bit(tmp_path: Path) -> 
             assert (found.codec, found.slot_bytes) == (1, 6 * 4096)
         stats = store.stats()
         assert 1.4 < stats.compression_ratio == 6 * BLOCK_BYTES / stats.bytes_live
+        assert stats.compression_rate > 0 < stats.decompression_rate
         assert (verify(store).checked, verify(store).bad) == (6, 0)
         store.check()
     with open_store(tmp_path) as store:  # whatever the setting, what is stored is read

@@ -110,7 +110,7 @@ def outcome_in_child(path: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("seed", [2003, 2007, 2016, 2018, 2022, 2041, 2043, 2051])
+@pytest.mark.parametrize("seed", [2003, 2007, 2016, 2018, 2022, 2041, 2043, 2051, 2120])
 def test_flipped_bits_of_an_index_are_repaired_or_the_index_is_made_again(
     tmp_path: Path, churned: Path, seed: int
 ) -> None:

@@ -276,6 +276,26 @@ def umask(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[None]:
     os.umask(before)
 
 
+@pytest.mark.parametrize("sync", ["commit", "none"])
+def test_an_index_that_nobody_flushed_does_not_outlive_the_machines_start(
+    stored: Path, sync: str
+) -> None:
+    lock, records = stored / "lock", [make_record("b", position) for position in range(5)]
+    with open_store(stored, sync=sync) as store:
+        put(store, *records)
+        killed = lock.read_bytes()
+    lock.write_bytes(killed)
+    with open_store(stored) as store:  # the machine is the same
+        assert store.lookup([each.block_hash for each in records]) == records
+    assert not (stored / "index.bad").exists()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    lock.write_bytes(killed.replace(boot, b"another"))
+    with open_store(stored) as store:
+        assert (stored / "index.bad").exists() == (sync == "none")
+        assert store.lookup([each.block_hash for each in records]) == records
+        store.check()
+
+
 @pytest.mark.usefixtures("umask")
 def test_only_the_owner_can_read_it_whatever_the_umask(tmp_path: Path) -> None:
     path = tmp_path / "store"

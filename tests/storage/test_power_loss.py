@@ -1,6 +1,5 @@
 """After a power loss the store opens; blocks may be missing, never wrong."""
 
-import contextlib
 import os
 import random
 import shutil
@@ -18,7 +17,7 @@ from tests.storage.power_loss import BUDGETS_BYTES, Block, Recording
 from tieredkv.errors import StorageError
 from tieredkv.storage.control import StoreControl
 
-PATIENCE_S = 15.0  # an index that contradicts itself may end the worker a few times
+PATIENCE_S = 15.0
 SOURCE = Path(__file__).with_name("power_loss.c")
 
 
@@ -55,10 +54,18 @@ def lose_power(where: Path, shim: Path, sync: str, seed: int, num_cuts: int) -> 
             folder = Path(base) / str(number)
             folder.mkdir(mode=0o700)
             recording.replay(cut, random_, folder)
+            start_machine_again(folder)
             certain = recording.certain(cut) if sync == "commit" else set()
             outcome += open_after(folder, recording.tried(cut), certain, sync=sync)
             shutil.rmtree(folder)
     return outcome
+
+
+def start_machine_again(folder: Path) -> None:
+    """Have the lock's text name another start of the machine than today's, as it would."""
+    if (lock := folder / "lock").exists():
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+        lock.write_bytes(lock.read_bytes().replace(boot, bytes(reversed(boot))))
 
 
 def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: str) -> Counter[str]:
@@ -90,14 +97,7 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
         is_served = False
         while not is_served:
             if time.monotonic() > deadline:
-                if sync == "commit" or outcome["mended"]:
-                    raise NeverServesError
-                # Pages that were never flushed can make a tree that finds only part of what is put
-                # into it: misses, which `verify` ends, or the worker that makes the index again.
-                with contextlib.suppress(StorageError):
-                    StoreControl(folder).verify()
-                outcome["mended"] += 1
-                deadline = time.monotonic() + PATIENCE_S
+                raise NeverServesError
             time.sleep(0.01)
             stored, loaded = mail.store(late), mail.load(late)
             for done in loaded:

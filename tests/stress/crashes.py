@@ -38,7 +38,6 @@ FIGURES = (
     "stores cut off",
     "blocks acknowledged",
     "blocks verified",
-    "indexes mended by verify",
     "wrong",
     "lost",
 )
@@ -73,7 +72,6 @@ def cut_power(shim: Path, count: int, seed: int, folder: Path) -> Counter[str]:
     outcome = lose_power(folder, shim, ("commit", "none")[seed % 2], seed, count)
     assert not outcome["unusable"], "a store does not serve again"
     names = {"opened": "cuts", "certain": "blocks acknowledged", "right": "blocks verified"}
-    names["mended"] = "indexes mended by verify"
     return Counter({told: outcome[name] for name, told in names.items()})
 
 

@@ -62,7 +62,10 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
         rows.append(row)
     print_table(rows, numbers=7)
     if (disk := answer["disk"])["is_compressing"]:
-        click.echo(f"compression: {disk['compression']}, ratio {disk['compression_ratio']:.2f}")
+        ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
+        packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
+        speed = f"a thread packs {packs}/s and unpacks {unpacks}/s"
+        click.echo(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
     writer = answer.get("writer_pid")
     click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
 
