@@ -7,7 +7,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 import errno
 import logging
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice, pairwise
@@ -17,16 +17,15 @@ import msgspec
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage import codec, recovery, results
+from tieredkv.storage import codec, recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
-from tieredkv.storage.compression import Packed, Packing, aligned_buffer, slot_bytes_of
+from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.inspection import Chains, climb, sum_up
 from tieredkv.storage.messages import StoreOptions
-from tieredkv.storage.results import EvictFilter, EvictResult, StoreStats, TouchItem, VerifyResult
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
@@ -59,10 +58,10 @@ class BlockStore:
     def __init__(self, slots: SlotAllocator, options: StoreOptions, num_expired: int) -> None:
         self.path = slots.directory.path
         self._directory = slots.directory
-        self._index = slots.index
+        self.index = slots.index
         self._files = slots.files
-        self._slots = slots
-        self._clock = slots.clock
+        self.slots = slots
+        self.clock = slots.clock
         self.write_limit = WriteLimit(options.write_limit)  # heeded by callers of `write_payload`
         self.packing = Packing(options.compression, options.element_bytes)
         self._sync = options.sync == "commit"
@@ -121,7 +120,7 @@ class BlockStore:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
         try:
             self._files.close()
-            self._index.close()
+            self.index.close()
         finally:
             self._directory.release()
 
@@ -139,8 +138,8 @@ class BlockStore:
         It waits for no change under way and makes none: what is damaged is a miss, and the next
         sweep drops it.
         """
-        with self._index.reading() as txn:
-            found, damaged = txn.find(hashes, self._clock.now())
+        with self.index.reading() as txn:
+            found, damaged = txn.find(hashes, self.clock.now())
         for block_hash in damaged:
             self._note_damaged(block_hash)
         return found
@@ -170,14 +169,14 @@ class BlockStore:
         A block that was evicted or replaced since `locate` is `evicted`, and no fault.
         """
         block_hash, current = located.record.block_hash, None
-        with self._index.reading() as txn, suppress(CorruptBlockError):
+        with self.index.reading() as txn, suppress(CorruptBlockError):
             current = txn.get(block_hash)
         if current is None or current[1:] != located[1:]:
             return "evicted"
         if isinstance(error, CorruptBlockError):
-            self._drop_bad(current)
+            self.drop_bad(current)
         else:
-            self._slots.faulty.add(current.extent)
+            self.slots.faulty.add(current.extent)
         return self._count_fault(error)
 
     # --- storing ------------------------------------------------------------------------------
@@ -188,7 +187,7 @@ class BlockStore:
         return old is not None and self._is_as_good(old, record)
 
     def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
-        return old.record.computed_at >= new.computed_at and old.extent not in self._slots.faulty
+        return old.record.computed_at >= new.computed_at and old.extent not in self.slots.faulty
 
     def reserve_many(
         self, records: Sequence[BlockRecord], packed: Sequence[Packed | None] = ()
@@ -208,16 +207,16 @@ class BlockStore:
         kinds = list(zip(sizes, tenants, strict=True))
         for record, size in zip(records, sizes, strict=True):
             check_record(record)
-            self._slots.check_fits(size)
-        lent_before = set(self._slots.lent)
+            self.slots.check_fits(size)
+        lent_before = set(self.slots.lent)
         try:
-            self._slots.enforce_budget()
-            lent = {kind: iter(self._slots.obtain(*kind, kinds.count(kind))) for kind in set(kinds)}
+            self.slots.enforce_budget()
+            lent = {kind: iter(self.slots.obtain(*kind, kinds.count(kind))) for kind in set(kinds)}
             answer = [next(lent[kind], None) for kind in kinds]
-            if self._slots.is_disk_full and not any(answer):
+            if self.slots.is_disk_full and not any(answer):
                 raise StoreFullError(errno.ENOSPC, f"no space left on the disk of `{self.path}`")
         except BaseException as error:
-            for extent in self._slots.lent.keys() - lent_before:
+            for extent in self.slots.lent.keys() - lent_before:
                 self.abandon(extent)
             self._count_fault(error)
             raise
@@ -246,7 +245,7 @@ class BlockStore:
     def write_failed(self, slot: Extent, error: StorageError) -> None:
         """Count a failed write and take its slot back."""
         if self._count_fault(error) == "io_error":
-            self._slots.faulty.add(slot)
+            self.slots.faulty.add(slot)
         self.abandon(slot)
 
     def commit(self, writes: Sequence[Located]) -> list[bool]:
@@ -258,7 +257,7 @@ class BlockStore:
         Raises:
             StorageError: none of the rest is stored; their slots are taken back.
         """
-        if any(new.extent not in self._slots.lent for new in writes):
+        if any(new.extent not in self.slots.lent for new in writes):
             raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
         try:
@@ -266,8 +265,8 @@ class BlockStore:
                 with storage_errors(self.path):
                     self._files.sync({new.extent.segment for new in writes})
             for batch in batches(writes):
-                now, bytes_written = self._clock.now(), self._files.bytes_written
-                with self._slots.changing() as txn:
+                now, bytes_written = self.clock.now(), self._files.bytes_written
+                with self.slots.changing() as txn:
                     owners = [self._insert(txn, new, now) for new in batch]
                     txn.saw_time(now)
                     txn.meta.bytes_written += bytes_written - self._bytes_noted
@@ -275,7 +274,7 @@ class BlockStore:
                 self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
                 for new, owner in zip(batch, owners, strict=True):
-                    self._slots.take_back(new.extent, is_stored=owner == new.extent)
+                    self.slots.take_back(new.extent, is_stored=owner == new.extent)
                     stored.append(owner is not None)
                     self._num_stored += owner == new.extent
                     self._block_bytes += new.record.size_bytes
@@ -285,37 +284,37 @@ class BlockStore:
                 self.abandon(new.extent)
             self._count_fault(error)
             raise
-        self._slots.enforce_budget()
+        self.slots.enforce_budget()
         return stored
 
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
         """Leave each of these tenants its share of the budget from now on."""
-        self._slots.shares = shares
+        self.slots.shares = shares
 
     def abandon(self, slot: Extent) -> None:
         """Give back a slot that was not committed; its thread must be done with it."""
-        self._slots.take_back(slot, is_stored=False)
+        self.slots.take_back(slot, is_stored=False)
 
     def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
         """Refresh blocks; a block stored once more is a use and a claim of it too.
 
         Times only move forward; what has expired stays expired.
         """
-        now = self._clock.now()
+        now = self.clock.now()
         for batch in batches(items):
-            with self._slots.changing() as txn:
+            with self.slots.changing() as txn:
                 for item in batch:
                     old = self._get(txn, item.block_hash)
                     if old is not None and now < old.record.expires_at:
                         self._refresh(txn, old, item)
                 txn.saw_time(now)
-        self._slots.enforce_budget()
+        self.slots.enforce_budget()
 
     def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
         """Return what decides on a thread of its own; None if decided, or too few are stored."""
         if self.packing.setting != "auto" or self.packing.trial:
             return None
-        with self._index.reading() as txn:
+        with self.index.reading() as txn:
             blocks = [located for _, located in islice(txn.blocks(), _TRIAL_BLOCKS) if located]
         decide = partial(self.packing.decide, blocks, self._files.read_block, num_readers)
         return decide if len(blocks) == _TRIAL_BLOCKS else None
@@ -324,7 +323,7 @@ class BlockStore:
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
         """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
-        num_deleted, now = 0, self._clock.now()
+        num_deleted, now = 0, self.clock.now()
         for batch in batches(hashes):
             num_deleted += self._drop([(None, block_hash) for block_hash in batch], now)
         self._deleted[reason] += num_deleted
@@ -333,134 +332,51 @@ class BlockStore:
     def sweeping(self) -> Iterator[None]:
         """Drop what has expired and erase every slot that holds bytes of no stored block, in steps.
 
-        Costs in proportion to what expires; after a damaged record was met, the index's secondary
-        keys are made again once.
+        Costs in proportion to what expires; after a damaged record was met, the index is made again
+        once.
         """
-        now = self._clock.now()
+        now = self.clock.now()
         before, due = [], [(b"", b"")] * TXN_BLOCKS
         while len(due) == TXN_BLOCKS:
-            with self._index.reading() as txn:
+            with self.index.reading() as txn:
                 before, due = due, txn.expired(now, TXN_BLOCKS)
             if due == before:  # a damaged page: what the walk finds cannot be deleted
                 self._ask_for_rebuild()
                 break
             self._num_expired += self._drop(due, now)
             yield
-        with suppress(StoreFullError):  # erasing makes room
-            self._drop_damaged(list(self._damaged))
-        with self._index.reading() as txn:
+        yield from self.slots.erasing()  # which makes room
+        with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
-        if needs_rebuild:
-            recovery.make_again(self._slots)
-        yield from self._slots.erasing()
-
-    def choosing(
-        self, ids: Sequence[str]
-    ) -> Generator[None, None, tuple[list[bytes], tuple[str, ...]]]:
-        """Name the blocks that no chain but these uses, tails first; and the ids of none."""
-        now = self._clock.now()
-        chains = yield from self._gathering(now)
-        named = {id_: chains.named(id_) for id_ in ids}
-        chosen: list[bytes] = []
-        taken: Counter[bytes] = Counter()
-        for leaf in dict.fromkeys(leaf for leaves in named.values() for leaf in leaves):
-            with self._index.reading() as txn:
-                for located in climb(txn, leaf, now):
-                    block_hash = located.record.block_hash
-                    if chains.num_children(block_hash) > taken[block_hash]:
-                        break  # another chain joins
-                    chosen.append(block_hash)
-                    taken[located.record.parent_hash] += 1
-            yield
-        return chosen, tuple(id_ for id_, leaves in named.items() if not leaves)
-
-    def evicting(self, which: EvictFilter) -> Generator[None, None, EvictResult]:
-        """Drop and erase what an operator chose, in steps; chains that are named, tails first."""
-        now = self._clock.now()
-        unknown_ids: tuple[str, ...] = ()
-        source: Iterator[Sequence[Located | None]] = iter(())
-
-        if which.ids:
-            hashes, unknown_ids = yield from self.choosing(which.ids)
-            source = (list(map(self.locate, batch)) for batch in batches(hashes))
-        elif which.all or which.older_than_s is not None or which.namespace_prefix:
-            source = ([each for _, each in entries] for entries in self._walking())
-        num_evicted = freed_bytes = 0
-        for some in source:
-            records = ((each, each.record) for each in some if each)
-            doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
-            freed_bytes += sum(located.slot_bytes for located in doomed)
-            num_evicted += len(doomed)
-            if not which.dry_run:
-                self.delete([located.record.block_hash for located in doomed], "operator")
-            yield
-        if not which.dry_run:
-            yield from self._slots.erasing()
-        return EvictResult(num_evicted, freed_bytes, unknown_ids)
+        if needs_rebuild or self._damaged:
+            self.make_index_again()
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def listing(self) -> Generator[None, None, list[results.ChainInfo]]:
-        """List every chain of blocks that have not expired, the last used first, in steps."""
-        now = self._clock.now()
-        chains = yield from self._gathering(now)
-        found: list[results.ChainInfo] = []
-        shared: dict[bytes, results.ChainInfo] = {}
-        for leaf in chains.leaves:
-            with self._index.reading() as txn:
-                found += sum_up(txn, chains, leaf, shared, now)
-            yield
-        return sorted(found, key=lambda chain: (-chain.last_used_max, chain.id))
+    def entries(self, start: bytes, limit: int) -> list[tuple[bytes, Located | None]]:
+        """List some entries from a key on, None for a damaged one.
 
-    def verifying(self, *, repair: bool) -> Iterator[VerifyResult]:
-        """Read every payload again and check it, and the index against itself, in steps.
-
-        Answers what was found so far; what is bad is dropped if it is to be repaired.
+        None at all where keys go back, or a walk might never end.
         """
-        result, is_whole, page = VerifyResult(), True, memoryview(b"")
-        for block_hash in (key for entries in self._walking() for key, _ in entries):
-            entry = dict(self._entries(block_hash, 1))
-            if block_hash not in entry:  # gone since the walk came by
-                continue
-            located = entry[block_hash]
-            if located is None:
-                result.checked += 1
-                result.add("record", is_repaired=repair)
-                if repair:
-                    self._drop_damaged([block_hash])
-            elif self._clock.now() < located.record.expires_at:
-                result.checked += 1
-                with self._index.reading() as txn:
-                    is_whole = txn.is_whole(located) and is_whole
-                if len(page) < (size := codec.padded_bytes(located.record.size_bytes)):
-                    page = aligned_buffer(size)
-                try:
-                    self.read_payload(located, page)
-                except StorageError as error:
-                    can_repair = repair and isinstance(error, CorruptBlockError)
-                    result.add(_reason_of(error), is_repaired=can_repair)
-                    if can_repair:
-                        self._drop_bad(located)
-            yield result
-        with self._index.reading() as txn:
-            is_whole = is_whole and not txn.contradictions()
-        if not is_whole:
-            result.add("index", is_repaired=repair)
-            if repair:
-                recovery.make_again(self._slots)
-        yield result
+        with self.index.reading() as txn:
+            entries = list(islice(txn.blocks(start), limit))
+        keys = [start, *(key for key, _ in entries)]
+        if any(key < before for before, key in pairwise(keys)):
+            self._ask_for_rebuild()
+            return []
+        return entries
 
     def stats(self) -> StoreStats:
         """Figures as of now."""
-        with self._index.reading() as txn:
+        with self.index.reading() as txn:
             totals, noted = txn.meta.totals, txn.meta.bytes_written
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
-            bytes_files=self._slots.occupied_bytes,
-            bytes_index=self._slots.overhead_bytes,
-            bytes_budget=self._slots.budget_bytes,
-            bytes_pending=self._slots.pending_bytes,
+            bytes_files=self.slots.occupied_bytes,
+            bytes_index=self.slots.overhead_bytes,
+            bytes_budget=self.slots.budget_bytes,
+            bytes_pending=self.slots.pending_bytes,
             bytes_written=self._files.bytes_written,
             bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,
             bytes_write_limit=self.write_limit.bytes_per_s or None,
@@ -468,8 +384,8 @@ class BlockStore:
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
-            num_evicted=self._slots.num_evicted,
-            num_slots_retired=sum(map(self._slots.is_retired, self._slots.strikes)),
+            num_evicted=self.slots.num_evicted,
+            num_slots_retired=sum(map(self.slots.is_retired, self.slots.strikes)),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             compression=self.packing.setting,
@@ -489,52 +405,26 @@ class BlockStore:
 
     def read_ahead(self) -> None:
         """Bring the index into memory; for a thread of its own, whatever happens to the store."""
-        self._index.read_ahead()
+        self.index.read_ahead()
+
+    def make_index_again(self) -> None:
+        """Make the index again from its sound records."""
+        recovery.make_again(self.slots)
+        self._damaged.clear()
 
     # --- parts ----------------------------------------------------------------------------------
 
-    def _entries(self, start: bytes, limit: int) -> list[tuple[bytes, Located | None]]:
-        """Some entries from a key on; none where keys go back, or a walk might never end."""
-        with self._index.reading() as txn:
-            entries = list(islice(txn.blocks(start), limit))
-        keys = [start, *(key for key, _ in entries)]
-        if any(key < before for before, key in pairwise(keys)):
-            self._ask_for_rebuild()
-            return []
-        return entries
-
-    def _walking(self) -> Iterator[list[tuple[bytes, Located | None]]]:
-        """Walk over all entries, a slice a step; blocks may come and go between two steps."""
-        start = b""
-        while entries := self._entries(start, TXN_BLOCKS):
-            start = entries[-1][0] + b"\0"
-            yield entries
-
-    def _gathering(self, now: float) -> Generator[None, None, Chains]:
-        """See which chains there are, in steps."""
-        chains = Chains()
-        for entries in self._walking():
-            stored = (located.record for _, located in entries if located)
-            chains.add(record for record in stored if now < record.expires_at)
-            yield
-        for start in chains.starts_of_leaves():
-            with self._index.reading() as txn:
-                chains.leaves += [key for key, _ in islice(txn.blocks(start), 1)]
-            yield
-        return chains
-
     def _ask_for_rebuild(self) -> None:
         """Have the next sweep make the index's databases again."""
-        with self._slots.changing() as txn:
+        with self.slots.changing() as txn:
             txn.meta.needs_rebuild = True
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
-        """One entry; a damaged one is dropped and counted."""
+        """One entry; a damaged one is none."""
         try:
             return txn.get(block_hash)
         except CorruptBlockError:
             self._note_damaged(block_hash)
-            txn.remove_damaged(block_hash)
             return None
 
     def _note_damaged(self, block_hash: bytes) -> None:
@@ -542,13 +432,6 @@ class BlockStore:
         if block_hash not in self._damaged:
             self._damaged.add(block_hash)
             self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
-
-    def _drop_damaged(self, hashes: Sequence[bytes]) -> None:
-        for batch in batches(hashes):
-            with self._slots.changing() as txn:
-                for block_hash in batch:
-                    self._get(txn, block_hash)
-        self._damaged.difference_update(hashes)
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
         """Drop a batch; on a disk too full to note it, the bytes go first, which makes room.
@@ -560,19 +443,19 @@ class BlockStore:
         except StorageError as error:
             self._count_fault(error)
         for _, block_hash in doomed:
-            with self._index.reading() as txn, suppress(CorruptBlockError):
+            with self.index.reading() as txn, suppress(CorruptBlockError):
                 if (located := txn.get(block_hash)) is not None:
-                    self._slots.erase(located.extent)
+                    self.slots.erase(located.extent)
         return self._drop_batch(doomed, now)
 
     def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
         """Drop blocks, those with a key of `expiry` only if it is still theirs."""
         num_dropped = 0
-        with self._slots.changing() as txn:
+        with self.slots.changing() as txn:
             for key, block_hash in doomed:
                 located = self._get(txn, block_hash)
                 if located is not None and key in (None, expiry_key(located.record)):
-                    self._slots.remove(txn, located)
+                    self.slots.remove(txn, located)
                     num_dropped += 1
                 elif key is not None:
                     txn.drop_expiry_key(key)
@@ -591,7 +474,7 @@ class BlockStore:
             if self._is_as_good(old, record) and now < old.record.expires_at:
                 self._refresh(txn, old, record)
                 return old.extent
-            self._slots.remove(txn, old)
+            self.slots.remove(txn, old)
         txn.insert(new)
         txn.drop_slot("pending", new.extent)
         return new.extent
@@ -610,30 +493,30 @@ class BlockStore:
         check_record(new)
         txn.replace(old, old._replace(record=new))
 
-    def _drop_bad(self, located: Located) -> None:
+    def drop_bad(self, located: Located) -> None:
         """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""
         block_hash = located.record.block_hash
         owner = None
         with suppress(OSError):
             owner = self._files.header_at(located.extent)
-        with self._slots.changing() as txn:
+        with self.slots.changing() as txn:
             owner_hash = block_hash if owner is None else owner.record.block_hash
             other = None if owner_hash == block_hash else self._get(txn, owner_hash)
             if other is not None and other.extent == located.extent:
                 txn.remove_damaged(block_hash)
             else:
-                self._slots.remove(txn, located)
+                self.slots.remove(txn, located)
 
     def _count_fault(self, error: BaseException) -> str:
         """Count a fault, log the first of its reason, and answer that."""
-        reason = _reason_of(error)
+        reason = reason_of(error)
         self._faults[reason] += 1
         if self._faults[reason] == 1:
             logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
         return reason
 
 
-def _reason_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     if isinstance(error, CorruptBlockError):
         return error.reason
     return "no_space" if isinstance(error, StoreFullError) else "io_error"

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from tieredkv.errors import ConfigError
+from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Report
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
@@ -65,7 +66,7 @@ class Verbs:
                 disk = msgspec.to_builtins(self._finish(self._figures()))
                 return {**tiers, "disk": disk, "writer_pid": writer_pid}
             case "ls":
-                return {"chains": msgspec.to_builtins(self._finish(self.store.listing()))}
+                return {"chains": msgspec.to_builtins(self._finish(inspection.listing(self.store)))}
             case "evict":
                 return self._evict(call)
             case "verify":
@@ -77,12 +78,12 @@ class Verbs:
             raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
             # RAM may have a chain's head without the tail that its id names.
-            blocks, _ = self._finish(self.store.choosing(wanted.ids))
+            blocks, _ = self._finish(inspection.choosing(self.store, wanted.ids))
             engine = self._ask(call, blocks)
         settled = threading.Event()
         self.after_writes(settled.set)
         settled.wait()
-        result = self._finish(self.store.evicting(wanted))
+        result = self._finish(inspection.evicting(self.store, wanted))
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         return {**engine, **sums, "unknown_ids": list(result.unknown_ids), "disk": disk}
@@ -94,7 +95,7 @@ class Verbs:
     def _verifying(self, report: Report, repair: bool) -> Steps[VerifyResult]:
         total, result = self.store.stats().blocks, VerifyResult()
         next_report = 0.0
-        for result in self.store.verifying(repair=repair):
+        for result in inspection.verifying(self.store, repair=repair):
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 report(result.checked, total)

@@ -12,6 +12,7 @@ import msgspec
 
 from tests.fakes import FakeClock
 from tieredkv.errors import IntegrityError, StorageError
+from tieredkv.storage import inspection
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index import IndexTxn, Totals
@@ -67,8 +68,8 @@ class CheckedStore(BlockStore):
 
     def check(self) -> None:
         """Verify every invariant of the class."""
-        with self._index.reading() as txn:
-            problems = find_problems(txn, self._slots) + txn.contradictions()
+        with self.index.reading() as txn:
+            problems = find_problems(txn, self.slots) + txn.contradictions()
         if problems:
             raise IntegrityError("; ".join(problems))
 
@@ -196,17 +197,17 @@ def end_of(steps: Generator[object, None, Answer]) -> Answer:
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
     """All steps of an eviction."""
-    return end_of(store.evicting(which))
+    return end_of(inspection.evicting(store, which))
 
 
 def chains(store: BlockStore) -> list[ChainInfo]:
     """All steps of a listing."""
-    return end_of(store.listing())
+    return end_of(inspection.listing(store))
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
     """All steps of a verification."""
-    *_, result = store.verifying(repair=repair)
+    *_, result = inspection.verifying(store, repair=repair)
     return result
 
 

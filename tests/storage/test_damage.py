@@ -36,7 +36,7 @@ from tests.storage.blocks import (
 from tests.storage.conftest import NAMESPACE, Harness, Mailbox, make_chain, wait_until
 from tests.storage.test_faults import plain_index
 from tieredkv.errors import StorageError
-from tieredkv.storage import recovery
+from tieredkv.storage import inspection, recovery
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.index import is_damage, storage_errors
 from tieredkv.storage.results import EvictFilter, VerifyResult
@@ -85,7 +85,7 @@ def use_and_repair(path: Path) -> None:
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for record in CHURNED:
             assert load(store, record) in (payload_of(record), None, "checksum", "missing_segment")
-        steps = list(itertools.islice(store.verifying(repair=True), 2000))
+        steps = list(itertools.islice(inspection.verifying(store, repair=True), 2000))
         assert len(steps) < 2000, "it goes in circles"
         assert verify(store).bad == 0
         store.check()
@@ -134,7 +134,7 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
     key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # and its record
     index.write_bytes(key.sub(bytes(32), index.read_bytes()))
     with open_store(path) as store:
-        steps = list(itertools.islice(store.verifying(repair=True), 200))
+        steps = list(itertools.islice(inspection.verifying(store, repair=True), 200))
         assert len(steps) < 200, "it goes in circles"
         assert steps[-1].by_reason["index"] == 1
         assert verify(store) == VerifyResult(checked=59)
@@ -435,11 +435,11 @@ def test_chains_are_listed_and_evicted_in_steps_as_a_plain_look_at_all_of_them_s
         assert {chain.id: (chain.blocks, chain.bytes) for chain in found} == {
             id_: (len(chain), 100 * len(chain)) for id_, chain in expected.items()
         }
-        assert sum(1 for _ in store.listing()) > 400 // 64 + len(expected)
+        assert sum(1 for _ in inspection.listing(store)) > 400 // 64 + len(expected)
         named = rnd.sample(sorted(expected), 20)
         kept = {r.block_hash for id_, chain in expected.items() if id_ not in named for r in chain}
         which = EvictFilter(ids=tuple(id_[:20] for id_ in named))
-        foreseen, _ = end_of(store.choosing(which.ids))
+        foreseen, _ = end_of(inspection.choosing(store, which.ids))
         assert set(foreseen) == by_hash.keys() - kept
         positions = {block_hash: at for at, block_hash in enumerate(foreseen)}
         for block_hash in foreseen:
