@@ -26,6 +26,8 @@ MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
+MAX_RETRY_AFTER_S = 60
+MAX_JOINED_BYTES = 64 << 10
 
 _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
 
@@ -52,6 +54,7 @@ class Limits:
     tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
     _requests: Counter[str] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
+    _took_s: float = 0.0  # the last request that was answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -65,7 +68,7 @@ class Limits:
             self._bytes[tenant] += size
             _check_size(held[tenant])
             if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
-                raise _refused(429, "The server holds too many bytes of requests; retry later.")
+                raise self._too_much("holds too many bytes of requests", tenant)
             return message
 
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
@@ -78,13 +81,22 @@ class Limits:
                 counted[tenant] = 1
                 self._requests += counted
                 if _is_too_much(self._requests, tenant, self.max_requests):
-                    raise _refused(429, "The server has too many requests in hand; retry later.")
+                    raise self._too_much("has too many requests in hand", tenant)
             await self.app(scope, receive_counted, send)
+            if is_counted:
+                self._took_s = time.perf_counter() - scope["arrived_at"]
         except RequestError as error:
             await (await self.refuse(Request(scope), error))(scope, receive, send)
         finally:
             self._requests -= counted
             self._bytes -= held
+
+    def _too_much(self, why: str, tenant: str) -> RequestError:
+        """Return a refusal until about when one of the tenant's requests will be answered."""
+        error = _refused(429, f"The server {why}; retry later.")
+        wait_s = self._took_s / max(1, self._requests[tenant])
+        error.retry_after_s = min(1 + int(wait_s), MAX_RETRY_AFTER_S)
+        return error
 
 
 async def read_body(request: Request) -> bytes:
@@ -110,12 +122,44 @@ def _refused(status: int, text: str) -> RequestError:
     return RequestError(text, code=_CODES[status], status=status)
 
 
+class JoinedWrites:
+    """A transport that sends at once what is written without a pause, as a call for each is dear.
+
+    The head of a stream goes with its first events, and the last token with the end.
+    """
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._written = bytearray()
+
+    def write(self, data: bytes) -> None:
+        """Send data when the loop goes on; now if it is much."""
+        if not self._written:
+            self._loop.call_soon(self._flush)
+        self._written += data
+        if len(self._written) > MAX_JOINED_BYTES:
+            self._flush()
+
+    def close(self) -> None:
+        """Close, once everything is sent."""
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        if self._written:
+            data, self._written = self._written, bytearray()
+            self._transport.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+
 class TimedConnection(H11Protocol):
     """A connection that ends when its headers do not, or when its answer is not read."""
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first headers, but not for ever."""
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
         self._reading = self._abort_in(HEADERS_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:
