@@ -1,4 +1,4 @@
-"""Streams whose first token is late, over an engine that says what the test wants."""
+"""The application over an engine that says what the test wants: late first tokens, and bounds."""
 
 import asyncio
 import json
@@ -13,9 +13,11 @@ from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput, failed
 from tieredkv.errors import RequestError
 from tieredkv.server import app
+from tieredkv.server.admin import carry_out
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
+from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics
 
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -98,3 +100,24 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     bad = ask(Engine(0.5, refused), tokenization, path)
     assert (bad.status_code, bad.text.split("\n\n")[0]) == (200, ping)
     assert "The queue is full" in bad.text.strip().split("\n\n")[-1]
+
+
+def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:
+    metrics = Metrics(Settings(), Engine(0.0, answered))  # type: ignore[arg-type]
+    for i in range(MAX_LABEL_SETS_OF_TENANT):
+        assert metrics.labels_of("flood", {"route": f"r{i}"}) == (f"r{i}", "")
+    assert metrics.labels_of("flood", {"route": "more"}) == ("other", "other")
+    assert metrics.labels_of("quiet", {"route": "mine"}) == ("mine", "")
+    assert metrics.labels_of("flood", {"route": "mine"}) == ("mine", "")
+    for i in range(2 * MAX_LABEL_SETS):
+        metrics.labels_of(f"tenant {i}", {"route": f"t{i}"})
+    assert metrics.labels_of("late", {"route": "late"}) == ("other", "other")
+
+
+@pytest.mark.parametrize("verb", ["ls", "evict", "verify"])
+def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
+    engine: Any = Engine(0.0, answered)
+    with pytest.raises(RequestError, match=f"`{verb}` is for the disk tier") as caught:
+        asyncio.run(carry_out(verb, {}, Settings(), engine))
+    assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
+    assert asyncio.run(carry_out("df", {}, Settings(), engine)) == {"writer_pid": None}

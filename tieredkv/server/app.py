@@ -11,6 +11,7 @@ import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -67,19 +68,20 @@ _HTTP_ERRORS = {
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass
 class Api:
     """What the routes need; one for each server."""
 
-    def __init__(
-        self, settings: Settings, engine: EngineClient, tokenization: Tokenization, keys: Keys
-    ) -> None:
-        self._settings = settings
-        self._metrics = Metrics(settings, engine)
-        self._engine = engine
-        self._tokenization = tokenization
-        self._keys = keys
-        self.tenant_of = keys.tenant
+    _settings: Settings
+    _engine: EngineClient
+    _tokenization: Tokenization
+    _keys: Keys
+
+    def __post_init__(self) -> None:
+        settings = self._settings
+        self._metrics = Metrics(settings, self._engine)
         self._diagnoses = Diagnoses()
+        self.tenant_of = self._keys.tenant
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
 

@@ -27,7 +27,6 @@ BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
 MAX_RETRY_AFTER_S = 60
-MAX_JOINED_BYTES = 64 << 10
 
 _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
 
@@ -122,44 +121,12 @@ def _refused(status: int, text: str) -> RequestError:
     return RequestError(text, code=_CODES[status], status=status)
 
 
-class JoinedWrites:
-    """A transport that sends at once what is written without a pause, as a call for each is dear.
-
-    The head of a stream goes with its first events, and the last token with the end.
-    """
-
-    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop) -> None:
-        self._transport, self._loop = transport, loop
-        self._written = bytearray()
-
-    def write(self, data: bytes) -> None:
-        """Send data when the loop goes on; now if it is much."""
-        if not self._written:
-            self._loop.call_soon(self._flush)
-        self._written += data
-        if len(self._written) > MAX_JOINED_BYTES:
-            self._flush()
-
-    def close(self) -> None:
-        """Close, once everything is sent."""
-        self._flush()
-        self._transport.close()
-
-    def _flush(self) -> None:
-        if self._written:
-            data, self._written = self._written, bytearray()
-            self._transport.write(data)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-
 class TimedConnection(H11Protocol):
     """A connection that ends when its headers do not, or when its answer is not read."""
 
     def connection_made(self, transport: Any) -> None:
         """Wait for the first headers, but not for ever."""
-        super().connection_made(JoinedWrites(transport, self.loop))  # type: ignore[arg-type]
+        super().connection_made(transport)
         self._reading = self._abort_in(HEADERS_TIMEOUT_S)
 
     def data_received(self, data: bytes) -> None:

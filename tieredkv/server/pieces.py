@@ -10,7 +10,6 @@ import re
 import threading
 from array import array
 from bisect import bisect_right
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,47 +20,26 @@ MAX_CHARACTERS = 1 << 20
 PIECE_CHARACTERS = 256
 """What a piece counts for beside its text, as many short ones take memory, too."""
 
-
-class Pieces:
-    """Pieces of one namespace's texts, the least recently used of which go first.
-
-    Several threads use it.
-    """
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[str, array[int]] = OrderedDict()
-        self._size = 0
-        self._lock = threading.Lock()
-
-    def find(self, texts: Sequence[str]) -> dict[str, "array[int]"]:
-        """Return the token ids of those that are known."""
-        with self._lock:
-            found = {text: ids for text in texts if (ids := self._ids.get(text)) is not None}
-            for text in found:
-                self._ids.move_to_end(text)
-        return found
-
-    def keep(self, made: dict[str, "array[int]"]) -> None:
-        """Keep token ids, as far as there is room."""
-        with self._lock:
-            self._size += sum(len(text) + PIECE_CHARACTERS for text in made.keys() - self._ids)
-            self._ids |= made
-            while self._size > MAX_CHARACTERS:
-                text, _ = self._ids.popitem(last=False)
-                self._size -= len(text) + PIECE_CHARACTERS
+Kept = dict[str, "array[int]"]
 
 
 class PieceEncoder:
     """One tokenizer's encoder of texts in which special tokens are spelled out.
 
-    Namespaces share nothing, so that the time tells none of them what another one has asked.
+    Namespaces share nothing, so that the time tells none of them what another one has asked; each
+    keeps the pieces that it used last. Several threads may call `encode`.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._pieces_of = functools.lru_cache(MAX_NAMESPACES)(lambda _namespace: Pieces())
-        added = self._backend.get_added_tokens_decoder().values() if self._backend else ()
+        self._lock = threading.Lock()  # for what is kept
+        self._kept_of = functools.lru_cache(MAX_NAMESPACES)(lambda _namespace: Kept())
+        added: Any = ()
+        if self._backend is not None:
+            added = self._backend.get_added_tokens_decoder().values()
+            self._backend.no_truncation()  # which a checkpoint may have left on
+            self._backend.no_padding()
         raw = [token for token in added if token.content and not token.normalized]
         # Longest first, as tokenizers match. What takes in or looks at its left is no place to cut.
         names = sorted((re.escape(token.content) for token in raw), key=len, reverse=True)
@@ -85,13 +63,14 @@ class PieceEncoder:
         cuts = [match.start() for match in self._raw.finditer(text) if match[0] in self._cuts]
         starts = [0, *cuts, len(text)]
         head, *others = [text[a:b] for a, b in itertools.pairwise(starts)]
-        pieces = self._pieces_of(namespace)
-        known = pieces.find(others)
+        kept = self._kept_of(namespace)
+        with self._lock:
+            known = {text: kept[text] for text in others if text in kept}
         new = [head, *dict.fromkeys(text for text in others if text not in known)]
         encodings = self._backend.encode_batch_fast(new, add_special_tokens=False)
         first, *made = [array("I", encoding.ids) for encoding in encodings]
-        pieces.keep(added := dict(zip(new[1:], made, strict=True)))
-        known |= added
+        known |= zip(new[1:], made, strict=True)
+        self._keep(known, kept)
         parts = [first, *(known[text] for text in others)]
         counts = list(itertools.accumulate(map(len, parts), initial=0))
 
@@ -107,3 +86,15 @@ class PieceEncoder:
             within = place - starts[index]
             ends.append(counts[index] + (bisect_right(stops(index), within) if within else 0))
         return list(itertools.chain.from_iterable(parts)), ends
+
+    def _keep(self, used: Kept, kept: Kept) -> None:
+        """Keep pieces as those used last, in place of those used longest ago."""
+        with self._lock:
+            for text in used:
+                kept.pop(text, None)
+            kept |= used
+            size = sum(map(len, kept)) + PIECE_CHARACTERS * len(kept)
+            while size > MAX_CHARACTERS:
+                oldest = next(iter(kept))
+                size -= len(oldest) + PIECE_CHARACTERS
+                del kept[oldest]
