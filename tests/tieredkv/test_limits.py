@@ -126,7 +126,7 @@ def test_a_tenant_that_takes_every_place_costs_others_none(port: int) -> None:
 
 def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[int, int]] = []
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
     moments = iter([0.0, 40.0, *[41.0] * 9])
     monkeypatch.setattr("tieredkv.server.limits.time.perf_counter", lambda: next(moments))
 
@@ -138,14 +138,17 @@ def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch
         wait, silent = asyncio.Event(), asyncio.sleep
 
         async def held(scope: Any, _receive: Any, _send: Any) -> None:
-            if "is_short" not in scope:
+            if not scope["query_string"]:
                 await wait.wait()
+            if scope["query_string"] == b"good":
+                scope["is_answered"] = True
 
         async def send(_message: Any) -> None:
             await silent(0)
 
         limited = Limits(held, 1, note)
-        await limited({**scope, "is_short": True}, None, send)  # type: ignore[arg-type]
+        for kind in (b"good", b"refused by the app"):
+            await limited({**scope, "query_string": kind}, None, send)  # type: ignore[arg-type]
         stuck = asyncio.create_task(limited(dict(scope), None, send))  # type: ignore[arg-type]
         await silent(0)
         await limited(dict(scope), None, send)  # type: ignore[arg-type]

@@ -160,6 +160,7 @@ class Api:
             seen = await tokenization.run(size, lambda: asked.seen(isolate_by))
             shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
             await generation.has_begun(PING_S if asked.stream else None)
+            request.scope["is_answered"] = True
             if asked.stream:
                 return EventStream(generation, shape, on_end=ending.pop_all().close)
             async for _ in generation.pieces():

@@ -35,7 +35,8 @@ _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "hea
 class Limits:
     """Refuses what is too much at once, before its body is read.
 
-    It notes in the scope when a request has arrived, and whose it is.
+    It notes in the scope when a request has arrived, and whose it is; `app` notes `is_answered`
+    there, but for what was refused.
 
     Who holds less than an equal share is not refused for what others hold, so that twice as much
     is held at the very most.
@@ -53,7 +54,7 @@ class Limits:
     tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
     _requests: Counter[str] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
-    _took_s: float = 0.0  # the last request that was answered
+    _took_s: float = 0.0  # for the last request that was answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -82,7 +83,7 @@ class Limits:
                 if _is_too_much(self._requests, tenant, self.max_requests):
                     raise self._too_much("has too many requests in hand", tenant)
             await self.app(scope, receive_counted, send)
-            if is_counted:
+            if "is_answered" in scope:
                 self._took_s = time.perf_counter() - scope["arrived_at"]
         except RequestError as error:
             await (await self.refuse(Request(scope), error))(scope, receive, send)
