@@ -12,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -159,7 +159,6 @@ class EngineCore:
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         layer_bytes = spec.block_bytes // spec.num_layers
         transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
-        digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.on_evict("host", h)),
@@ -168,8 +167,8 @@ class EngineCore:
             store=self._store,
             clock=self._clock,
             block_bytes=spec.block_bytes,
-            given_shares={digest(t): share for t, share in settings.tenant_shares.items()},
         )
+        self.give_shares(settings.tenant_shares)
         self.cache = TieredCache(
             self.tiers,
             can_load=settings.restore != "compute",
@@ -315,6 +314,11 @@ class EngineCore:
         stats["block_bytes"] = size
         stats["disk"] = msgspec.to_builtins(self._store.stats()) if self._store else None
         return stats
+
+    def give_shares(self, shares: Mapping[str, float]) -> None:
+        """Give tenants their shares of every tier, in place of those before."""
+        algo = self._settings.hash_algo
+        self.tiers.give_shares({tenant_digest(t, algo=algo): it for t, it in shares.items()})
 
     def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:
         """Empty the tiers above `to` of what no request uses; return whether all of it has gone."""

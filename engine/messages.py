@@ -75,6 +75,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     request_id: str
 
 
+class Shares(msgspec.Struct, frozen=True, tag="shares"):
+    """From now on, tenants have these shares of every tier; see `Settings.tenant_shares`."""
+
+    of_tenants: dict[str, float]
+
+
 class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
     """Where the tokens of a prompt came from; each of them counts once.
 
@@ -196,5 +202,5 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     drain_timeout_s: float | None = None
 
 
-ToEngine = Start | EngineRequest | Abort | Shutdown
+ToEngine = Start | EngineRequest | Abort | Shares | Shutdown
 ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport | Stats

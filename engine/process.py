@@ -115,6 +115,8 @@ class EngineProcess:
                 return len(message.prompt_token_ids)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
+            case messages.Shares(of_tenants):
+                core.give_shares(of_tenants)
             case Shutdown():
                 self._shutdown = message
         return 0

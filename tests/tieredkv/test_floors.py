@@ -51,12 +51,15 @@ def test_a_flood_takes_what_is_above_the_floor_and_no_more() -> None:
 
 def test_shares_that_an_operator_gave_count_and_others_share_the_rest() -> None:
     rig = Rig(num_blocks=20, num_pages=8, has_store=False)
-    rig.tiers.given_shares = {b"quiet": 0.6}
+    rig.tiers.give_shares({b"quiet": 0.6})
     rig.run("quiet/a", 12, "in_memory")
     rig.run("other/a", 4, "in_memory")
     flood(rig, num_blocks=200, retention="in_memory")
     assert rig.tiers.shares == {b"quiet": 0.6, b"other": 0.2, b"flood": 0.2}
     assert rig.run("quiet/a", 12) + rig.run("other/a", 4) == 0
+    rig.tiers.give_shares({b"other": 0.5})
+    assert rig.tiers.shares == {b"quiet": 0.25, b"other": 0.5, b"flood": 0.25}
+    assert rig.tiers.device.floors[b"other"] == 10
 
 
 def test_one_tenant_alone_has_no_floor_and_two_have_until_one_was_not_seen_for_an_hour() -> None:

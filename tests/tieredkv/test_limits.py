@@ -122,3 +122,38 @@ def test_a_tenant_that_takes_every_place_costs_others_none(port: int) -> None:
     for sock in stuck:
         sock.close()
     wait_for(lambda: ask("a") == 200, "the places are not free again")
+
+
+def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[int, int]] = []
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+    moments = iter([0.0, 40.0, *[41.0] * 9])
+    monkeypatch.setattr("tieredkv.server.limits.time.perf_counter", lambda: next(moments))
+
+    async def note(_request: Any, error: Any) -> Response:
+        told.append((error.status, error.retry_after_s))
+        return Response()
+
+    async def run() -> None:
+        wait, silent = asyncio.Event(), asyncio.sleep
+
+        async def held(scope: Any, _receive: Any, _send: Any) -> None:
+            if not scope["query_string"]:
+                await wait.wait()
+            if scope["query_string"] == b"good":
+                scope["is_answered"] = True
+
+        async def send(_message: Any) -> None:
+            await silent(0)
+
+        limited = Limits(held, 1, note)
+        for kind in (b"good", b"refused by the app"):
+            await limited({**scope, "query_string": kind}, None, send)  # type: ignore[arg-type]
+        stuck = asyncio.create_task(limited(dict(scope), None, send))  # type: ignore[arg-type]
+        await silent(0)
+        await limited(dict(scope), None, send)  # type: ignore[arg-type]
+        wait.set()
+        await stuck
+
+    asyncio.run(run())
+    assert told == [(429, 21)]  # the last one took 40 s, and two are in hand

@@ -58,8 +58,8 @@ class Tiers:
         transfer: copies between them; its tags are lists of promotions or of demoted blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
-        given_shares: of each tier, by tenant, as the operator wants it; others share the rest.
-        shares: those of now; empty while one tenant has all.
+        shares: of each tier, by tenant, as given or an equal one of the rest; empty while one
+            tenant has all.
         departed: why blocks have left.
     """
 
@@ -71,9 +71,9 @@ class Tiers:
     clock: Clock
     block_bytes: int
     counters: CacheCounters = field(default_factory=CacheCounters)
-    given_shares: Mapping[bytes, float] = field(default_factory=dict)
     shares: dict[bytes, float] = field(default_factory=dict)
     departed: Departed = field(default_factory=Departed)
+    _given: Mapping[bytes, float] = field(default_factory=dict)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def note_tenant(self, tenant: bytes) -> None:
@@ -81,11 +81,18 @@ class Tiers:
         now, before = self.clock.now(), self._seen.keys()
         recent = {each: at for each, at in self._seen.items() if now - at < SEEN_S}
         self._seen = {**recent, tenant: now}
-        if self._seen.keys() == before:
-            return
-        rest = 1 - sum(self.given_shares.values())
-        equal = rest / max(1, len(self._seen.keys() - self.given_shares))
-        shares = {**dict.fromkeys(self._seen, equal), **self.given_shares}
+        if self._seen.keys() != before:
+            self._share_out()
+
+    def give_shares(self, shares: Mapping[bytes, float]) -> None:
+        """Give tenants the floors that the operator wants."""
+        self._given = shares
+        self._share_out()
+
+    def _share_out(self) -> None:
+        rest = 1 - sum(self._given.values())
+        equal = rest / max(1, len(self._seen.keys() - self._given))
+        shares = {**dict.fromkeys(self._seen, equal), **self._given}
         self.shares = shares if len(shares) > 1 else {}
         for pool in (self.device, self.host):
             pool.set_floors(self.shares)

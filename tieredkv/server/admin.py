@@ -25,21 +25,20 @@ async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineCli
     Raises:
         RequestError: the verb or a field is unknown, or the store cannot be asked.
     """
+    if verb not in ("df", "ls", "evict", "verify"):
+        raise RequestError(f"There is no verb `{verb}`", code="unknown_url", status=404)
     if settings.disk_dir is None:
-        if verb != "df":
-            raise RequestError("There is no disk tier: `disk_dir` is not set", code="no_disk_tier")
-        return {**engine.stats, "writer_pid": None}
+        if verb == "df":
+            return {**engine.stats, "writer_pid": None}
+        text = f"`{verb}` is for the disk tier, and there is none: `disk_dir` is not set."
+        hint = "`df` tells what VRAM and host memory hold; a restart empties them."
+        raise RequestError(f"{text} {hint}", code="no_disk_tier", status=409)
     store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
     try:
-        match verb:
-            case "df" | "ls":
-                return await asyncio.to_thread(getattr(store, verb))
-            case "evict":
-                wanted = msgspec.convert(body, WantedBlocks)
-                return await asyncio.to_thread(store.evict, wanted)
-            case "verify":
-                return await asyncio.to_thread(store.verify, repair=body.get("repair") is not False)
+        if verb == "evict":
+            return await asyncio.to_thread(store.evict, msgspec.convert(body, WantedBlocks))
+        how = {"repair": body.get("repair") is not False} if verb == "verify" else {}
+        return await asyncio.to_thread(getattr(store, verb), **how)
     except (msgspec.ValidationError, TieredKVError) as error:
         status = 400 if isinstance(error, ValueError) else 503
         raise RequestError(str(error), code="store", status=status) from None
-    raise RequestError(f"There is no verb `{verb}`", code="unknown_url", status=404)

@@ -283,7 +283,7 @@ class MessagesRequest(Conversation):
             shape=MessageShape(self.model, self.max_tokens),
             stream=self.stream,
             limit=how["max_tokens"],
-            segments=encoded.segments,
+            parts=encoded.parts,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
         )

@@ -39,6 +39,7 @@ class MessageShape(Shape):
     """`/v1/messages`; what is generated where no token was asked for is not told."""
 
     names_events = True
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
 
     def __init__(self, model: str, max_tokens: int) -> None:
         self.id = f"msg_{uuid.uuid4().hex}"

@@ -6,20 +6,22 @@ to `generation`.
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tieredkv import __version__
@@ -28,12 +30,12 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server.admin import carry_out
 from tieredkv.server.anthropic_requests import CountTokensRequest, MessagesRequest
-from tieredkv.server.asked import ApiRequest, Json, PlainRequest, Shape
+from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.error_bodies import anthropic_body, openai_body
-from tieredkv.server.generation import ClientGoneError, Generation, Piece
+from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
@@ -45,6 +47,8 @@ from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+PING_S = 10.0
+"""A stream that waits for its first token gets a ping as often; the first time, its headers."""
 
 ANSWERED: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
@@ -64,19 +68,20 @@ _HTTP_ERRORS = {
 Endpoint = Callable[[Request], Awaitable[Response]]
 
 
+@dataclass
 class Api:
     """What the routes need; one for each server."""
 
-    def __init__(
-        self, settings: Settings, engine: EngineClient, tokenization: Tokenization, keys: Keys
-    ) -> None:
-        self._settings = settings
-        self._metrics = Metrics(settings, engine)
-        self._engine = engine
-        self._tokenization = tokenization
-        self._keys = keys
-        self.tenant_of = keys.tenant
+    _settings: Settings
+    _engine: EngineClient
+    _tokenization: Tokenization
+    _keys: Keys
+
+    def __post_init__(self) -> None:
+        settings = self._settings
+        self._metrics = Metrics(settings, self._engine)
         self._diagnoses = Diagnoses()
+        self.tenant_of = self._keys.tenant
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
 
@@ -123,8 +128,7 @@ class Api:
         """Return the route that answers requests of a kind; the body is checked in whole first."""
 
         async def route(request: Request) -> Response:
-            info, tokenization = self._engine.info, self._tokenization
-            tenant = request.scope["tenant"]
+            info, tenant = self._engine.info, request.scope["tenant"]
             parsed = parse_body(await read_body(request))
             if issubclass(kind, PlainRequest):
                 parsed.setdefault("model", info.model)
@@ -133,17 +137,35 @@ class Api:
             rules = self._keys.rules(tenant)
             body = read(kind, parsed, rules.refuses)
             body.check(rules)
+            # Whoever may find none of the other's blocks may not see what the other has encoded.
+            salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
+            tokenization = self._tokenization.of((tenant, *salts))
             if isinstance(body, PlainRequest):
                 return JSONResponse(await body.tell(tokenization, info))
-            asked = await body.ask(tokenization, rules)
-            requests = asked.engine_requests(info, tenant, rules)
-            observer = Observer(self._metrics, asked.labels, request.scope["arrived_at"])
-            seen, shape = asked.seen(self._settings.isolate_by), asked.shape
-            shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
-            generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
-            return await _answer(request, generation, shape, is_stream=asked.stream)
+            return await self._answer(request, await body.ask(tokenization, rules))
 
         return route
+
+    async def _answer(self, request: Request, asked: Asked) -> Response:
+        """Answer; a refusal has its status, but for one of a stream that comes late."""
+        shape, tenant, tokenization = asked.shape, request.scope["tenant"], self._tokenization
+        requests = asked.engine_requests(self._engine.info, tenant, self._keys.rules(tenant))
+        observer = Observer(self._metrics, tenant, asked.labels, request.scope["arrived_at"])
+        generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
+        with contextlib.ExitStack() as ending:
+            ending.callback(generation.close)
+            ending.callback(asyncio.create_task(_watch(request, generation)).cancel)
+            # The engine works meanwhile.
+            size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
+            seen = await tokenization.run(size, lambda: asked.seen(isolate_by))
+            shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
+            await generation.has_begun(PING_S if asked.stream else None)
+            request.scope["is_answered"] = True
+            if asked.stream:
+                return EventStream(generation, shape, on_end=ending.pop_all().close)
+            async for _ in generation.pieces():
+                pass
+            return JSONResponse(shape.whole(generation.answers))
 
     def _model_body(self) -> dict[str, Any]:
         info = self._engine.info
@@ -152,18 +174,16 @@ class Api:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, each sent as soon as it is there.
+    """Server-sent events, each sent as soon as it is there; pings while there is none yet.
 
     Args:
-        events: JSON objects; a `RequestError` from it becomes the last event.
-        shape: tells how they are headed, and how one fails.
+        generation: what the answer is made by; a `RequestError` from it becomes the last event.
+        shape: the form of the answer.
         on_end: called however the stream ends.
     """
 
-    def __init__(
-        self, events: AsyncIterator[Json], shape: Shape, *, on_end: Callable[[], None]
-    ) -> None:
-        lines, headers = _event_lines(events, shape), {"Cache-Control": "no-cache"}
+    def __init__(self, generation: Generation, shape: Shape, *, on_end: Callable[[], None]) -> None:
+        lines, headers = _event_lines(generation, shape), {"Cache-Control": "no-cache"}
         super().__init__(lines, media_type="text/event-stream", headers=headers)
         self._on_end = on_end
 
@@ -177,39 +197,44 @@ class EventStream(StreamingResponse):
             self._on_end()
 
 
-async def _event_lines(events: AsyncIterator[Json], shape: Shape) -> AsyncIterator[str]:
-    def line(event: Json) -> str:
-        head = f"event: {event['type']}\n" if shape.names_events else ""
-        told = json.dumps(event, ensure_ascii=False, separators=(",", ":"))
-        return f"{head}data: {told}\n\n"
+async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[bytes]:
+    def line(event: Json) -> bytes:
+        head = f"event: {event['type']}\n".encode() if shape.names_events else b""
+        return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     try:
-        async for event in events:
+        while not await generation.has_begun(PING_S):
+            yield shape.ping
+        async for event in shape.events(generation.answers, generation.pieces()):
             yield line(event)
     except RequestError as error:
         yield line(shape.failure(error))
     else:
         if not shape.names_events:
-            yield "data: [DONE]\n\n"
+            yield b"data: [DONE]\n\n"
 
 
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error shapes."""
-    app = FastAPI(openapi_url=None)
-    app.add_route("/health", api.health)  # GET, and with it HEAD
-    app.add_route("/metrics", api.metrics)
-    app.add_route("/openapi.json", lambda _: JSONResponse(describe(ANSWERED)))
-    app.add_route("/v1/models", api.models)
-    app.add_route("/v1/models/{name:path}", api.model)
-    app.add_route("/version", api.version)
-    app.add_route("/admin/cache/{verb}", api.admin, methods=["POST"])
-    for path, kind in ANSWERED.items():
-        app.add_route(path, api.answers(kind), methods=["POST"])
-    app.add_exception_handler(RequestError, _on_request_error)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(ClientDisconnect, _on_client_gone)
-    app.add_exception_handler(ClientGoneError, _on_client_gone)
-    app.add_exception_handler(Exception, _on_bug)
+    app = Starlette(
+        routes=[
+            *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
+            Route("/health", api.health),  # GET, and with it HEAD
+            Route("/metrics", api.metrics),
+            Route("/openapi.json", lambda _: JSONResponse(describe(ANSWERED))),
+            Route("/v1/models", api.models),
+            Route("/v1/models/{name:path}", api.model),
+            Route("/version", api.version),
+            Route("/admin/cache/{verb}", api.admin, methods=["POST"]),
+        ],
+        exception_handlers={
+            RequestError: _on_request_error,
+            HTTPException: _on_http_error,
+            ClientDisconnect: _on_client_gone,
+            ClientGoneError: _on_client_gone,
+            Exception: _on_bug,
+        },
+    )
     return with_request_ids(Limits(app, api.max_requests, _on_request_error, api.tenant_of))
 
 
@@ -228,29 +253,6 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
         await app(scope, receive, send_with_id)
 
     return answer
-
-
-async def _answer(
-    request: Request, generation: Generation, shape: Shape, *, is_stream: bool
-) -> Response:
-    """Wait for the first token, so that a refusal still has its status; then answer."""
-    with contextlib.ExitStack() as ending:
-        ending.callback(generation.close)
-        ending.callback(asyncio.create_task(_watch(request, generation)).cancel)
-        pieces = generation.pieces()
-        pieces = _after(await anext(pieces), pieces)
-        if is_stream:
-            events = shape.events(generation.answers, pieces)
-            return EventStream(events, shape, on_end=ending.pop_all().close)
-        async for _ in pieces:
-            pass
-        return JSONResponse(shape.whole(generation.answers))
-
-
-async def _after(first: Piece, others: AsyncIterator[Piece]) -> AsyncIterator[Piece]:
-    yield first
-    async for piece in others:
-        yield piece
 
 
 async def _watch(request: Request, generation: Generation) -> None:

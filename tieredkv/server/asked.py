@@ -23,7 +23,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.diagnosis import NONE, Diagnosis, Seen, Segment, digest
+from tieredkv.server.diagnosis import MAX_SEGMENTS, NONE, Diagnosis, Part, Seen, Segment, digest
 from tieredkv.server.generation import Piece
 from tieredkv.units import parse_duration
 
@@ -117,6 +117,7 @@ class Shape(Protocol):
     id: str
     diagnosis: Diagnosis = NONE
     names_events: ClassVar[bool] = False
+    ping: ClassVar[bytes] = b": ping\n\n"
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return the answer in one piece, once all is there."""
@@ -141,7 +142,7 @@ class Asked:
         limit: longest answer, in tokens; None for all the room.
         prompt_field: which field of the body holds the prompt.
         labels: what metrics may tell the request by.
-        segments: the parts of the prompt.
+        parts: of the prompt.
         settings: what may be changed beside it.
         compared_id: of an earlier answer, to be told what has changed since.
     """
@@ -154,7 +155,7 @@ class Asked:
     limit: int | None = None
     prompt_field: str = "messages"
     labels: dict[str, str] = field(default_factory=dict)
-    segments: Sequence[Segment] = ()
+    parts: Sequence[Part] = ()
     settings: Json = field(default_factory=dict)
     compared_id: str | None = None
 
@@ -163,7 +164,7 @@ class Asked:
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
         return Seen(
-            self.segments,
+            [Segment.of(*part) for part in self.parts[:MAX_SEGMENTS]],
             num_tokens=sum(map(len, self.prompts)),
             settings={name: digest(str(value)) for name, value in self.settings.items()},
             namespace=digest(repr((salt, key))),

@@ -1,14 +1,15 @@
-"""Texts and messages to token ids, and single token ids to text, off the event loop.
+"""Texts and messages to token ids, and token ids to text; what is long, off the event loop.
 
 It knows the tokenizer and its chat template, no HTTP.
 """
 
 import asyncio
 import contextlib
+import copy
 import functools
 import json
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
@@ -17,9 +18,13 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.errors import RequestError
-from tieredkv.server.diagnosis import MAX_SEGMENTS, Segment, segments_of
+from tieredkv.server.diagnosis import Part, parts_of
+from tieredkv.server.pieces import PieceEncoder
 
 NUM_THREADS = 4
+SHORT_CHARACTERS = 4096
+"""Work on fewer is done at once: it takes about as long as a thread's answer would."""
+
 CACHED_TOKEN_TEXTS = 65_536
 
 Prompt = str | list[int]
@@ -46,12 +51,12 @@ class Encoded(NamedTuple):
     """The token ids of a conversation, and how many of them lie before each mark.
 
     Attributes:
-        segments: what is kept of its parts, where they came as messages.
+        parts: what it was made of.
     """
 
     token_ids: list[int]
     ends: list[int]
-    segments: Sequence[Segment] = ()
+    parts: Sequence[Part] = ()
 
 
 class Tokenization:
@@ -69,12 +74,21 @@ class Tokenization:
     ) -> None:
         self.tokenizer = tokenizer
         self._has_canonical_tools = has_canonical_tools
+        self._encoder = PieceEncoder(tokenizer)
+        self._namespace: object = ""
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
         self.token_text = functools.lru_cache(CACHED_TOKEN_TEXTS)(self._decode_one)
 
+    def of(self, namespace: object) -> "Tokenization":
+        """Return the same, for texts that no other namespace may notice."""
+        made = copy.copy(self)
+        made._namespace = namespace
+        return made
+
     async def encode_prompts(self, prompts: Sequence[Prompt], **how: bool) -> list[list[int]]:
         """Return the token ids of prompts; those that are token ids stay as they are."""
-        return await self._in_thread(lambda: [self._encode(prompt, how) for prompt in prompts])
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self.run(size, lambda: [self._encode(prompt, how) for prompt in prompts])
 
     async def encode_chat(
         self, messages: Messages, arguments: Arguments, marks: Sequence[Mark] = ()
@@ -93,28 +107,31 @@ class Tokenization:
             raise RequestError(text, param="messages", code="chat_template_missing")
 
         def encode() -> Encoded:
-            encoded = self._encode_chat(messages, arguments, marks)
+            text = self._render(messages, arguments)
+            places = self._places(text, messages, arguments, marks)
+            # The template has written the special tokens, the first one included.
+            token_ids, ends = self._encoder.encode(text, places, self._namespace)
             tools = self._printed(arguments).get("tools") or ()
-            return encoded._replace(segments=segments_of(tools, _joined(messages)))
+            return Encoded(token_ids, ends, parts_of(tools, _joined(messages)))
 
-        return await self._in_thread(encode)
-
-    async def segments(self, prompts: Sequence[Prompt]) -> list[Segment]:
-        """Return what is kept of prompts."""
-        told = prompts[:MAX_SEGMENTS]
-        return await self._in_thread(lambda: [Segment.of("input", it, "prompt") for it in told])
+        is_plain = not (marks or arguments.get("tools"))
+        size = sum(len(part) for each in messages for part in _parts(each))
+        return await self.run(size if is_plain else SHORT_CHARACTERS, encode)
 
     async def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt, which may have come as token ids."""
         if isinstance(prompt, str):
             return prompt
-        return await self._in_thread(lambda: str(self.tokenizer.decode(prompt)))
+        return await self.run(len(prompt), lambda: str(self.tokenizer.decode(prompt)))
 
     def close(self) -> None:
         """End the threads; what they are doing is not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+    async def run(self, size: int, work: Callable[[], Result]) -> Result:
+        """Do work on so many characters or tokens, in a thread if they are many."""
+        if size < SHORT_CHARACTERS:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def _encode(self, prompt: Prompt, how: Mapping[str, bool]) -> list[int]:
@@ -122,20 +139,6 @@ class Tokenization:
             return prompt
         # Not a warning's matter: what does not fit the context is refused by the caller.
         return list(self.tokenizer.encode(prompt, verbose=False, **how))
-
-    def _encode_chat(
-        self, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
-    ) -> Encoded:
-        text = self._render(messages, arguments)
-        places = self._places(text, messages, arguments, marks)
-        # The template has written the special tokens, the first one included.
-        how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-        if not (marks and self.tokenizer.is_fast):  # without offsets, nearly right is enough
-            ends = [len(self.tokenizer.encode(text[:place], **how)) for place in places]
-            return Encoded(list(self.tokenizer.encode(text, **how)), ends)
-        encoded = self.tokenizer(text, return_offsets_mapping=True, **how)
-        stops = [stop for _, stop in encoded["offset_mapping"]]
-        return Encoded(list(encoded["input_ids"]), [bisect_right(stops, each) for each in places])
 
     def _places(
         self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]

@@ -25,6 +25,10 @@ _PASSING = re.compile(  # words with a digit; names of days and months
 _KINDS = ("tools", "system", "messages", "input")
 
 
+Part = tuple[str, Any, str]
+"""A part of a prompt, as long as it is known: its kind, its text or JSON value, and its name."""
+
+
 def digest(text: str) -> int:
     encoded = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
@@ -63,19 +67,17 @@ class Segment(NamedTuple):
         return None
 
 
-def segments_of(
+def parts_of(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
-) -> list[Segment]:
-    """Return the segments of a conversation in the order of its prompt."""
-    parts: list[tuple[str, Any, str]] = [
-        ("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools
-    ]
+) -> list[Part]:
+    """Return the parts of a conversation in the order of its prompt; what is late is one part."""
+    parts: list[Part] = [("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools]
     for i, message in enumerate(messages):
         parts.append((_KINDS[1 + (message["role"] != "system")], message, f"message {i}"))
     rest = [value for _, value, _ in parts[MAX_SEGMENTS - 1 :]]
     if len(rest) > 1:
         parts[MAX_SEGMENTS - 1 :] = [("messages", rest, "a later message")]
-    return [Segment.of(*part) for part in parts]
+    return parts
 
 
 class Seen(NamedTuple):

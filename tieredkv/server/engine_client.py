@@ -89,6 +89,11 @@ class EngineClient:
         if self._takers.pop(request_id, None) is not None and self.is_alive:
             self._channel.send(messages.Abort(request_id))
 
+    def give_shares(self, shares: dict[str, float]) -> None:
+        """Give tenants their shares of every tier, in place of those before."""
+        if self.is_alive and not self._is_stopping:
+            self._channel.send(messages.Shares(shares))
+
     def stop(self, drain_timeout_s: float) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
         if self.is_alive and not self._is_stopping:

@@ -4,6 +4,7 @@ It knows stop strings and usage, neither HTTP nor JSON.
 """
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,6 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.server.engine_client import EngineClient, error_of
 from tieredkv.server.metrics import Observer
-
-CANCELLED = TokenOutput(request_id="", finish_reason="cancelled")
 
 
 class ClientGoneError(Exception):
@@ -47,11 +46,27 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._observer = observer
-        self._queue: asyncio.Queue[TokenOutput] = asyncio.Queue()
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._first: Piece | Exception | None = None
+        self._has_begun = asyncio.Event()
         self.answers = [Answer(request, tokenizer) for request in requests]
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
             engine.submit(request, self._take)
+
+    async def has_begun(self, timeout_s: float | None) -> bool:
+        """Wait for the first piece; whether it is there in time.
+
+        Raises:
+            RequestError, ClientGoneError: as `pieces` does, where nothing came before it.
+        """
+        if not self._has_begun.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._has_begun.wait()
+        if isinstance(self._first, Exception):
+            raise self._first
+        return self._first is not None
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield pieces of all answers as they come, until all have ended.
@@ -60,40 +75,47 @@ class Generation:
             RequestError: the engine refused one of them, or it is shutting down or dead.
             ClientGoneError: `cancel` was called.
         """
-        while self._unfinished:
-            output = await self._queue.get()
-            if output is CANCELLED:
-                raise ClientGoneError
-            index = self._unfinished.get(output.request_id)
-            if index is None:  # what was under way when a stop string ended it
-                continue
-            if output.finish_reason in ("error", "abort"):
-                self._end(index, output.finish_reason)
-                raise error_of(output)
-            answer = self.answers[index]
-            text = answer.take(output)
-            if answer.finish_reason is not None:
-                self._end(index, answer.finish_reason)
-                if output.finish_reason is None:
-                    self._engine.abort(output.request_id)
-            yield Piece(index, text, output.logprobs, answer.finish_reason)
+        while self._unfinished or not self._queue.empty():
+            piece = await self._queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
 
     def cancel(self) -> None:
         """End `pieces` with `ClientGoneError` and give back what the engine holds."""
         self.close()
         for index in self._unfinished.values():
             self._observer.on_end(self.answers[index], "cancelled")
-        self._queue.put_nowait(CANCELLED)
-
-    def _take(self, output: TokenOutput) -> None:
-        self._observer.on_output(output)  # now: a slow reader is not the engine's time
-        self._queue.put_nowait(output)
-
-    def _end(self, index: int, reason: str) -> None:
-        del self._unfinished[self.answers[index].request.request_id]
-        self._observer.on_end(self.answers[index], reason)
+        self._put(ClientGoneError())
 
     def close(self) -> None:
         """Abort the answers that have not ended; twice is fine."""
         for request_id in self._unfinished:
             self._engine.abort(request_id)
+
+    def _take(self, output: TokenOutput) -> None:
+        """Take in an output when it comes: a slow reader is not the engine's time."""
+        self._observer.on_output(output)
+        index = self._unfinished.get(output.request_id)
+        if index is None:  # what was under way when a stop string ended it
+            return
+        if output.finish_reason in ("error", "abort"):
+            self._end(index, output.finish_reason)
+            self._put(error_of(output))
+            return
+        answer = self.answers[index]
+        text = answer.take(output)
+        if answer.finish_reason is not None:
+            self._end(index, answer.finish_reason)
+            if output.finish_reason is None:
+                self._engine.abort(output.request_id)
+        self._put(Piece(index, text, output.logprobs, answer.finish_reason))
+
+    def _put(self, piece: Piece | Exception) -> None:
+        self._first = self._first or piece
+        self._has_begun.set()
+        self._queue.put_nowait(piece)
+
+    def _end(self, index: int, reason: str) -> None:
+        del self._unfinished[self.answers[index].request.request_id]
+        self._observer.on_end(self.answers[index], reason)

@@ -6,7 +6,7 @@ It knows digests of keys and headers, not what a request asks for. A tenant is a
 import hashlib
 import hmac
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -43,6 +43,7 @@ class Keys:
         settings: where they are.
         is_strict: as `Rules` have it.
         is_local: only this machine can ask.
+        shares: of every tier, by the tenants that have one.
 
     Raises:
         ConfigError: the file of keys is not as it must be.
@@ -51,13 +52,21 @@ class Keys:
     settings: Settings
     is_strict: bool
     is_local: bool
+    shares: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
         self.load()
 
     def load(self) -> None:
-        """Read the file, or read it again; where that fails the keys stay as they were."""
+        """Read the file, or read it again.
+
+        Raises:
+            ConfigError: the file is not as it must be; the keys stay as they were.
+        """
         keys = {_digest(key.encode()): Key() for key in self.settings.api_keys} | self._read()
+        shares = {digest: key.share for digest, key in keys.items() if key.share}
+        shares = {**self.settings.tenant_shares, **shares}
+        replace(self.settings, tenant_shares=shares)  # refuses what is more than all
         admin_key = self.settings.admin_key
         self._admins = [digest for digest, key in keys.items() if key.admin]
         self._admins += [_digest(admin_key.encode())] if admin_key else []
@@ -66,12 +75,7 @@ class Keys:
             digest: Rules(self.settings, self.is_strict, key.retention)
             for digest, key in keys.items()
         }
-        self._keys = keys
-
-    @property
-    def shares(self) -> dict[str, float]:
-        """The share of each tenant that has one."""
-        return {digest: key.share for digest, key in self._keys.items() if key.share}
+        self._keys, self.shares = keys, shares
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """Return whose request it is: a digest of its key, or the one tenant where no key is set.

@@ -26,6 +26,7 @@ MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
+MAX_RETRY_AFTER_S = 60
 
 _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
 
@@ -34,7 +35,8 @@ _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "hea
 class Limits:
     """Refuses what is too much at once, before its body is read.
 
-    It notes in the scope when a request has arrived, and whose it is.
+    It notes in the scope when a request has arrived, and whose it is; `app` notes `is_answered`
+    there, but for what was refused.
 
     Who holds less than an equal share is not refused for what others hold, so that twice as much
     is held at the very most.
@@ -52,6 +54,7 @@ class Limits:
     tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
     _requests: Counter[str] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
+    _took_s: float = 0.0  # for the last request that was answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -65,7 +68,7 @@ class Limits:
             self._bytes[tenant] += size
             _check_size(held[tenant])
             if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
-                raise _refused(429, "The server holds too many bytes of requests; retry later.")
+                raise self._too_much("holds too many bytes of requests", tenant)
             return message
 
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
@@ -78,13 +81,22 @@ class Limits:
                 counted[tenant] = 1
                 self._requests += counted
                 if _is_too_much(self._requests, tenant, self.max_requests):
-                    raise _refused(429, "The server has too many requests in hand; retry later.")
+                    raise self._too_much("has too many requests in hand", tenant)
             await self.app(scope, receive_counted, send)
+            if "is_answered" in scope:
+                self._took_s = time.perf_counter() - scope["arrived_at"]
         except RequestError as error:
             await (await self.refuse(Request(scope), error))(scope, receive, send)
         finally:
             self._requests -= counted
             self._bytes -= held
+
+    def _too_much(self, why: str, tenant: str) -> RequestError:
+        """Return a refusal until about when one of the tenant's requests will be answered."""
+        error = _refused(429, f"The server {why}; retry later.")
+        wait_s = self._took_s / max(1, self._requests[tenant])
+        error.retry_after_s = min(1 + int(wait_s), MAX_RETRY_AFTER_S)
+        return error
 
 
 async def read_body(request: Request) -> bytes:

@@ -18,7 +18,8 @@ from tieredkv.engine.messages import RequestUsage, TokenOutput
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.types import Tier
 
-MAX_LABEL_SETS = 100
+MAX_LABEL_SETS = 1000
+MAX_LABEL_SETS_OF_TENANT = 100
 MAX_LABEL_LENGTH = 64
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -30,18 +31,20 @@ class Metrics:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._settings = settings
         self._engine = engine
-        self._seen: set[tuple[str, ...]] = set()
+        self._labels: dict[tuple[str, ...], str] = {}  # and which tenant was the first to use them
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
         self.observed = {row["name"]: self._make(row) for row in _TABLE["server"]}
 
-    def labels_of(self, metadata: Mapping[str, object]) -> tuple[str, ...]:
+    def labels_of(self, tenant: str, metadata: Mapping[str, object]) -> tuple[str, ...]:
         """Return the allowed labels of a request; of so many sets of them, the rest is `other`."""
         names = self._settings.metric_labels
         labels = tuple(str(metadata.get(name, ""))[:MAX_LABEL_LENGTH] for name in names)
-        if labels not in self._seen and len(self._seen) >= MAX_LABEL_SETS:
-            return ("other",) * len(labels)
-        self._seen.add(labels)
+        if labels not in self._labels:
+            num_own = sum(tenant == each for each in self._labels.values())
+            if len(self._labels) >= MAX_LABEL_SETS or num_own >= MAX_LABEL_SETS_OF_TENANT:
+                return ("other",) * len(labels)
+            self._labels[labels] = tenant
         return labels
 
     def collect(self) -> Iterator[Metric]:
@@ -74,13 +77,16 @@ class Observer:
     """Measures the answers to one request; told of outputs when they arrive, read or not.
 
     Args:
-        metadata: what the request says of itself.
+        tenant: whose request it is.
+        metadata: what it says of itself.
         arrived_at: when it did, by `perf_counter`.
     """
 
-    def __init__(self, metrics: Metrics, metadata: Mapping[str, object], arrived_at: float) -> None:
+    def __init__(
+        self, metrics: Metrics, tenant: str, metadata: Mapping[str, object], arrived_at: float
+    ) -> None:
         self._families = metrics.observed
-        self._labels = metrics.labels_of(metadata)
+        self._labels = metrics.labels_of(tenant, metadata)
         self._arrived_at, self._submitted_at = arrived_at, time.perf_counter()
         self._spans: dict[str, list[float]] = {}  # times of the first and the newest token
         self._itl = self._families["tieredkv_itl_seconds"]

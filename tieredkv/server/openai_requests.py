@@ -4,7 +4,6 @@ It knows fields and texts, no sockets, no tokenizer and no engine. What a reques
 checked here in whole, before anybody works for it. Fields are called what the API calls them.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -229,8 +228,7 @@ class CompletionRequest(OpenAIRequest):
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Encode the texts, and decode what is echoed."""
-        encoding = tokenization.encode_prompts(self.prompt)
-        prompts, segments = await asyncio.gather(encoding, tokenization.segments(self.prompt))
+        prompts = await tokenization.encode_prompts(self.prompt)
         echoed = self.prompt if self.echo else ()
         echoes = [await tokenization.decode(prompt) for prompt in echoed]
         choices = CompletionChoices(tokenization.token_text)
@@ -239,7 +237,8 @@ class CompletionRequest(OpenAIRequest):
         shape.is_silent = self.max_tokens == 0
         prompt_logprobs = self.logprobs if self.echo else None
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
-        return self.asked(prompts, shape, plan, segments=segments)
+        parts = [("input", prompt, "prompt") for prompt in self.prompt]
+        return self.asked(prompts, shape, plan, parts=parts)
 
 
 class ContentPart(Object):
@@ -381,7 +380,7 @@ class ConversationRequest(OpenAIRequest):
         messages = [message.for_template() for message in self.turns]
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments, **how)
+        return self.asked([encoded.token_ids], shape, plan, parts=encoded.parts, **how)
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = _names(

@@ -129,8 +129,7 @@ class Server:
     async def _run(self, sock: socket.socket, keys: Keys) -> int:
         """Start, serve, end."""
         # The engine has no use for the keys.
-        shares = {**self.settings.tenant_shares, **keys.shares}
-        settings = replace(self.settings, api_keys=(), admin_key=None, tenant_shares=shares)
+        settings = replace(self.settings, api_keys=(), admin_key=None, tenant_shares=keys.shares)
         exit_code, signals, task = 0, [], asyncio.current_task()
 
         def on_signal(number: int) -> None:
@@ -144,9 +143,17 @@ class Server:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal, number)
-        loop.add_signal_handler(signal.SIGHUP, keys.load)
         # After the handlers: from its first moment on, a signal ends the engine too.
         engine = EngineClient(settings, on_progress=self.on_progress, log_level=self.log_level)
+
+        def reload() -> None:
+            try:
+                keys.load()
+                engine.give_shares(keys.shares)
+            except ConfigError as error:
+                logger.error("the keys stay as they were: %s", error)
+
+        loop.add_signal_handler(signal.SIGHUP, reload)
         self._end = engine.kill
         try:
             with contextlib.closing(await self._load(engine)) as tokenization:

@@ -1,0 +1,123 @@
+"""The application over an engine that says what the test wants: late first tokens, and bounds."""
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tieredkv.config import Settings
+from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput, failed
+from tieredkv.errors import RequestError
+from tieredkv.server import app
+from tieredkv.server.admin import carry_out
+from tieredkv.server.app import Api, build_app
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.keys import Keys
+from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics
+
+FULL = RequestError("The queue is full", code="queue_full")
+MESSAGES = [{"role": "user", "content": "hi"}]
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 1},
+}
+
+
+class Engine:
+    """Takes requests; `say` is asked for their outputs, `pause_s` after they came."""
+
+    info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, worker_pid=None)
+    is_alive, pid, stats = True, 1, dict[str, Any]()
+
+    def __init__(self, pause_s: float, say: Callable[[str], TokenOutput]) -> None:
+        self._pause_s, self._say = pause_s, say
+
+    def submit(self, request: EngineRequest, take: Callable[[TokenOutput], None]) -> None:
+        output = self._say(request.request_id)
+        asyncio.get_running_loop().call_later(self._pause_s, take, output)
+
+    def abort(self, request_id: str) -> None:
+        """Nothing to release."""
+
+
+@pytest.fixture(scope="module")
+def tokenization() -> Iterator[Tokenization]:
+    tokenization = Tokenization(load_tokenizer("tiny-random"))
+    yield tokenization
+    tokenization.close()
+
+
+def ask(engine: Engine, tokenization: Tokenization, path: str) -> httpx.Response:
+    """Return the whole answer to a stream."""
+    keys = Keys(settings=Settings(), is_strict=False, is_local=True)
+    api = build_app(Api(Settings(), engine, tokenization, keys))  # type: ignore[arg-type]
+
+    async def post() -> httpx.Response:
+        transport = httpx.ASGITransport(api)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            return await http.post(path, json={"model": "m", "stream": True, **PATHS[path]})
+
+    return asyncio.run(post())
+
+
+def refused(request_id: str) -> TokenOutput:
+    return failed(request_id, FULL)
+
+
+def answered(request_id: str) -> TokenOutput:
+    usage = RequestUsage(prompt_tokens=2, written_tokens=1)
+    return TokenOutput(request_id=request_id, token_ids=[65], finish_reason="length", usage=usage)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_refusal_at_once_has_its_status(tokenization: Tokenization, path: str) -> None:
+    response = ask(Engine(0.0, refused), tokenization, path)
+    assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
+    tokenization: Tokenization, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "PING_S", 0.02)
+    ping = ": ping"
+    if path == "/v1/messages":
+        ping = 'event: ping\ndata: {"type":"ping"}'
+    good = ask(Engine(0.5, answered), tokenization, path)
+    head, *others = good.text.split("\n\n")
+    assert (good.status_code, head) == (200, ping)
+    events = [each.partition("data: ")[2] for each in others if each not in (ping, "")]
+    first, *_ = [json.loads(event) for event in events if event != "[DONE]"]
+    if path == "/v1/messages":  # told as late as its usage is known
+        assert first["message"]["usage"]["cache_creation_input_tokens"] == 1
+    assert "A" in good.text
+    bad = ask(Engine(0.5, refused), tokenization, path)
+    assert (bad.status_code, bad.text.split("\n\n")[0]) == (200, ping)
+    assert "The queue is full" in bad.text.strip().split("\n\n")[-1]
+
+
+def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:
+    metrics = Metrics(Settings(), Engine(0.0, answered))  # type: ignore[arg-type]
+    for i in range(MAX_LABEL_SETS_OF_TENANT):
+        assert metrics.labels_of("flood", {"route": f"r{i}"}) == (f"r{i}", "")
+    assert metrics.labels_of("flood", {"route": "more"}) == ("other", "other")
+    assert metrics.labels_of("quiet", {"route": "mine"}) == ("mine", "")
+    assert metrics.labels_of("flood", {"route": "mine"}) == ("mine", "")
+    for i in range(2 * MAX_LABEL_SETS):
+        metrics.labels_of(f"tenant {i}", {"route": f"t{i}"})
+    assert metrics.labels_of("late", {"route": "late"}) == ("other", "other")
+
+
+@pytest.mark.parametrize("verb", ["ls", "evict", "verify"])
+def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
+    engine: Any = Engine(0.0, answered)
+    with pytest.raises(RequestError, match=f"`{verb}` is for the disk tier") as caught:
+        asyncio.run(carry_out(verb, {}, Settings(), engine))
+    assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
+    assert asyncio.run(carry_out("df", {}, Settings(), engine)) == {"writer_pid": None}
