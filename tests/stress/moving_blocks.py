@@ -9,6 +9,8 @@ A problem is reported if two requests load one prefix twice, or a cancelled one 
 """
 
 import contextlib
+import gc
+import itertools
 import json
 import statistics
 import sys
@@ -58,6 +60,7 @@ def run(
         with contextlib.closing(Moving(told, report, progress, room)) as moving:
             moving.promotion(promotion, tokens, tracked(progress, "promotion", range(repeats)))
         del moving
+        gc.collect()  # its pool
     if demotion:
         workload = parse_workload(demotion)
         room = workload.num_tokens
@@ -154,6 +157,11 @@ class Moving(Bench):
         moved = self.since(before, "demoted_host_blocks") * self.core.kv_spec.block_bytes
         waits = self.since(before, "allocation_waits")
         return {**row, "demoted_GBps": moved / row["wall_s"] / 1e9, "allocation_waits": waits}
+
+    def gaps_ms(self, ids: Sequence[str], start: float, end: float) -> list[float]:
+        """Return the times between two tokens of a request, of which the second came in a span."""
+        pairs = (pair for name in ids for pair in itertools.pairwise(self.times[name]))
+        return [(late - early) * 1e3 for early, late in pairs if start < late <= end]
 
     def to_host(self) -> None:
         """Cancel what runs and empty the device tier."""

@@ -29,9 +29,11 @@ DIRECTIONS = UP, DOWN, BOTH = ("host to device", "device to host", "both at once
 SINGLE_COPIES = 50
 
 
-def run(progress: Progress, *, block_size_bytes: str, total: str, repeats: int) -> dict[str, Any]:
+def run(
+    progress: Progress, *, block_size_bytes: list[int], total: str, repeats: int
+) -> dict[str, Any]:
     """Measure each block size in each direction; a row holds medians of the repeats."""
-    sizes, total_bytes = list(map(parse_bytes, block_size_bytes.split(","))), parse_bytes(total)
+    sizes, total_bytes = block_size_bytes, parse_bytes(total)
     if min(sizes) < 1 or total_bytes < 2 * max(sizes):
         raise ConfigError(f"`total` = `{total}` must hold two blocks of each size")
     rows: list[dict[str, Any]] = []

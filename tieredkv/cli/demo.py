@@ -23,19 +23,21 @@ def demo(as_json: bool) -> int:
     """
     import torch
 
-    from tieredkv.bench import ttft
-
     on_gpu = torch.cuda.is_available()
     model, length = ON_GPU if on_gpu else ON_CPU
     click.echo(
-        f"Serving prompts of {length} + {ttft.SUFFIX_TOKENS} tokens with {model} on "
+        f"Serving prompts of {length} tokens and a little more with {model} on "
         f"{'the GPU' if on_gpu else 'this CPU'}: cold, then with the prefix in each tier, then "
         "from disk in a new process.",
         err=True,
     )
-    told: dict[str, Any] = {"prefix_tokens": [length], "arms": ARMS.split(","), "repeats": REPEATS}
+    told: dict[str, Any] = {
+        "settings": {"model": model},
+        "prefix_tokens": [length],
+        "repeats": REPEATS,
+    }
     command = f"tieredkv bench ttft --model {model} --prefix-tokens {length} --repeats {REPEATS}"
-    status, rows = measure("ttft", {"model": model}, as_json=True, command=command, **told)
+    status, rows = measure("ttft", as_json=True, command=command, arms=ARMS.split(","), **told)
     p50_ms = {row["arm"]: row["TTFT_p50_ms"] for row in rows}
     if slower := [arm for arm in p50_ms if arm != "cold" and p50_ms[arm] >= p50_ms["cold"]]:
         click.echo(f"warning: not faster than cold: {', '.join(slower)}", err=True)

@@ -21,7 +21,10 @@ EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+
+@click.group(invoke_without_command=True, context_settings=CONTEXT)
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
 @click.pass_context
 def cli(context: click.Context) -> None:

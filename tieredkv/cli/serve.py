@@ -24,7 +24,7 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
     is_flag=True,
     help="Let others reach it without an API key.",
 )
-@click.option("--log-level", type=LEVELS, default="INFO", show_default=True, help="Never prompts.")
+@click.option("--log-level", type=LEVELS, default="INFO", help="Never prompts.")
 @json_option
 def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
     """Serve MODEL over HTTP, in OpenAI's shapes.

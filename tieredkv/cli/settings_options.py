@@ -32,11 +32,7 @@ _EXAMPLES = {
     "port": "8080",
     "served_model_name": "llama",
 }
-_LITERALS = {"auto", "sha256"}
 
-disk_dir_option = click.option(
-    "--disk-dir", metavar="DIR", help="Folder of the disk tier, e.g. /nvme/kv."
-)
 _config_option = click.option(
     "--config",
     "config_path",
@@ -45,8 +41,8 @@ _config_option = click.option(
 )
 
 
-def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
-    """Give a command a flag for every setting of some sections, and `--config`.
+def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
+    """Give a command a flag for every setting that is named, or its section is, and `--config`.
 
     The command is called with `loaded`, the settings from its flags, the environment and the file,
     in place of all its parameters that are called as a setting is.
@@ -54,7 +50,8 @@ def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[C
     fields = [
         setting
         for setting in dataclasses.fields(Settings)
-        if setting.metadata["section"] in sections and setting.name not in {"model", *without}
+        if {setting.name, setting.metadata["section"]} & {*names}
+        and setting.name not in ("model", *without)
     ]
 
     def add(command: Command) -> Any:
@@ -84,7 +81,7 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         notes.append(f"in {unit} or with a unit")
     if example := _EXAMPLES.get(setting.name, kind.example):
         notes.append(f"e.g. {example}")
-    if text.split()[0].strip(",") not in _LITERALS:
+    if text.split(",")[0] not in choices:
         text = f"{text[0].upper()}{text[1:]}"
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
