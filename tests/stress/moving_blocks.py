@@ -25,7 +25,7 @@ import numpy as np
 from tieredkv.bench import raw
 from tieredkv.bench.decode import Bench, Row, Workload, begin, itl, parse_workload
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.engine.loader import find_model
 from tieredkv.errors import TieredKVError

@@ -38,7 +38,7 @@ DEVICE_ONLY = RetentionPolicy(
     name="device_only", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE})
 )
 STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 300.0
-CALIBRATION_CHARS = 4000
+CALIBRATION_CHARS = 1000
 LETTERS = string.ascii_lowercase + 5 * " "
 PERCENTILES = (50, 90, 99)
 SOURCES = ("cold", *Tier)

@@ -1,4 +1,4 @@
-"""`tieredkv bench`."""
+"""`tieredkv bench` and `demo`."""
 
 import functools
 import importlib
@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from tieredkv.cli.output import Command, as_text, json_option, print_json, print_table
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.units import parse_bytes
 
@@ -19,6 +19,10 @@ PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "serve": "ttft_p50_ms"}
 
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
 """What every report has; the rest says what was measured."""
+
+DEMO_ON_CPU = "tiny-random", 2048  # model, prefix tokens
+DEMO_ON_GPU = "random:qwen2.5-1.5b", 98304
+DEMO_REPEATS = 3
 
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -247,3 +251,37 @@ def serve() -> None:
     Example, a minute and a half without a GPU:
       tieredkv bench serve --model tiny-random --rates 1,4 --duration 20 --device-size 16MiB
     """
+
+
+@click.command()
+@json_option
+def demo(as_json: bool) -> int:
+    """Serve a prompt cold, then from VRAM, host memory, disk, and disk after a restart.
+
+    Without a GPU a small random model is made on the spot and VRAM is an ordinary memory pool;
+    with one, a random model of 1.5B parameters. Exit 1 if tokens or KV bytes differ, or a tier is
+    not the one that the arm claims. The JSON is that of `bench ttft`.
+    """
+    import torch
+
+    on_gpu = torch.cuda.is_available()
+    model, length = DEMO_ON_GPU if on_gpu else DEMO_ON_CPU
+    click.echo(
+        f"Serving prompts of {length} tokens and a little more with {model} on "
+        f"{'the GPU' if on_gpu else 'this CPU'}: cold, then with the prefix in each tier, then "
+        "from disk in a new process.",
+        err=True,
+    )
+    told: dict[str, Any] = {
+        "settings": {"model": model},
+        "prefix_tokens": [length],
+        "repeats": DEMO_REPEATS,
+    }
+    command = (
+        f"tieredkv bench ttft --model {model} --prefix-tokens {length} --repeats {DEMO_REPEATS}"
+    )
+    status, rows = measure("ttft", as_json=True, command=command, arms=ARMS.split(","), **told)
+    p50_ms = {row["arm"]: row["TTFT_p50_ms"] for row in rows}
+    if slower := [arm for arm in p50_ms if arm != "cold" and p50_ms[arm] >= p50_ms["cold"]]:
+        click.echo(f"warning: not faster than cold: {', '.join(slower)}", err=True)
+    return status

@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from tieredkv.cli.output import json_option, print_json, print_table
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.units import format_bytes

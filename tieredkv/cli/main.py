@@ -12,7 +12,7 @@ import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, config, demo, doctor, generate, serve, store
+from tieredkv.cli import bench, doctor, serve, settings, store
 from tieredkv.errors import StoreUnreachableError, TieredKVError
 
 EXIT_PROBLEM = 1
@@ -65,7 +65,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-verbs = [serve.serve, generate.generate, bench.bench, demo.demo, doctor.doctor, config.config]
+verbs = [serve.serve, serve.generate, bench.bench, bench.demo, doctor.doctor, settings.config]
 for command in (*verbs, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
 

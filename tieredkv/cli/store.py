@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.settings import settings_options
 from tieredkv.clock import Clock
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.control import StoreControl

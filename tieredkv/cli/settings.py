@@ -1,4 +1,6 @@
-"""Flags for settings, made from the settings themselves, so that neither can forget the other.
+"""Settings on the command line: a flag for each of them, and `tieredkv config show`.
+
+Flags are made from the settings themselves, so that neither can forget the other.
 
 A flag's text goes to `load_settings` as it is, which parses it, checks it and names it in errors.
 """
@@ -10,8 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from tieredkv.cli.output import Command
-from tieredkv.config import Settings, kind_of, load_settings
+from tieredkv.cli.output import Command, json_option, print_json, print_table
+from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
 
 _SPELLINGS = {
     "api_keys": ("--api-key",),
@@ -91,3 +93,34 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         metavar=None if choices else kind.metavar,
         help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
     )
+
+
+@click.group()
+def config() -> None:
+    """Settings: what they are and where they come from."""
+
+
+@config.command()
+@click.argument("model", required=False)
+@settings_options("model", "cache", "scheduler", "server")
+@json_option
+def show(loaded: LoadedSettings, as_json: bool) -> None:
+    """Show every setting and where its value comes from; takes the flags of `serve`.
+
+    \b
+    Example:
+      TIEREDKV_PORT=8080 tieredkv config show --config configs/24h.toml
+    """
+    rows = list(loaded.describe())
+    if not as_json:
+        columns = ("section", "setting", "value", "from")
+        shown = [(section, name, text, source) for section, name, _, text, source in rows]
+        print_table([dict(zip(columns, row, strict=True)) for row in shown])
+        return
+    document: dict[str, dict[str, Any]] = {"settings": {}, "retention": {}}
+    for section, name, value, _, source in rows:
+        if name == "policy":
+            document["retention"][section.removeprefix("retention.")] = value
+        else:
+            document["settings"][name] = {"value": value, "source": source}
+    print_json(document)
