@@ -200,7 +200,7 @@ class Moving(Bench):
 def main(loaded: LoadedSettings, commit: str | None, **options: Any) -> None:
     """Measure, and print JSON."""
     report = run(loaded.given(), terminal_progress(), **options)
-    click.echo(json.dumps(raw.head(commit, None) | report))
+    click.echo(json.dumps(raw.head(commit) | report))
     sys.exit(1 if report["problems"] else 0)
 
 

@@ -52,7 +52,7 @@ def commit() -> str:
     return f"v{tieredkv.__version__}"
 
 
-def head(commit_told: str | None, command: str | None) -> dict[str, Any]:
+def head(commit_told: str | None, command: str | None = None) -> dict[str, Any]:
     """Return what a report begins with; the command is this process's own if None."""
     command = command or shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}

@@ -20,9 +20,9 @@ PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "serve": "ttft_p50_ms"}
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
 """What every report has; the rest says what was measured."""
 
-DEMO_ON_CPU = "tiny-random", 2048  # model, prefix tokens
-DEMO_ON_GPU = "random:qwen2.5-1.5b", 98304
-DEMO_REPEATS = 3
+DEMO_ON_CPU = "tiny-random", "2048"  # model, prefix tokens
+DEMO_ON_GPU = "random:qwen2.5-1.5b", "98304"
+DEMO_REPEATS = "3"
 
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
@@ -45,11 +45,7 @@ def several(
 
 def measured(bench: Callable[[], None]) -> Callable[..., Any]:
     """Make a command of a bench, which is nothing but its text: `measure` does the work."""
-
-    @functools.wraps(bench)
-    def command(**options: Any) -> int:
-        return measure(bench.__name__, **options)[0]
-
+    command = functools.update_wrapper(functools.partial(measure, bench.__name__), bench)
     plot_help = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
     plot = click.option("--plot", type=PICTURE, metavar="FILE.png", help=plot_help)
     commit_help = "Commit to report, for a tree without its history."
@@ -63,14 +59,9 @@ def measure(
     loaded: LoadedSettings | None = None,
     plot: Path | None = None,
     commit: str | None = None,
-    command: str | None = None,
     **options: Any,
-) -> tuple[int, list[dict[str, Any]]]:
-    """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON.
-
-    Returns:
-        The exit code, and the rows of the table.
-    """
+) -> int:
+    """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON."""
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
 
@@ -78,7 +69,7 @@ def measure(
     if loaded is not None:
         options["settings"] = loaded.given()
     module = importlib.import_module(f"tieredkv.bench.{name}")
-    report = raw.head(commit, command) | module.run(terminal_progress(), **options)
+    report = raw.head(commit) | module.run(terminal_progress(), **options)
     rows = getattr(module, "table", list)(report["rows"])
     print_table(rows, texts=2)
     hardware, limits = report["hardware"], report["raw"]
@@ -95,7 +86,7 @@ def measure(
         plots.draw(plot, rows, (*list(rows[0])[:2], y), lines)
     if as_json:
         print_json(report)
-    return (1 if report["problems"] else 0), rows
+    return 1 if report["problems"] else 0
 
 
 @click.group()
@@ -255,7 +246,7 @@ def serve() -> None:
 
 @click.command()
 @json_option
-def demo(as_json: bool) -> int:
+def demo(**_json: bool) -> int:
     """Serve a prompt cold, then from VRAM, host memory, disk, and disk after a restart.
 
     Without a GPU a small random model is made on the spot and VRAM is an ordinary memory pool;
@@ -264,24 +255,11 @@ def demo(as_json: bool) -> int:
     """
     import torch
 
-    on_gpu = torch.cuda.is_available()
-    model, length = DEMO_ON_GPU if on_gpu else DEMO_ON_CPU
+    model, length = DEMO_ON_GPU if torch.cuda.is_available() else DEMO_ON_CPU
     click.echo(
-        f"Serving prompts of {length} tokens and a little more with {model} on "
-        f"{'the GPU' if on_gpu else 'this CPU'}: cold, then with the prefix in each tier, then "
-        "from disk in a new process.",
+        f"Serving prompts of {length} tokens and a little more with {model}: cold, then with the "
+        "prefix in each tier, then from disk in a new process.",
         err=True,
     )
-    told: dict[str, Any] = {
-        "settings": {"model": model},
-        "prefix_tokens": [length],
-        "repeats": DEMO_REPEATS,
-    }
-    command = (
-        f"tieredkv bench ttft --model {model} --prefix-tokens {length} --repeats {DEMO_REPEATS}"
-    )
-    status, rows = measure("ttft", as_json=True, command=command, arms=ARMS.split(","), **told)
-    p50_ms = {row["arm"]: row["TTFT_p50_ms"] for row in rows}
-    if slower := [arm for arm in p50_ms if arm != "cold" and p50_ms[arm] >= p50_ms["cold"]]:
-        click.echo(f"warning: not faster than cold: {', '.join(slower)}", err=True)
-    return status
+    words = ["--model", model, "--prefix-tokens", length, "--repeats", DEMO_REPEATS, "--json"]
+    return int(ttft.main(words, standalone_mode=False))

@@ -8,6 +8,7 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -52,12 +53,11 @@ def _check(name: str, detail: str, *, is_ok: bool = True, otherwise: str = "warn
 
 def _software() -> Iterator[Check]:
     yield _check("python", platform.python_version())
-    for name in ("torch", "triton", "transformers", "lmdb"):
-        try:
-            yield _check(name, metadata.version(name))
-        except metadata.PackageNotFoundError:
-            how_bad = "warn" if name == "triton" else "fail"
-            yield _check(name, "is not installed", is_ok=False, otherwise=how_bad)
+    for name in ("torch", "transformers", "lmdb"):
+        yield _check(name, metadata.version(name))
+    has_triton = find_spec("triton") is not None
+    version = metadata.version("triton") if has_triton else "is not installed"
+    yield _check("triton", version, is_ok=has_triton)
     import torch
 
     if not torch.cuda.is_available():

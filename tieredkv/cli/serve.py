@@ -71,12 +71,7 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 @settings_options("model", "cache", "scheduler")
 @json_option
 def generate(
-    loaded: LoadedSettings,
-    prompts: tuple[str, ...],
-    sampling_seed: int | None,
-    cache_salt: str | None,
-    as_json: bool,
-    **sampling: Any,
+    loaded: LoadedSettings, prompts: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
     """Continue each PROMPT, or what stdin holds, with MODEL in this process.
 
@@ -90,7 +85,8 @@ def generate(
             raise usage_error("Give a PROMPT, or pipe one in.")
         prompts = (sys.stdin.read(),)
     set_up_logging("WARNING")
-    params = tieredkv.SamplingParams(seed=sampling_seed, **sampling)
+    cache_salt, seed = options.pop("cache_salt"), options.pop("sampling_seed")
+    params = tieredkv.SamplingParams(seed=seed, **options)
     with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
     outputs = [

@@ -28,10 +28,7 @@ _EXAMPLES = {
     "api_keys": "sk-team-a; repeatable",
     "disk_dir": "/nvme/kv",
     "disk_write_limit": "200MiB",
-    "host": "0.0.0.0",
     "max_model_len": "32768",
-    "max_num_batched_tokens": "4096",
-    "port": "8080",
     "served_model_name": "llama",
 }
 
