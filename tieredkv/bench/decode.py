@@ -6,8 +6,8 @@ when `EngineCore.step` hands tokens out. A workload's row is its median run by t
 """
 
 import contextlib
+import random
 import re
-import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ class Bench:
         self.close, self.report = self.core.close, report
         self.times: dict[str, list[float]] = {}
         self.unfinished: set[str] = set()
-        self.random = np.random.default_rng(0)
+        self.random = random.Random(0)
         model: Any = self.core.model.model
         ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
         ends_numel = sum({id(weight): weight.numel() for weight in ends}.values())
@@ -139,8 +139,7 @@ class Bench:
 
     def prompt(self, count: int) -> list[int]:
         """Return tokens that were never seen."""
-        tokens: list[int] = self.random.integers(self.core.info.vocab_size, size=count).tolist()
-        return tokens
+        return self.random.choices(range(self.core.info.vocab_size), k=count)
 
     def submit(self, prompt: list[int], max_tokens: int, retention: str | None = None) -> str:
         """Queue a request whose answer has exactly so many tokens."""
@@ -179,5 +178,4 @@ def itl(gaps_ms: list[float]) -> Row:
     """Return the median and the 99th percentile of times between tokens."""
     if not gaps_ms:
         raise ConfigError("There are no two tokens to measure between; ask for more output tokens")
-    p99 = sorted(gaps_ms)[-1 - len(gaps_ms) // 100]
-    return {"itl_p50_ms": statistics.median(gaps_ms), "itl_p99_ms": p99}
+    return raw.percentiles_ms("itl", gaps_ms, (50, 99))

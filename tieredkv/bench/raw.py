@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tieredkv
@@ -79,6 +80,12 @@ def median_s(call: Callable[[], object], *, repeats: int = 10) -> float:
         synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+def percentiles_ms(name: str, values: Sequence[float], shares: Sequence[int]) -> dict[str, Any]:
+    """Return percentiles of milliseconds as `NAME_p50_ms` and the like; None if there are none."""
+    made = np.percentile(values, shares).tolist() if values else [None] * len(shares)
+    return {f"{name}_p{share}_ms": ms for share, ms in zip(shares, made, strict=True)}
 
 
 def copy_GBps() -> float:

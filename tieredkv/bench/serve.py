@@ -19,8 +19,9 @@ import json
 import random
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,6 +29,7 @@ from typing import Any
 import httpx
 import numpy as np
 
+from tieredkv.bench import raw
 from tieredkv.config import load_settings
 from tieredkv.errors import TieredKVError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
@@ -40,7 +42,6 @@ DEVICE_ONLY = RetentionPolicy(
 STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 300.0
 CALIBRATION_CHARS = 1000
 LETTERS = string.ascii_lowercase + 5 * " "
-PERCENTILES = (50, 90, 99)
 SOURCES = ("cold", *Tier)
 SHOWN = (
     *("retention", "rate", "answers", "failed", "hit_rate", "output_tok_s"),
@@ -122,30 +123,24 @@ class Client:
 
     async def measure(self, rate: float, retention: str) -> Row:
         """Let conversations begin at a rate; return what they came to."""
-        workload, turns = self._workload, list[Turn]()
-        generator = random.Random(f"{workload.bench_seed}/{rate}")
-        system = self._text(random.Random(2), workload.system_tokens)
+        workload, turns, at_s = self._workload, list[Turn](), 0.0
         body = {"prompt_cache_retention": retention or None}
         body["cache_salt"] = random.randbytes(8).hex()
-        start, at_s = time.perf_counter(), generator.expovariate(rate)
+        generator, start = random.Random(f"{workload.bench_seed}/{rate}"), time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                if at_s >= workload.duration:
-                    break
-                await asyncio.sleep(start + at_s - time.perf_counter())
-                each = random.Random(f"{workload.bench_seed}/{rate}/{number}")
+            while (at_s := at_s + generator.expovariate(rate)) < workload.duration:
+                each = random.Random(generator.random())
                 end_at = start + 2 * workload.duration
-                group.create_task(self._converse(system, each, body, turns, end_at))
-                at_s += generator.expovariate(rate)
+                group.create_task(self._converse(at_s, end_at, each, body, turns))
         return _row(rate, retention, turns, time.perf_counter() - start)
 
     async def _converse(
-        self, system: str, generator: random.Random, body: Row, turns: list[Turn], end_at: float
+        self, pause_s: float, end_at: float, generator: random.Random, body: Row, turns: list[Turn]
     ) -> None:
+        system = self._text(random.Random(2), self._workload.system_tokens)
         messages = [{"role": "system", "content": system}]
-        for number in range(self._workload.turns):
-            if number:
-                await asyncio.sleep(generator.expovariate(1 / self._workload.think))
+        for _ in range(self._workload.turns):
+            await asyncio.sleep(pause_s)
             if time.perf_counter() > end_at:
                 return
             text = self._text(generator, self._workload.user_tokens)
@@ -154,6 +149,7 @@ class Client:
             if turn.error:
                 return
             messages.append({"role": "assistant", "content": turn.text})
+            pause_s = generator.expovariate(1 / self._workload.think)
 
     async def _answer(self, messages: list[Row], **body: Any) -> Turn:
         length = {"max_completion_tokens": self._workload.answer_tokens, "ignore_eos": True}
@@ -193,22 +189,22 @@ def run(
         TieredKVError: the server does not start or answer.
     """
     asked, cases = Workload(**workload), list(itertools.product(rates, retentions))
+
+    async def measure(base: str) -> list[Row]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=base, timeout=ANSWER_TIMEOUT_S, limits=limits
+        ) as http:
+            client = Client(http, asked)
+            await client.begin()
+            return [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
+
     with contextlib.nullcontext(url) if url else running_server(settings) as base:
-        rows = asyncio.run(_measure(base, asked, cases, progress))
+        rows = asyncio.run(measure(base))
     errors = [(row["retention"], row["rate"], row.pop("error")) for row in rows]
     problems = [f"{retention} at {rate}/s: {error}" for retention, rate, error in errors if error]
     facts = {"model": settings["model"], "workload": asdict(asked)}
     return {**facts, "raw": {}, "rows": rows, "problems": problems}
-
-
-async def _measure(
-    url: str, workload: Workload, cases: list[tuple[float, str]], progress: Progress
-) -> list[Row]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=limits) as http:
-        client = Client(http, workload)
-        await client.begin()
-        return [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
 
 
 def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
@@ -216,21 +212,17 @@ def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
     good = [turn for turn in turns if not turn.error]
     cached, sources = zip(*(turn.cached() for turn in good), strict=True) if good else ((), ())
     firsts_ms = [1e3 * (turn.chunk_times[0] - turn.began_at) for turn in good]
+    percentiles = partial(raw.percentiles_ms, shares=(50, 90, 99))
     gaps_ms = [1e3 * gap for turn in good for gap in np.diff(turn.chunk_times)]
     prompt = sum(turn.usage["prompt_tokens"] for turn in good)
     row: Row = {"retention": retention or "default", "rate": rate, "answers": len(good)}
     row |= {"failed": len(turns) - len(good), "hit_rate": sum(cached) / max(1, prompt)}
     row |= {"prompt_tok_s": prompt / wall_s, "output_tok_s": len(gaps_ms) / wall_s}
-    row |= _percentiles("ttft", firsts_ms) | _percentiles("itl", gaps_ms)
+    row |= percentiles("ttft", firsts_ms) | percentiles("itl", gaps_ms)
     for name in SOURCES:
         some_ms = [ms for source, ms in zip(sources, firsts_ms, strict=True) if source == name]
-        row |= {f"{name}_answers": len(some_ms)} | _percentiles(f"{name}_ttft", some_ms)
+        row |= {f"{name}_answers": len(some_ms)} | percentiles(f"{name}_ttft", some_ms)
     return row | {"error": next((turn.error for turn in turns if turn.error), "")}
-
-
-def _percentiles(name: str, values: Sequence[float]) -> Row:
-    made = np.percentile(values, PERCENTILES).tolist() if values else [None] * len(PERCENTILES)
-    return {f"{name}_p{share}_ms": ms for share, ms in zip(PERCENTILES, made, strict=True)}
 
 
 def table(rows: list[Row]) -> list[Row]:
@@ -257,11 +249,10 @@ def running_server(settings: Row) -> Iterator[str]:
     process = context.Process(target=_serve, args=(settings, theirs), name="server")
     process.start()
     theirs.close()
+    answer = TieredKVError("The server ended before it was ready")
     try:
-        try:
+        with contextlib.suppress(EOFError):
             answer = ours.recv()
-        except EOFError:
-            raise TieredKVError("The server ended before it was ready") from None
         if isinstance(answer, TieredKVError):
             raise answer
         yield answer

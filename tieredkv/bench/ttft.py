@@ -124,10 +124,7 @@ def _serve(llm: LLM, prompt: list[int]) -> Sample:
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     before = raw.own_bytes(pid, "read")
     core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
-    try:
-        [output] = llm.generate(prompt, PARAMS)
-    finally:
-        core.on_logits = None
+    [output] = llm.generate(prompt, PARAMS)
     return Sample(
         ttft_ms=output.ttft_s * 1e3,
         by_tier=output.usage.cached_tokens_by_tier,
@@ -244,7 +241,7 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
     times = [round(it.ttft_ms, 3) for it in ours]
     by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}
     loaded = statistics.median(it.by_tier[Tier.HOST] + it.by_tier[Tier.DISK] for it in ours)
-    used = [{name for name, count in it.by_tier.items() if count} for it in ours]
+    sources = [{name for name, count in it.by_tier.items() if count} for it in ours]
     computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, ours))
     return {
         "arm": arm,
@@ -267,7 +264,7 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
         "kv_bytes_equal": found == computed if tier else None,
         "max_logit_diff": max(differences),
         "num_prompts_excluded": sum(are_excluded),
-        "is_from_claimed_tier": all(it == {tier} - {None} for it in used),
+        "is_from_claimed_tier": all(it == {tier} - {None} for it in sources),
     }
 
 

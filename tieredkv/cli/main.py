@@ -81,10 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(err=True)
         return EXIT_INTERRUPTED
     except click.ClickException as error:
-        hint = ""
-        if isinstance(error, click.UsageError):
-            hint = f"\nhint: see `{error.ctx.command_path if error.ctx else 'tieredkv'} --help`"
-        _complain(f"{error.format_message()}{hint}")
+        context = getattr(error, "ctx", None)
+        hint = f"hint: see `{context.command_path if context else 'tieredkv'} --help`"
+        _complain(f"{error.format_message()}\n{hint}")
         return EXIT_USAGE
     except TieredKVError as error:
         _complain(str(error))

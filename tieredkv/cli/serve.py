@@ -21,9 +21,7 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
     "--strict-params", "is_strict", is_flag=True, help="Refuse request fields that are unknown."
 )
 @click.option(
-    *("--allow-open-access", "allows_open_access"),
-    is_flag=True,
-    help="Let others reach it without an API key.",
+    "--allow-open-access", "allows_open_access", is_flag=True, help="Let others in without a key."
 )
 @click.option("--log-level", type=LEVELS, default="INFO", help="Never prompts.")
 @json_option

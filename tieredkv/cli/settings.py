@@ -15,6 +15,7 @@ import click
 from tieredkv.cli.output import Command, json_option, print_json, print_table
 from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
 
+FILE = click.Path(dir_okay=False)
 _SPELLINGS = {
     "api_keys": ("--api-key",),
     "host_size": ("--host-size", "--host-cache-size"),
@@ -31,13 +32,6 @@ _EXAMPLES = {
     "max_model_len": "32768",
     "served_model_name": "llama",
 }
-
-_config_option = click.option(
-    "--config",
-    "config_path",
-    type=click.Path(dir_okay=False),
-    help="TOML file with further settings, e.g. configs/24h.toml.",
-)
 
 
 def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
@@ -63,7 +57,8 @@ def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Comm
 
         for setting in reversed(fields):
             load_first = _option(setting)(load_first)
-        return _config_option(load_first)
+        text = "TOML file with further settings, e.g. configs/24h.toml."
+        return click.option("--config", "config_path", type=FILE, help=text)(load_first)
 
     return add
 
@@ -72,9 +67,7 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     default, kind, text = setting.default, kind_of(setting), setting.metadata["help"]
     choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
     notes = []
-    if default == ():
-        notes.append("none by default")
-    elif default not in (None, ""):
+    if default not in (None, "", ()):
         notes.append(f"default {kind.show(default).replace(' ', '')}")
     if unit := setting.metadata["unit"]:
         notes.append(f"in {unit} or with a unit")
