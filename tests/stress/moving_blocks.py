@@ -23,7 +23,7 @@ import click
 import numpy as np
 
 from tieredkv.bench import raw
-from tieredkv.bench.decode import Bench, Row, Workload, begin, itl, parse_workload
+from tieredkv.bench.decode import Bench, Row, Workload, begin, parse_workload
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
@@ -118,7 +118,8 @@ class Moving(Bench):
             busy += self.gaps_ms(decoding, came, ended)
             loaded.add(self.since(before, "promoted_host_blocks"))
             waits_ms.append((min(self.times[name][0] for name in loading) - came) * 1e3)
-        spec, rows = self.core.kv_spec, [itl(quiet), itl(busy)]
+        spec = self.core.kv_spec
+        rows = [raw.percentiles_ms("itl", gaps, (50, 99)) for gaps in (quiet, busy)]
         blocks, wait_ms = num_tokens // spec.block_size, statistics.median(waits_ms)
         limit_ms = blocks * spec.block_bytes / self.report["raw"]["h2d_GBps"] / 1e6
         for row, name in zip(rows, ("quiet", f"beside {num_tokens} tokens"), strict=True):

@@ -41,10 +41,11 @@ class Workload(NamedTuple):
 
 
 def parse_workload(text: str) -> Workload:
-    """Read `128x1024+256`: requests x input + output tokens."""
-    if match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text):
-        return Workload(*map(int, match.groups()))
-    raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256")
+    """Read `128x1024+256`: requests x input + output tokens, two of them at least."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text)
+    if match is None or match[3] == "1":
+        raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256 (+2 at least)")
+    return Workload(*map(int, match.groups()))
 
 
 def run(
@@ -112,7 +113,8 @@ class Bench:
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * given * (given + 1) // 2
         flops += 2 * self.num_body * given
         read = self.weight_bytes + requests * (given + made / 2) * spec.token_bytes
-        gaps = itl([gap * 1e3 for name in ids for gap in np.diff(self.times[name])])
+        gaps_ms = [1e3 * gap for name in ids for gap in np.diff(self.times[name])]
+        gaps = raw.percentiles_ms("itl", gaps_ms, (50, 99))
         limit_ms = read / limits["copy_GBps"] / 1e6
         timed_ms = gaps["itl_p50_ms"]
         if requests > 1:
@@ -172,10 +174,3 @@ class Bench:
             self.unfinished -= {output.request_id} if output.finish_reason else set()
         if self.core.has_work:
             self.core.wait(0.01)
-
-
-def itl(gaps_ms: list[float]) -> Row:
-    """Return the median and the 99th percentile of times between tokens."""
-    if not gaps_ms:
-        raise ConfigError("There are no two tokens to measure between; ask for more output tokens")
-    return raw.percentiles_ms("itl", gaps_ms, (50, 99))
