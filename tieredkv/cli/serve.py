@@ -7,7 +7,7 @@ import click
 
 import tieredkv
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
+from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
 
@@ -87,7 +87,7 @@ def generate(
     params = tieredkv.SamplingParams(seed=seed, **options)
     with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
-    outputs = [
+    outputs: list[dict[str, Any]] = [
         {
             "text": answer.text,
             "token_ids": answer.token_ids,
@@ -105,13 +105,7 @@ def generate(
     if as_json:
         print_json({"model": loaded.settings.model, "outputs": outputs})
         return
-    for answer in answers:
-        click.echo(answer.text)
-        counts = answer.usage.cached_tokens_by_tier.items()
-        by_tier = ", ".join(f"{count} {tier}" for tier, count in counts if count)
-        click.echo(
-            f"[{answer.usage.prompt_tokens} prompt tokens, {answer.usage.cached_tokens} cached"
-            f"{f' ({by_tier})' if by_tier else ''}, {len(answer.token_ids)} made, "
-            f"first after {answer.ttft_s * 1000:.0f} ms]",
-            err=True,
-        )
+    for output in outputs:
+        click.echo(output["text"])
+        told = as_text(output["usage"])
+        click.echo(f"[{told}, first after {output['ttft_ms']:.0f} ms]", err=True)

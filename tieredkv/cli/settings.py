@@ -103,9 +103,12 @@ def show(loaded: LoadedSettings, as_json: bool) -> None:
     """
     rows = list(loaded.describe())
     if not as_json:
-        columns = ("section", "setting", "value", "from")
-        shown = [(section, name, text, source) for section, name, _, text, source in rows]
-        print_table([dict(zip(columns, row, strict=True)) for row in shown])
+        print_table(
+            [
+                {"section": section, "setting": name, "value": text, "from": source}
+                for section, name, _, text, source in rows
+            ]
+        )
         return
     document: dict[str, dict[str, Any]] = {"settings": {}, "retention": {}}
     for section, name, value, _, source in rows:

@@ -9,7 +9,7 @@ import click
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
+from tieredkv.cli.output import Command, as_text, json_option, print_json, print_table, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.clock import Clock
 from tieredkv.config import LoadedSettings, Settings
@@ -159,8 +159,5 @@ def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
     if as_json:
         print_json(answer)
     else:
-        found = f"{answer['bad']} bad, {answer['repaired']} repaired"
-        click.echo(f"checked {answer['checked']} blocks: {found}")
-        for reason, count in answer["by_reason"].items():
-            click.echo(f"  {reason}: {count}")
+        click.echo(as_text(answer))
     return 1 if answer["bad"] else 0
