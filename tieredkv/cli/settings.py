@@ -1,8 +1,7 @@
 """Settings on the command line: a flag for each of them, and `tieredkv config show`.
 
-Flags are made from the settings themselves, so that neither can forget the other.
-
-A flag's text goes to `load_settings` as it is, which parses it, checks it and names it in errors.
+Flags are made from the settings themselves, so that neither can forget the other. A flag's text
+goes to `load_settings` as it is, which parses it, checks it and names it in errors.
 """
 
 import dataclasses
