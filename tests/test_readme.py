@@ -23,7 +23,7 @@ START, END = "<!-- settings -->\n", "<!-- end of settings -->\n"
 def settings_table() -> str:
     """Return the table of every setting: its section, name, default, and what it is for."""
     rows = ["| section | setting | default | what it is for |", "|---|---|---|---|"]
-    for section, name, default, _ in load_settings(environ={}).describe():
+    for section, name, _, default, _ in load_settings(environ={}).describe():
         if name in Settings.__dataclass_fields__:
             purpose = Settings.__dataclass_fields__[name].metadata["help"]
             shown = "" if name == "api_keys" or not default else f"`{default}`"

@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -178,9 +178,6 @@ class Settings:
 _KNOWN: dict[str, Any] = {it.name: it for it in fields(Settings) if it.metadata["section"]}
 """The fields that have one value in one TOML section, by name."""
 
-_POLICY_KEYS = {"idle": "idle_s", "absolute": "absolute_s", "tiers": "tiers"}
-"""The fields of a retention policy, by what they are called in a file."""
-
 
 class LoadedSettings(NamedTuple):
     """Settings, and where each field's value came from."""
@@ -194,27 +191,23 @@ class LoadedSettings(NamedTuple):
         names = {"policies" if name.startswith("retention.") else name for name in told}
         return {name: getattr(self.settings, name) for name in names}
 
-    def shown(self, name: str) -> Any:
-        """Return the value of a field that people may see."""
-        value = getattr(self.settings, name)
-        if name == "admin_key" and value:
-            return "configured"
-        return f"{len(value)} configured" if name == "api_keys" else value
-
-    def describe(self) -> list[tuple[str, str, str, str]]:
-        """Return (section, field, value, source) of every setting, values as people write them."""
-        rows = []
+    def describe(self) -> Iterator[tuple[str, str, Any, str, str]]:
+        """Yield section, name, value, the same as people write it, and source; no secrets."""
         for name, setting in _KNOWN.items():
-            value = self.shown(name)
+            value = getattr(self.settings, name)
+            if name == "api_keys":
+                value = f"{len(value)} configured"
+            elif name == "admin_key" and value:
+                value = "configured"
             text = value if isinstance(value, str | None) else kind_of(setting).show(value)
-            rows.append((setting.metadata["section"], name, text or "", self.sources[name]))
+            yield setting.metadata["section"], name, value, text or "", self.sources[name]
         for policy in self.settings.policies:
             idle, absolute = map(format_duration, (policy.idle_s, policy.absolute_s))
-            tiers = " ".join(tier for tier in Tier if tier in policy.tiers)
-            text = f"idle {idle}, absolute {absolute}, tiers {tiers}"
+            tiers = [tier for tier in Tier if tier in policy.tiers]
+            text = f"idle {idle}, absolute {absolute}, tiers {' '.join(tiers)}"
+            value = {"idle_s": policy.idle_s, "absolute_s": policy.absolute_s, "tiers": tiers}
             section = f"retention.{policy.name}"
-            rows.append((section, "policy", text, self.sources.get(section, "default")))
-        return rows
+            yield section, "policy", value, text, self.sources.get(section, "default")
 
 
 def load_settings(
@@ -235,18 +228,24 @@ def load_settings(
             or out of range.
     """
     environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {} if config_path is None else _read_toml(Path(config_path))
-    sources = dict.fromkeys(_KNOWN, "default") | dict.fromkeys(values, f"file {config_path}")
-    policies = {f"retention.{policy.name}": policy for policy in DEFAULT_POLICIES}
-    policies |= {name: values.pop(name) for name in list(values) if name not in _KNOWN}
+    values, sources = dict[str, Any](), dict.fromkeys(_KNOWN, "default")
+    policies = {policy.name: policy for policy in DEFAULT_POLICIES}
+
+    def take(name: str, value: object, where: str, source: str) -> None:
+        values[name] = _parse(kind_of(_KNOWN[name]).parse, value, where)
+        sources[name] = source
+
+    for section, name, value in _read_toml(config_path) if config_path is not None else ():
+        where, source = f"`{config_path}`: `{section}.{name}`", f"file {config_path}"
+        if section == "retention":
+            policies[name] = _read_policy(where, name, value)
+            sources[f"retention.{name}"] = source
+        else:
+            take(name, value, where, source)
+    for name in _KNOWN:
+        if (variable := ENVIRONMENT_PREFIX + name.upper()) in environ:
+            take(name, environ[variable], f"variable `{variable}`", f"environment {variable}")
     values["policies"] = tuple(policies.values())
-    for name, setting in _KNOWN.items():
-        variable = ENVIRONMENT_PREFIX + name.upper()
-        if variable in environ:
-            values[name] = _parse(
-                kind_of(setting).parse, environ[variable], f"variable `{variable}`"
-            )
-            sources[name] = f"environment {variable}"
     for name, value in (arguments or {}).items():
         if name == "policies":
             values[name] = _parse_policies(value)
@@ -254,55 +253,53 @@ def load_settings(
         elif name not in _KNOWN:
             raise ConfigError(f"Unknown setting `{name}`{_nearest(name, _KNOWN)}")
         elif value is not None:
-            values[name] = _parse(kind_of(_KNOWN[name]).parse, value, f"`{name}`")
-            sources[name] = "argument"
+            take(name, value, f"`{name}`", "argument")
     values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
     return LoadedSettings(Settings(**values), sources)
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
-    """Return the values of a file by field, policies as `retention.NAME`."""
+def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield section, key and value of everything in a file; there is a setting for each key."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"Cannot read `{path}`: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"`{path}` is not valid TOML: {error}") from error
-    sections = [*dict.fromkeys(s.metadata["section"] for s in _KNOWN.values()), "retention"]
-    values: dict[str, Any] = {}
+    known: dict[str, list[str]] = {}
+    for name, setting in _KNOWN.items():
+        known.setdefault(setting.metadata["section"], []).append(name)
+    sections = [*known, "retention"]
     for section, table in document.items():
-        if section in sections and not isinstance(table, dict):
-            raise ConfigError(f"`{path}`: `{section}` must be one table, headed `[{section}]`")
-        if not isinstance(table, dict):
-            raise ConfigError(f"`{path}`: `{section}` stands outside of a section{_home(section)}")
         if section not in sections:
-            raise ConfigError(f"`{path}`: unknown section `{section}`{_nearest(section, sections)}")
-        siblings = [n for n, s in _KNOWN.items() if s.metadata["section"] == section]
-        for name, value in table.items():
-            where = f"`{path}`: `{section}.{name}`"
-            if section == "retention":
-                values[f"{section}.{name}"] = _read_policy(where, name, value)
-            elif name in siblings:
-                values[name] = _parse(kind_of(_KNOWN[name]).parse, value, where)
+            if not isinstance(table, dict):
+                what = f"`{section}` stands outside of a section{_home(section)}"
             else:
-                hint = _home(name) if name in _KNOWN else _nearest(name, siblings)
+                what = f"unknown section `{section}`{_nearest(section, sections)}"
+            raise ConfigError(f"`{path}`: {what}")
+        if not isinstance(table, dict):
+            raise ConfigError(f"`{path}`: `{section}` must be one table, headed `[{section}]`")
+        for name, value in table.items():
+            if section in known and name not in known[section]:
+                hint = _home(name) if name in _KNOWN else _nearest(name, known[section])
                 raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
-    return values
+            yield section, name, value
 
 
 def _read_policy(where: str, name: str, row: object) -> RetentionPolicy:
     """Return a policy; what a row of a default policy leaves out stays as it is."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table with {', '.join(_POLICY_KEYS)}")
-    known = [asdict(policy) for policy in DEFAULT_POLICIES if policy.name == name]
-    values: dict[str, Any] = known[0] if known else {"name": name}
+    known = {policy.name: asdict(policy) for policy in DEFAULT_POLICIES}
+    values = known.get(name, {"name": name})
     for key, value in row.items():
         if key not in _POLICY_KEYS:
             raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, _POLICY_KEYS)}")
-        parse = _parse_tiers if key == "tiers" else parse_duration
-        values[_POLICY_KEYS[key]] = _parse(parse, value, f"{where[:-1]}.{key}`")
-    if missing := [key for key, field in _POLICY_KEYS.items() if field not in values]:
-        raise ConfigError(f"{where} lacks `{missing[0]}`")
+        field, parse = _POLICY_KEYS[key]
+        values[field] = _parse(parse, value, f"{where[:-1]}.{key}`")
+    for key, (field, _) in _POLICY_KEYS.items():
+        if field not in values:
+            raise ConfigError(f"{where} lacks `{key}`")
     return RetentionPolicy(**values)
 
 
@@ -311,13 +308,6 @@ def _parse_policies(value: object) -> tuple[RetentionPolicy, ...]:
     if not rows or not all(isinstance(row, RetentionPolicy) for row in rows):
         raise ConfigError(f"`policies` = `{value}` must be retention policies, one at least")
     return rows
-
-
-def _parse_tiers(value: object) -> frozenset[Tier]:
-    names = list(Tier)
-    if not isinstance(value, list) or not all(name in names for name in value):
-        raise ConfigError(f"`{value}` is not a list of tiers, which are {', '.join(names)}")
-    return frozenset(Tier(name) for name in value)
 
 
 def _parse(parse: Callable[[Any], object], value: object, where: str) -> object:
@@ -355,6 +345,13 @@ class Kind(NamedTuple):
     metavar: str
     example: str = ""
 
+
+_POLICY_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "idle": ("idle_s", parse_duration),
+    "absolute": ("absolute_s", parse_duration),
+    "tiers": ("tiers", _plain(frozenset[Tier], f"a list of tiers, which are {', '.join(Tier)}")),
+}
+"""The fields of a retention policy and what reads them, by what they are called in a file."""
 
 _TEXT = Kind(_plain(str, "a text"), str, "TEXT")
 _INTEGER = Kind(_plain(int, "a whole number"), str, "NUMBER")

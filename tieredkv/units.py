@@ -3,7 +3,9 @@
 import contextlib
 import math
 import re
+from collections.abc import Mapping
 from fractions import Fraction
+from typing import Any
 
 from tieredkv.errors import ConfigError
 
@@ -11,8 +13,16 @@ _BYTES = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
     _BYTES |= {f"{_letter}b": 1000**_power}
     _BYTES |= {_letter: 1024**_power, f"{_letter}ib": 1024**_power}
-_SECONDS = {"": 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400, "w": 604800, "ms": Fraction(1, 1000)}
 _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+
+
+def _parse(value: object, units: Mapping[str, Any]) -> Fraction | None:
+    """Return a number with a unit, exactly; None if it is none."""
+    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
+    if match is None or match[2].lower() not in units:
+        return None
+    return Fraction(match[1]) * Fraction(units[match[2].lower()])
 
 
 def parse_bytes(value: str | int) -> int:
@@ -21,12 +31,10 @@ def parse_bytes(value: str | int) -> int:
     Raises:
         ConfigError: not a size.
     """
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _BYTES:
+    size = value if type(value) is int else _parse(value, _BYTES)
+    if size is None:
         raise ConfigError(f"`{value}` is not a size; write one such as `64MiB`, `80GiB` or `1GB`")
-    return int(Fraction(match[1]) * _BYTES[match[2].lower()])
+    return int(size)
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -45,23 +53,15 @@ def parse_duration(value: str | float) -> float:
     Raises:
         ConfigError: not a duration.
     """
-    seconds = math.nan
-    if isinstance(value, str):
-        match = _NUMBER_AND_UNIT.fullmatch(value)
-        if match is not None:
-            seconds = float(match[1]) * _SECONDS.get(match[2].lower(), math.nan)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
-            seconds = float(value)
-    if not math.isfinite(seconds):
-        raise ConfigError(f"`{value}` is not a duration; write one such as `90s`, `15m` or `24h`")
-    return seconds
+    seconds: Any = value if type(value) in (int, float) else _parse(value, _SECONDS)
+    with contextlib.suppress(TypeError, OverflowError):
+        if math.isfinite(found := float(seconds)):
+            return found
+    raise ConfigError(f"`{value}` is not a duration; write one such as `90s`, `15m` or `24h`")
 
 
 def format_duration(seconds: float) -> str:
     """Return a duration for people, its two largest units: `1d 4h`, `1m 30s`, `0.5s`."""
-    if seconds < 0:
-        return "-" + format_duration(-seconds)
     left = round(seconds)
     if left < 60:
         return f"{seconds:.3g}s"

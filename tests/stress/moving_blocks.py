@@ -9,6 +9,8 @@ A problem is reported if two requests load one prefix twice, or a cancelled one 
 """
 
 import contextlib
+import gc
+import itertools
 import json
 import statistics
 import sys
@@ -21,9 +23,9 @@ import click
 import numpy as np
 
 from tieredkv.bench import raw
-from tieredkv.bench.decode import Bench, Row, Workload, begin, itl, parse_workload
+from tieredkv.bench.decode import Bench, Row, Workload, begin, parse_workload
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.engine.loader import find_model
 from tieredkv.errors import TieredKVError
@@ -58,6 +60,7 @@ def run(
         with contextlib.closing(Moving(told, report, progress, room)) as moving:
             moving.promotion(promotion, tokens, tracked(progress, "promotion", range(repeats)))
         del moving
+        gc.collect()  # its pool
     if demotion:
         workload = parse_workload(demotion)
         room = workload.num_tokens
@@ -115,7 +118,8 @@ class Moving(Bench):
             busy += self.gaps_ms(decoding, came, ended)
             loaded.add(self.since(before, "promoted_host_blocks"))
             waits_ms.append((min(self.times[name][0] for name in loading) - came) * 1e3)
-        spec, rows = self.core.kv_spec, [itl(quiet), itl(busy)]
+        spec = self.core.kv_spec
+        rows = [raw.percentiles_ms("itl", gaps, (50, 99)) for gaps in (quiet, busy)]
         blocks, wait_ms = num_tokens // spec.block_size, statistics.median(waits_ms)
         limit_ms = blocks * spec.block_bytes / self.report["raw"]["h2d_GBps"] / 1e6
         for row, name in zip(rows, ("quiet", f"beside {num_tokens} tokens"), strict=True):
@@ -155,6 +159,11 @@ class Moving(Bench):
         waits = self.since(before, "allocation_waits")
         return {**row, "demoted_GBps": moved / row["wall_s"] / 1e9, "allocation_waits": waits}
 
+    def gaps_ms(self, ids: Sequence[str], start: float, end: float) -> list[float]:
+        """Return the times between two tokens of a request, of which the second came in a span."""
+        pairs = (pair for name in ids for pair in itertools.pairwise(self.times[name]))
+        return [(late - early) * 1e3 for early, late in pairs if start < late <= end]
+
     def to_host(self) -> None:
         """Cancel what runs and empty the device tier."""
         self.settle()
@@ -192,7 +201,7 @@ class Moving(Bench):
 def main(loaded: LoadedSettings, commit: str | None, **options: Any) -> None:
     """Measure, and print JSON."""
     report = run(loaded.given(), terminal_progress(), **options)
-    click.echo(json.dumps(raw.head(commit, None) | report))
+    click.echo(json.dumps(raw.head(commit) | report))
     sys.exit(1 if report["problems"] else 0)
 
 

@@ -142,7 +142,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "metric_labels": ("route",),
     }
     rows = load_settings(environ={}).describe()
-    plain = {name: section for section, name, _, _ in rows if name != "policy"}
+    plain = {name: section for section, name, *_ in rows if name != "policy"}
     assert set(plain) == set(values)
     expected = Settings(**values)
 
@@ -440,7 +440,7 @@ def test_describe_shows_each_value_as_people_write_it_and_where_it_is_from(
         environ={"TIEREDKV_PORT": "9"},
         config_path=path,
     )
-    rows = loaded.describe()
+    rows = [(section, name, text, source) for section, name, _, text, source in loaded.describe()]
     for row in (
         ("model", "max_model_len", "", "default"),
         ("cache", "block_size", "16", "default"),
@@ -463,6 +463,6 @@ def test_policies_handed_over_as_an_argument_replace_all_others(write_toml: Writ
     )
     assert loaded.settings.policies == (MONTH,)
     sources = {
-        section: source for section, name, _, source in loaded.describe() if name == "policy"
+        section: source for section, name, *_, source in loaded.describe() if name == "policy"
     }
     assert sources == {"retention.30d": "argument"}

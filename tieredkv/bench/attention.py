@@ -29,9 +29,9 @@ from tieredkv.kernels import launch, reference
 from tieredkv.kernels.partition import Heads, Span
 from tieredkv.types import Progress, tracked
 
-GPU_CASES = "2048+0,8192+0,32768+0,8192+24576,8192+57344,64+2048,64+32768,64+131072,"
-GPU_CASES += "1x1024,1x32768,64x4096,64x128..16384"
-CPU_CASES = "512+0,64+512,1x1024,4x64..1024"
+GPU_CASES = ["2048+0", "8192+0", "32768+0", "8192+24576", "8192+57344", "64+2048", "64+32768"]
+GPU_CASES += ["64+131072", "1x1024", "1x32768", "64x4096", "64x128..16384"]
+CPU_CASES = ["512+0", "64+512", "1x1024", "4x64..1024"]
 GRAPH_MAX_TOKENS = 256
 MAX_CHECKED = 16
 MAX_ERROR = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 5e-3}
@@ -39,14 +39,14 @@ SAMPLE_S = 0.1
 
 
 def run(
-    progress: Progress, *, shape: str, cases: str | None, block_size: int, repeats: int
+    progress: Progress, *, shape: str, cases: list[str] | None, block_size: int, repeats: int
 ) -> dict[str, Any]:
     """Measure cases, by default those of the device; times are medians of the repeats.
 
     Raises:
         ConfigError, ModelError: there is no such case or shape.
     """
-    names = (cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)).split(",")
+    names = cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(model.dtype)}
     for name, lens in tracked(progress, "measuring", [(name, _lens(name)) for name in names]):

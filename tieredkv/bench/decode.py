@@ -6,12 +6,9 @@ when `EngineCore.step` hands tokens out. A workload's row is its median run by t
 """
 
 import contextlib
-import gc
-import itertools
+import random
 import re
-import statistics
 import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,24 +41,27 @@ class Workload(NamedTuple):
 
 
 def parse_workload(text: str) -> Workload:
-    """Read `128x1024+256`: requests x input + output tokens."""
-    if match := re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text):
-        return Workload(*map(int, match.groups()))
-    raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256")
+    """Read `128x1024+256`: requests x input + output tokens, two of them at least."""
+    match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text)
+    if match is None or match[3] == "1":
+        raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256 (+2 at least)")
+    return Workload(*map(int, match.groups()))
 
 
 def run(
-    settings: dict[str, Any],
     progress: Progress,
     *,
-    contexts: list[int],
+    settings: Row,
+    contexts: list[int] | None,
     tokens: int,
-    workloads: str | None,
+    workloads: list[str] | None,
     repeats: int,
 ) -> Row:
     """Measure the ITL of one request at each context, and the throughput of workloads."""
-    several = [Workload(1, context, tokens + 1) for context in contexts]
-    several += map(parse_workload, filter(None, (workloads or "").split(",")))
+    if not (contexts or workloads):
+        contexts, workloads = [1024, 4096], ["16x512+64"]
+    several = [Workload(1, context, tokens + 1) for context in contexts or ()]
+    several += map(parse_workload, workloads or ())
     report = begin(settings)
     device_tokens = max(workload.num_tokens for workload in several) * 3 // 2
     with contextlib.closing(Bench(settings, report, progress, device_tokens)) as bench:
@@ -72,7 +72,7 @@ def run(
     return report
 
 
-def begin(settings: dict[str, Any]) -> Row:
+def begin(settings: Row) -> Row:
     """Return a report without rows: what is served, and the raw limits of this run."""
     found = find_model(settings["model"], dtype=settings.get("dtype"))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(found.dtype)}
@@ -84,10 +84,8 @@ class Bench:
 
     def __init__(self, settings: Row, report: Row, progress: Progress, device_tokens: int) -> None:
         """Start an engine whose VRAM holds so many tokens, unless the settings tell its size."""
-        gc.collect()  # the pool of the engine before
-        spec = find_model(settings["model"], dtype=settings.get("dtype")).kv_spec(
-            settings.get("block_size", 16)
-        )
+        found = find_model(settings["model"], dtype=settings.get("dtype"))
+        spec = found.kv_spec(settings.get("block_size", 16))
         sizes = {"device_size": device_tokens * spec.token_bytes}
         sizes["host_size"] = MIN_HOST_BLOCKS * spec.block_bytes
         told = Settings(**{"restore": "load", **sizes, **settings})
@@ -95,7 +93,7 @@ class Bench:
         self.close, self.report = self.core.close, report
         self.times: dict[str, list[float]] = {}
         self.unfinished: set[str] = set()
-        self.random = np.random.default_rng(0)
+        self.random = random.Random(0)
         model: Any = self.core.model.model
         ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
         ends_numel = sum({id(weight): weight.numel() for weight in ends}.values())
@@ -115,7 +113,9 @@ class Bench:
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * given * (given + 1) // 2
         flops += 2 * self.num_body * given
         read = self.weight_bytes + requests * (given + made / 2) * spec.token_bytes
-        gaps, limit_ms = itl(self.gaps_ms(ids)), read / limits["copy_GBps"] / 1e6
+        gaps_ms = [1e3 * gap for name in ids for gap in np.diff(self.times[name])]
+        gaps = raw.percentiles_ms("itl", gaps_ms, (50, 99))
+        limit_ms = read / limits["copy_GBps"] / 1e6
         timed_ms = gaps["itl_p50_ms"]
         if requests > 1:
             timed_ms, limit_ms = wall_s * 1e3, (made - 1) * limit_ms
@@ -141,8 +141,7 @@ class Bench:
 
     def prompt(self, count: int) -> list[int]:
         """Return tokens that were never seen."""
-        tokens: list[int] = self.random.integers(self.core.info.vocab_size, size=count).tolist()
-        return tokens
+        return self.random.choices(range(self.core.info.vocab_size), k=count)
 
     def submit(self, prompt: list[int], max_tokens: int, retention: str | None = None) -> str:
         """Queue a request whose answer has exactly so many tokens."""
@@ -175,16 +174,3 @@ class Bench:
             self.unfinished -= {output.request_id} if output.finish_reason else set()
         if self.core.has_work:
             self.core.wait(0.01)
-
-    def gaps_ms(self, ids: Sequence[str], start: float = 0, end: float = 1e99) -> list[float]:
-        """Return the times between two tokens of a request, of which the second came in a span."""
-        pairs = (pair for name in ids for pair in itertools.pairwise(self.times[name]))
-        return [(late - early) * 1e3 for early, late in pairs if start < late <= end]
-
-
-def itl(gaps_ms: list[float]) -> Row:
-    """Return the median and the 99th percentile of times between tokens."""
-    if not gaps_ms:
-        raise ConfigError("There are no two tokens to measure between; ask for more output tokens")
-    p99 = sorted(gaps_ms)[-1 - len(gaps_ms) // 100]
-    return {"itl_p50_ms": statistics.median(gaps_ms), "itl_p99_ms": p99}

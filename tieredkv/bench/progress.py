@@ -5,7 +5,7 @@ import sys
 import time
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeElapsedColumn
 from rich.progress import Progress as RichProgress
 
 from tieredkv.types import Progress
@@ -16,29 +16,22 @@ LOG_INTERVAL_S = 2.0
 
 
 def terminal_progress() -> Progress:
-    """Return a function that draws one bar a stage on stderr, or logs where that is no terminal."""
+    """Return a function that draws a bar a stage on stderr, or logs where that is no terminal."""
     if not sys.stderr.isatty():
         return _logged_progress()
-    bars = RichProgress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+    parts = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    screen = RichProgress(*parts, console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
 
     def report(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
-            if not tasks:
-                bars.start()
-            tasks[stage] = bars.add_task(stage, total=total or None)
-        bars.update(tasks[stage], completed=done, total=total or None)
+            tasks[stage] = screen.add_task(stage, total=total or None)
+            screen.start()
+        screen.update(tasks[stage], completed=done, total=total or None)
         if total and done >= total:
-            bars.remove_task(tasks.pop(stage))
+            screen.remove_task(tasks.pop(stage))
             if not tasks:
-                bars.stop()
+                screen.stop()
 
     return report
 

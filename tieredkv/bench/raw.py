@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import tieredkv
@@ -52,7 +53,7 @@ def commit() -> str:
     return f"v{tieredkv.__version__}"
 
 
-def head(commit_told: str | None, command: str | None) -> dict[str, Any]:
+def head(commit_told: str | None, command: str | None = None) -> dict[str, Any]:
     """Return what a report begins with; the command is this process's own if None."""
     command = command or shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
@@ -79,6 +80,12 @@ def median_s(call: Callable[[], object], *, repeats: int = 10) -> float:
         synchronize()
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
+
+
+def percentiles_ms(name: str, values: Sequence[float], shares: Sequence[int]) -> dict[str, Any]:
+    """Return percentiles of milliseconds as `NAME_p50_ms` and the like; None if there are none."""
+    made = np.percentile(values, shares).tolist() if values else [None] * len(shares)
+    return {f"{name}_p{share}_ms": ms for share, ms in zip(shares, made, strict=True)}
 
 
 def copy_GBps() -> float:
@@ -174,10 +181,9 @@ def counters(folder: Path, pid: int | None) -> dict[str, float]:
     and `own_write` what the process alone caused; where there is no device to ask, the former are
     the latter.
     """
-    figures = {"s": time.perf_counter(), "core_s": 0.0}
-    for name in ("read", "write"):
-        own = int(_field(f"/proc/{pid}/io", f"{name}_bytes") or 0)
-        figures |= {name: own, f"own_{name}": own}
+    own = {name: own_bytes(pid, name) for name in ("read", "write")}
+    figures = {"s": time.perf_counter(), "core_s": 0.0, **own}
+    figures |= {f"own_{name}": count for name, count in own.items()}
     if (device := block_device(folder)) is not None:
         sectors = Path(f"/sys/class/block/{device}/stat").read_text().split()
         figures |= {"read": int(sectors[2]) * 512, "write": int(sectors[6]) * 512}
@@ -187,16 +193,16 @@ def counters(folder: Path, pid: int | None) -> dict[str, float]:
     return figures
 
 
+def own_bytes(pid: int | None, direction: str) -> int:
+    """Return how many bytes a process has had moved: `read` from storage, or `write` to it."""
+    return int(_field(f"/proc/{pid}/io", f"{direction}_bytes") or 0)
+
+
 def block_device(folder: Path) -> str | None:
     """Return the name of the block device under a folder, if one can be asked what it moved."""
     number = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     return device.resolve().name if (device / "stat").exists() else None
-
-
-def read_bytes_of(pid: int | None) -> int:
-    """Return how many bytes a process has had fetched from storage."""
-    return int(_field(f"/proc/{pid}/io", "read_bytes") or 0)
 
 
 def _field(path: str, name: str) -> str | None:

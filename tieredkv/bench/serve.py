@@ -19,8 +19,9 @@ import json
 import random
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any
@@ -28,8 +29,9 @@ from typing import Any
 import httpx
 import numpy as np
 
+from tieredkv.bench import raw
 from tieredkv.config import load_settings
-from tieredkv.errors import ConfigError, TieredKVError
+from tieredkv.errors import TieredKVError
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.server.serve import Server
 from tieredkv.types import Progress, Tier, ignore_progress, tracked
@@ -40,7 +42,6 @@ DEVICE_ONLY = RetentionPolicy(
 STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 300.0
 CALIBRATION_CHARS = 1000
 LETTERS = string.ascii_lowercase + 5 * " "
-PERCENTILES = (50, 90, 99)
 SOURCES = ("cold", *Tier)
 SHOWN = (
     *("retention", "rate", "answers", "failed", "hit_rate", "output_tok_s"),
@@ -66,12 +67,12 @@ class Workload:
     system_tokens: int
     user_tokens: int
     answer_tokens: int
-    bench_seed: int = 0
+    bench_seed: int
 
 
-@dataclass(slots=True)
+@dataclass
 class Turn:
-    """One answer, as a client saw it; `error` is why there is none."""
+    """One answer, as a client saw it: when it was asked for, and when each piece of text came."""
 
     began_at: float
     chunk_times: list[float] = field(default_factory=list)
@@ -79,67 +80,67 @@ class Turn:
     usage: Row = field(default_factory=dict)
     error: str = ""
 
-    @property
-    def details(self) -> Row:
-        """What the server tells of the cached tokens."""
-        return self.usage.get("prompt_tokens_details") or {}
+    def take(self, event: Row) -> None:
+        """Note an event of the stream."""
+        self.error = str(event.get("error") or "")
+        self.usage = event.get("usage") or self.usage
+        for choice in event.get("choices", ()):
+            if "role" not in choice["delta"] and not choice["finish_reason"]:
+                self.chunk_times.append(time.perf_counter())
+                self.text += choice["delta"].get("content") or ""
 
-    @property
-    def source(self) -> str:
-        """The slowest tier that a part of its prefix came from; `cold` where nothing was cached."""
-        cached = {"cached": self.details.get("cached_tokens")}
-        by_tier = self.details.get("cached_tokens_by_tier") or cached
-        return str(["cold", *(tier for tier, tokens in by_tier.items() if tokens)][-1])
+    def cached(self) -> tuple[int, str]:
+        """Return how many tokens were cached, and the slowest tier that some came from, or cold."""
+        details = self.usage.get("prompt_tokens_details") or {}
+        count = details.get("cached_tokens") or 0
+        by_tier = details.get("cached_tokens_by_tier") or {"cached": count}
+        return count, ["cold", *(tier for tier, tokens in by_tier.items() if tokens)][-1]
 
 
 class Client:
     """Makes conversations with one server."""
 
-    def __init__(self, http: httpx.AsyncClient, model: str, workload: Workload) -> None:
-        self._http, self._model, self._workload = http, model, workload
-        self._chars_a_token = 1.0
+    def __init__(self, http: httpx.AsyncClient, workload: Workload) -> None:
+        self._http, self._workload, self._model, self._chars_a_token = http, workload, "", 1.0
 
-    async def calibrate(self) -> None:
-        """Learn how long a text of so many tokens is; the server has then answered once.
+    async def begin(self) -> None:
+        """Learn what the model is called and how long its tokens are, by a first answer.
 
         Raises:
-            TieredKVError: it did not answer.
+            TieredKVError: there is none.
         """
-        sizes = []
-        for num_chars in (0, CALIBRATION_CHARS):
-            message = {"role": "user", "content": "." + self._text(random.Random(1), num_chars)}
-            turn = await self._answer([message], max_completion_tokens=1)
-            if turn.error:
-                raise TieredKVError(f"The server does not answer: {turn.error}")
-            sizes.append(turn.usage["prompt_tokens"])
-        self._chars_a_token = CALIBRATION_CHARS / max(1, sizes[1] - sizes[0])
+        try:
+            models = (await self._http.get("/v1/models")).json()
+            self._model = models["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, LookupError) as error:
+            what = f"`{self._http.base_url}` does not list its models: {error!r}"
+            raise TieredKVError(what) from None
+        text = self._text(random.Random(1), CALIBRATION_CHARS)
+        turn = await self._answer([{"role": "user", "content": text}], max_completion_tokens=1)
+        if turn.error:
+            raise TieredKVError(f"The server does not answer: {turn.error}")
+        self._chars_a_token = CALIBRATION_CHARS / turn.usage["prompt_tokens"]
 
     async def measure(self, rate: float, retention: str) -> Row:
         """Let conversations begin at a rate; return what they came to."""
-        workload, turns = self._workload, list[Turn]()
-        generator = random.Random(f"{workload.bench_seed}/{rate}")
-        system = self._text(random.Random(2), workload.system_tokens)
+        workload, turns, at_s = self._workload, list[Turn](), 0.0
         body = {"prompt_cache_retention": retention or None}
         body["cache_salt"] = random.randbytes(8).hex()
-        start, at_s = time.perf_counter(), generator.expovariate(rate)
+        generator, start = random.Random(f"{workload.bench_seed}/{rate}"), time.perf_counter()
         async with asyncio.TaskGroup() as group:
-            for number in itertools.count():
-                if at_s >= workload.duration:
-                    break
-                await asyncio.sleep(start + at_s - time.perf_counter())
-                each = random.Random(f"{workload.bench_seed}/{rate}/{number}")
+            while (at_s := at_s + generator.expovariate(rate)) < workload.duration:
+                each = random.Random(generator.random())
                 end_at = start + 2 * workload.duration
-                group.create_task(self._converse(system, each, body, turns, end_at))
-                at_s += generator.expovariate(rate)
+                group.create_task(self._converse(at_s, end_at, each, body, turns))
         return _row(rate, retention, turns, time.perf_counter() - start)
 
     async def _converse(
-        self, system: str, generator: random.Random, body: Row, turns: list[Turn], end_at: float
+        self, pause_s: float, end_at: float, generator: random.Random, body: Row, turns: list[Turn]
     ) -> None:
+        system = self._text(random.Random(2), self._workload.system_tokens)
         messages = [{"role": "system", "content": system}]
-        for number in range(self._workload.turns):
-            if number:
-                await asyncio.sleep(generator.expovariate(1 / self._workload.think))
+        for _ in range(self._workload.turns):
+            await asyncio.sleep(pause_s)
             if time.perf_counter() > end_at:
                 return
             text = self._text(generator, self._workload.user_tokens)
@@ -148,6 +149,7 @@ class Client:
             if turn.error:
                 return
             messages.append({"role": "assistant", "content": turn.text})
+            pause_s = generator.expovariate(1 / self._workload.think)
 
     async def _answer(self, messages: list[Row], **body: Any) -> Turn:
         length = {"max_completion_tokens": self._workload.answer_tokens, "ignore_eos": True}
@@ -161,7 +163,7 @@ class Client:
                     return turn
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
-                        _take(json.loads(line[len("data: ") :]), turn)
+                        turn.take(json.loads(line[len("data: ") :]))
         except httpx.HTTPError as error:
             turn.error = f"{type(error).__name__}: {error}"
         if not (turn.error or turn.chunk_times):
@@ -172,20 +174,10 @@ class Client:
         return "".join(generator.choices(LETTERS, k=round(num_tokens * self._chars_a_token)))
 
 
-def _take(event: Row, turn: Turn) -> None:
-    """Note an event of a stream."""
-    turn.error = str(event.get("error") or "")
-    turn.usage = event.get("usage") or turn.usage
-    for choice in event.get("choices", ()):
-        if "role" not in choice["delta"] and not choice["finish_reason"]:
-            turn.chunk_times.append(time.perf_counter())
-            turn.text += choice["delta"].get("content") or ""
-
-
 def run(
-    settings: Row,
     progress: Progress,
     *,
+    settings: Row,
     url: str | None,
     rates: list[float],
     retentions: list[str],
@@ -194,68 +186,55 @@ def run(
     """Measure a running server, or one that is started with `settings` and stopped again.
 
     Raises:
-        ConfigError: a rate, a retention or a size makes no sense.
         TieredKVError: the server does not start or answer.
     """
-    asked = Workload(**workload)
-    if not rates or min(rates) <= 0 or asked.duration <= 0 or asked.think <= 0:
-        raise ConfigError("`rates`, `duration` and `think` must be above 0")
-    cases = list(itertools.product(rates, retentions or [""]))
+    asked, cases = Workload(**workload), list(itertools.product(rates, retentions))
+
+    async def measure(base: str) -> list[Row]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=base, timeout=ANSWER_TIMEOUT_S, limits=limits
+        ) as http:
+            client = Client(http, asked)
+            await client.begin()
+            return [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
+
     with contextlib.nullcontext(url) if url else running_server(settings) as base:
-        rows = asyncio.run(_measure(base, asked, cases, progress))
+        rows = asyncio.run(measure(base))
     errors = [(row["retention"], row["rate"], row.pop("error")) for row in rows]
     problems = [f"{retention} at {rate}/s: {error}" for retention, rate, error in errors if error]
     facts = {"model": settings["model"], "workload": asdict(asked)}
     return {**facts, "raw": {}, "rows": rows, "problems": problems}
 
 
-async def _measure(
-    url: str, workload: Workload, cases: list[tuple[float, str]], progress: Progress
-) -> list[Row]:
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=ANSWER_TIMEOUT_S, limits=limits) as http:
-        try:
-            model = (await http.get("/v1/models")).json()["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, LookupError) as error:
-            raise TieredKVError(f"`{url}` does not list its models: {error!r}") from None
-        client = Client(http, model, workload)
-        await client.calibrate()
-        return [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
-
-
 def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
     """Return what one rate and retention came to; times in ms."""
     good = [turn for turn in turns if not turn.error]
-    firsts = [(turn.source, 1e3 * (turn.chunk_times[0] - turn.began_at)) for turn in good]
-    gaps = [1e3 * gap for turn in good for gap in np.diff(turn.chunk_times)]
+    cached, sources = zip(*(turn.cached() for turn in good), strict=True) if good else ((), ())
+    firsts_ms = [1e3 * (turn.chunk_times[0] - turn.began_at) for turn in good]
+    percentiles = partial(raw.percentiles_ms, shares=(50, 90, 99))
+    gaps_ms = [1e3 * gap for turn in good for gap in np.diff(turn.chunk_times)]
     prompt = sum(turn.usage["prompt_tokens"] for turn in good)
-    cached = sum(turn.details.get("cached_tokens") or 0 for turn in good)
     row: Row = {"retention": retention or "default", "rate": rate, "answers": len(good)}
-    row |= {"failed": len(turns) - len(good), "hit_rate": cached / max(1, prompt)}
-    row |= {"prompt_tok_s": prompt / wall_s, "output_tok_s": len(gaps) / wall_s}
-    row |= _percentiles("ttft", [ms for _, ms in firsts]) | _percentiles("itl", gaps)
-    for source in SOURCES:
-        of_source = [ms for name, ms in firsts if name == source]
-        row |= {f"{source}_answers": len(of_source)} | _percentiles(f"{source}_ttft", of_source)
+    row |= {"failed": len(turns) - len(good), "hit_rate": sum(cached) / max(1, prompt)}
+    row |= {"prompt_tok_s": prompt / wall_s, "output_tok_s": len(gaps_ms) / wall_s}
+    row |= percentiles("ttft", firsts_ms) | percentiles("itl", gaps_ms)
+    for name in SOURCES:
+        some_ms = [ms for source, ms in zip(sources, firsts_ms, strict=True) if source == name]
+        row |= {f"{name}_answers": len(some_ms)} | percentiles(f"{name}_ttft", some_ms)
     return row | {"error": next((turn.error for turn in turns if turn.error), "")}
-
-
-def _percentiles(name: str, values: Sequence[float]) -> Row:
-    made = np.percentile(values, PERCENTILES).tolist() if values else [None] * len(PERCENTILES)
-    return {f"{name}_p{share}_ms": ms for share, ms in zip(PERCENTILES, made, strict=True)}
 
 
 def table(rows: list[Row]) -> list[Row]:
     """Return rows for people: by tier the answers and their median TTFT."""
-
-    def cell(row: Row, source: str) -> str | None:
-        count, p50_ms = row[f"{source}_answers"], row[f"{source}_ttft_p50_ms"]
-        return f"{count} x {p50_ms:.4g} ms" if count else None
-
-    return [
-        {name: row[name] for name in SHOWN} | {source: cell(row, source) for source in SOURCES}
-        for row in rows
-    ]
+    shown = []
+    for row in rows:
+        cells = {name: row[name] for name in SHOWN}
+        for name in SOURCES:
+            count, p50_ms = row[f"{name}_answers"], row[f"{name}_ttft_p50_ms"]
+            cells[name] = f"{count} x {p50_ms:.4g} ms" if count else None
+        shown.append(cells)
+    return shown
 
 
 @contextlib.contextmanager
@@ -270,11 +249,10 @@ def running_server(settings: Row) -> Iterator[str]:
     process = context.Process(target=_serve, args=(settings, theirs), name="server")
     process.start()
     theirs.close()
+    answer = TieredKVError("The server ended before it was ready")
     try:
-        try:
+        with contextlib.suppress(EOFError):
             answer = ours.recv()
-        except EOFError:
-            raise TieredKVError("The server ended before it was ready") from None
         if isinstance(answer, TieredKVError):
             raise answer
         yield answer

@@ -28,13 +28,15 @@ DIRECTIONS = UP, DOWN, BOTH = ("host to device", "device to host", "both at once
 
 SINGLE_COPIES = 50
 
+Row = dict[str, Any]
 
-def run(progress: Progress, *, block_size_bytes: str, total: str, repeats: int) -> dict[str, Any]:
+
+def run(progress: Progress, *, block_size_bytes: list[int], total: str, repeats: int) -> Row:
     """Measure each block size in each direction; a row holds medians of the repeats."""
-    sizes, total_bytes = list(map(parse_bytes, block_size_bytes.split(","))), parse_bytes(total)
+    sizes, total_bytes = block_size_bytes, parse_bytes(total)
     if min(sizes) < 1 or total_bytes < 2 * max(sizes):
         raise ConfigError(f"`total` = `{total}` must hold two blocks of each size")
-    rows: list[dict[str, Any]] = []
+    rows = list[Row]()
     for size in tracked(progress, "measuring", sizes):
         with contextlib.ExitStack() as stack:
             memories = _Memories(total_bytes // size, size, stack)
@@ -112,7 +114,7 @@ class _Memories:
         return torch.equal(self.pool.cpu()[blocks], self.pages[pages])
 
 
-def _measure(memories: _Memories, direction: str, repeats: int) -> dict[str, Any]:
+def _measure(memories: _Memories, direction: str, repeats: int) -> Row:
     large_s, ours = [], []
     memories.copy_blocks(direction)  # first-time work
     for _ in range(repeats):

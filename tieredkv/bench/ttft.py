@@ -13,21 +13,20 @@ A hit counts with its proof: which tier the tokens came from, the digest of the 
 VRAM beside the one taken when they were computed, the output tokens beside the cold ones, the
 largest difference of any logit. The 64 tokens behind the prefix are never cached.
 
-Each process measures alone: `run` starts one for `measure`, and one for each restart, so that
-process start is never part of a figure and a restart is a real one.
+Each process measures alone: `run` starts one, and one for each row of restarts, so that process
+start is never part of a figure and a restart is a real one.
 """
 
-import contextlib
+import itertools
 import math
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +40,7 @@ from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import Progress, Tier, tracked
 
-TIER_OF_ARM = {"device": "device", "host": "host", "disk": "disk", "restart": "disk"}
-ARMS = ("cold", *TIER_OF_ARM)
+TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 SUFFIX_TOKENS = 64
 OUTPUT_TOKENS = 8
 PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
@@ -56,7 +54,6 @@ PROBLEMS = {
 }
 
 Row = dict[str, Any]
-T = TypeVar("T")
 
 
 class Spec(NamedTuple):
@@ -81,96 +78,64 @@ class Sample(NamedTuple):
     by_tier: dict[Tier, int]
     token_ids: list[int]
     logits: npt.NDArray[np.float32]
-    bytes_from_disk: int
+    bytes_from_disk: float
     kv_digest: str | None
 
 
-class Measured(NamedTuple):
-    """What one process measured; samples by arm and length."""
-
-    facts: Row
-    token_bytes: int
-    samples: dict[tuple[str, int], list[Sample]]
+Samples = dict[tuple[str, int], list[Sample]]
+"""What was measured, by arm and length of the prefix."""
 
 
-class _Bench(NamedTuple):
-    """One process's engine, and what is served with it."""
-
-    llm: LLM
-    spec: Spec
-
-    def prompt(self, length: int, repeat: int) -> list[int]:
-        """Return a prefix and what follows it: random, and the same in every process."""
-        generator = random.Random(f"{self.spec.bench_seed}/{length}/{repeat}")
-        return generator.choices(range(self.llm.core.info.vocab_size), k=length + SUFFIX_TOKENS)
-
-    def serve(self, prompt: list[int]) -> Sample:
-        """Serve a prompt, keep the logits of its output tokens, and digest its prefix."""
-        core, logits = self.llm.core, list[torch.Tensor]()
-        pid = core.info.worker_pid
-        before = raw.read_bytes_of(pid)
-        core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
-        try:
-            [output] = self.llm.generate(prompt, PARAMS)
-        finally:
-            core.on_logits = None
-        return Sample(
-            ttft_ms=output.ttft_s * 1e3,
-            by_tier=output.usage.cached_tokens_by_tier,
-            token_ids=output.token_ids,
-            logits=torch.stack(logits).numpy(),
-            bytes_from_disk=raw.read_bytes_of(pid) - before,
-            kv_digest=self.digest(prompt[:-SUFFIX_TOKENS]),
-        )
-
-    def digest(self, prefix: list[int]) -> str | None:
-        """Return the digest of a prefix's full blocks in VRAM."""
-        return self.llm.core.kv_digest(self.llm.make_request(prefix, PARAMS))
-
-
-@contextlib.contextmanager
-def _warm(spec: Spec, progress: Progress) -> Iterator[_Bench]:
-    """Start an engine, and serve an unrelated prompt: no figure pays for first-time work."""
+def measure(spec: Spec, lengths: list[int], arms: list[str]) -> Samples:
+    """Serve prompts in this process, each from one arm after the other; leave them on disk."""
+    progress, samples = terminal_progress(), Samples()
     with LLM(**spec.settings, retention="24h", progress=progress) as llm:
-        bench = _Bench(llm, spec)
-        bench.serve(bench.prompt(max(spec.prefix_tokens), repeat=-1))
+        _serve(llm, _prompt(llm, spec, max(lengths), -1))  # no figure pays for first-time work
         llm.core.evict()
-        yield bench
-
-
-def measure(spec: Spec) -> Measured:
-    """Measure every arm but `restart` in this process, and leave prefixes on disk for that one."""
-    progress = terminal_progress()
-    with _warm(spec, progress) as bench:
-        core, kv_spec = bench.llm.core, bench.llm.core.kv_spec
-        facts = {"model": core.info.model, "dtype": kv_spec.dtype, "block_size": kv_spec.block_size}
-        measured = Measured(facts, kv_spec.token_bytes, {})
-        cases = [(length, index) for length in spec.prefix_tokens for index in range(spec.repeats)]
+        cases = list(itertools.product(lengths, range(spec.repeats)))
         for length, repeat in tracked(progress, "measuring", cases):
-            prompt = bench.prompt(length, repeat)
-            for arm in (arm for arm in ARMS if arm in ("cold", *spec.arms)):
-                tier = TIER_OF_ARM.get(arm, "device")
-                if tier != "device" and not bench.llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
-                    raise TieredKVError(f"Not everything could be demoted to {tier}; see the log")
-                if arm == "restart":
-                    continue
-                sample = bench.serve(prompt)
+            prompt = _prompt(llm, spec, length, repeat)
+            for arm in arms:
+                _demote(llm, TIER_OF_ARM[arm])
+                sample = _serve(llm, prompt)
                 if arm == "cold" and sample.kv_digest is None:
                     what = f"A prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
-                measured.samples.setdefault((arm, length), []).append(sample)
-                core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
-            core.evict()
-    return measured
+                samples.setdefault((arm, length), []).append(sample)
+                llm.core.evict_behind(llm.make_request(prompt, PARAMS), num_tokens=length)
+            _demote(llm, TIER_OF_ARM["restart"] if "restart" in spec.arms else None)
+            llm.core.evict()
+    return samples
 
 
-def measure_restart(spec: Spec, length: int) -> list[Sample]:
-    """Serve the prompts of one length, whose prefixes an earlier process left on disk."""
-    with _warm(spec, terminal_progress()) as bench:
-        return [bench.serve(bench.prompt(length, repeat)) for repeat in range(spec.repeats)]
+def _prompt(llm: LLM, spec: Spec, length: int, repeat: int) -> list[int]:
+    """Return a prefix and what follows it: random, and the same in every process."""
+    generator = random.Random(f"{spec.bench_seed}/{length}/{repeat}")
+    return generator.choices(range(llm.core.info.vocab_size), k=length + SUFFIX_TOKENS)
 
 
-def run(settings: dict[str, Any], _progress: Progress | None = None, **options: Any) -> Row:
+def _demote(llm: LLM, tier: str | None) -> None:
+    if tier in ("host", "disk") and not llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
+        raise TieredKVError(f"Not everything could be demoted to {tier}; see the log")
+
+
+def _serve(llm: LLM, prompt: list[int]) -> Sample:
+    """Serve a prompt, keep the logits of its output tokens, and digest its prefix."""
+    core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
+    before = raw.own_bytes(pid, "read")
+    core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
+    [output] = llm.generate(prompt, PARAMS)
+    return Sample(
+        ttft_ms=output.ttft_s * 1e3,
+        by_tier=output.usage.cached_tokens_by_tier,
+        token_ids=output.token_ids,
+        logits=torch.stack(logits).numpy(),
+        bytes_from_disk=raw.own_bytes(pid, "read") - before,
+        kv_digest=core.kv_digest(llm.make_request(prompt[:-SUFFIX_TOKENS], PARAMS)),
+    )
+
+
+def run(_progress: Progress, *, settings: dict[str, Any], **options: Any) -> Row:
     """Run the whole bench in processes of its own, which draw their progress themselves.
 
     Args:
@@ -183,56 +148,61 @@ def run(settings: dict[str, Any], _progress: Progress | None = None, **options: 
         TieredKVError: a process failed.
     """
     spec = Spec({**settings, "restore": "load"}, **options)
-    if unknown := [arm for arm in spec.arms if arm not in ARMS]:
-        raise ConfigError(f"Unknown arm `{', '.join(unknown)}`; arms are {', '.join(ARMS)}")
+    if unknown := [arm for arm in spec.arms if arm not in TIER_OF_ARM]:
+        raise ConfigError(f"Unknown arm `{', '.join(unknown)}`; arms are {', '.join(TIER_OF_ARM)}")
     parent = spec.settings.get("disk_dir")
     if parent and not Path(parent).is_dir():
         raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
-    sizes = _sizes(spec)
+    told = {name: spec.settings.get(name, "auto") for name in ("dtype", "device")}
+    found = find_model(spec.settings["model"], **told)
+    kv_spec = found.kv_spec(spec.settings.get("block_size", 16))
+    sizes = _sizes(spec, kv_spec.token_bytes, found.max_model_len)
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
         path = Path(folder)
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)
         limits = {"h2d_GBps": raw.h2d_GBps(), "disk_read_GBps": disk_read_GBps}
         spec = spec._replace(settings=sizes | spec.settings | {"disk_dir": str(path / "store")})
-        measured = _in_new_process(measure, spec)
+        arms = [arm for arm in TIER_OF_ARM if arm in ("cold", *spec.arms) and arm != "restart"]
+        samples = _in_new_process(spec, spec.prefix_tokens, arms)
         if "restart" in spec.arms:
             for length in spec.prefix_tokens:
-                measured.samples["restart", length] = _in_new_process(measure_restart, spec, length)
+                samples |= _in_new_process(spec, [length], ["restart"])
         page_cache = "bypassed" if raw.block_device(path) else "warm"
-    rows = [_row(arm, at, measured, page_cache) for arm in spec.arms for at in spec.prefix_tokens]
+    rows = [
+        _row(arm, length, samples, kv_spec.token_bytes, page_cache)
+        for arm in spec.arms
+        for length in spec.prefix_tokens
+    ]
     problems = [
         f"{row['arm']} at {row['prefix_tokens']} tokens: {problem.format(**row)}"
         for row in rows
         for name, problem in PROBLEMS.items()
         if row[name] is False
     ]
-    facts = {**measured.facts, "restore": "load", "raw": limits}
-    return {**facts, "rows": rows, "problems": problems}
+    facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
+    return {**facts, "restore": "load", "raw": limits, "rows": rows, "problems": problems}
 
 
-def _in_new_process(function: Callable[..., T], *arguments: object) -> T:
+def _in_new_process(*arguments: Any) -> Samples:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(function, *arguments).result()
+            return pool.submit(measure, *arguments).result()
         except BrokenProcessPool as error:
             raise TieredKVError("A measuring process ended before it answered") from error
 
 
-def _sizes(spec: Spec) -> dict[str, int]:
+def _sizes(spec: Spec, token_bytes: int, max_model_len: int) -> dict[str, int]:
     """Return tier sizes that hold what is measured; what the caller sets comes before them.
 
     Raises:
-        ModelError, ConfigError: the model cannot be served, or not at this length.
+        ConfigError: the model cannot be served at this length.
     """
-    told = {name: spec.settings.get(name, "auto") for name in ("dtype", "device")}
-    found = find_model(spec.settings["model"], **told)
-    token_bytes = found.kv_spec(spec.settings.get("block_size", 16)).token_bytes
-    prefix, room = max(spec.prefix_tokens), found.max_model_len - SUFFIX_TOKENS - OUTPUT_TOKENS
+    prefix, room = max(spec.prefix_tokens), max_model_len - SUFFIX_TOKENS - OUTPUT_TOKENS
     if prefix > room:
         beside = f"{SUFFIX_TOKENS} more and {OUTPUT_TOKENS} of an answer"
         what = f"A prefix of {prefix} tokens with {beside} does not fit"
-        raise ConfigError(f"{what} {found.max_model_len} tokens, the model's most; use {room}")
+        raise ConfigError(f"{what} {max_model_len} tokens, the model's most; use {room}")
     longest = prefix + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
     kept = sum(spec.prefix_tokens) * spec.repeats
     return {
@@ -264,18 +234,15 @@ def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
     return largest, True, False
 
 
-def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
+def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
     """Return one row of the report: an arm at a prefix length, all repeats."""
-    samples, cold = measured.samples[arm, length], measured.samples["cold", length]
-    compared = [_compare(*pair) for pair in zip(samples, cold, strict=True)]
-    differences, are_equal, are_excluded = zip(*compared, strict=True)
-    times = [round(sample.ttft_ms, 3) for sample in samples]
-    tier = TIER_OF_ARM.get(arm)
-    sources = [sample.by_tier for sample in samples]
-    by_tier = {name: int(statistics.median(one[name] for one in sources)) for name in sources[0]}
-    loaded = statistics.median(one[Tier.HOST] + one[Tier.DISK] for one in sources)
-    used = [{name for name, count in one.items() if count} for one in sources]
-    computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, samples))
+    ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
+    differences, are_equal, are_excluded = zip(*map(_compare, ours, cold), strict=True)
+    times = [round(it.ttft_ms, 3) for it in ours]
+    by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}
+    loaded = statistics.median(it.by_tier[Tier.HOST] + it.by_tier[Tier.DISK] for it in ours)
+    sources = [{name for name, count in it.by_tier.items() if count} for it in ours]
+    computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, ours))
     return {
         "arm": arm,
         "prefix_tokens": length,
@@ -287,17 +254,17 @@ def _row(arm: str, length: int, measured: Measured, page_cache: str) -> Row:
         },
         "cached_tokens": sum(by_tier.values()),
         "by_tier": by_tier,
-        "bytes_loaded": int(loaded) * measured.token_bytes,
-        "bytes_from_disk": int(statistics.median(s.bytes_from_disk for s in samples)),
+        "bytes_loaded": int(loaded) * token_bytes,
+        "bytes_from_disk": int(statistics.median(it.bytes_from_disk for it in ours)),
         "page_cache": page_cache if tier == "disk" else None,
-        "output_token_ids": [sample.token_ids for sample in samples],
+        "output_token_ids": [it.token_ids for it in ours],
         "tokens_equal_cold": all(are_equal),
         "kv_digest_computed": computed,
         "kv_digest_loaded": found,
         "kv_bytes_equal": found == computed if tier else None,
         "max_logit_diff": max(differences),
         "num_prompts_excluded": sum(are_excluded),
-        "is_from_claimed_tier": all(it == ({tier} if tier else set()) for it in used),
+        "is_from_claimed_tier": all(it == {tier} - {None} for it in sources),
     }
 
 

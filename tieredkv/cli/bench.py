@@ -1,5 +1,6 @@
-"""`tieredkv bench`."""
+"""`tieredkv bench` and `demo`."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from pathlib import Path
@@ -7,92 +8,85 @@ from typing import Any
 
 import click
 
-from tieredkv.cli.output import Command, json_option, print_json, print_table
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.output import Command, as_text, json_option, print_json, print_table
+from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
+from tieredkv.units import parse_bytes
 
 ARMS = "cold,device,host,disk,restart"
 PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "serve": "ttft_p50_ms"}
 """What `--plot` draws; the ratio to a raw limit where nothing is said."""
 
-_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
+"""What every report has; the rest says what was measured."""
+
+DEMO_ON_CPU = "tiny-random", "2048"  # model, prefix tokens
+DEMO_ON_GPU = "random:qwen2.5-1.5b", "98304"
+DEMO_REPEATS = "3"
+
+COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+PICTURE = click.Path(dir_okay=False, path_type=Path)
 
 
-def report_options(command: Command) -> Command:
-    """Give a bench its `--plot`, `--commit` and `--json`."""
+def several(
+    flag: str, kind: Callable[[str], Any], example: str, **option: Any
+) -> Callable[[Command], Command]:
+    """Return an option of values of a kind with commas between."""
+
+    def parse(_context: object, _option: object, text: str | None) -> list[Any] | None:
+        try:
+            return None if text is None else [kind(part) for part in text.split(",")]
+        except (ValueError, click.BadParameter):
+            raise click.BadParameter(f"'{text}' is not a list such as {example}.") from None
+
+    return click.option(flag, callback=parse, **option)
+
+
+def measured(bench: Callable[[], None]) -> Callable[..., Any]:
+    """Make a command of a bench, which is nothing but its text: `measure` does the work."""
+    command = functools.update_wrapper(functools.partial(measure, bench.__name__), bench)
     plot_help = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
-    picture = click.Path(dir_okay=False, path_type=Path)
-    command = click.option("--plot", type=picture, metavar="FILE.png", help=plot_help)(command)
+    plot = click.option("--plot", type=PICTURE, metavar="FILE.png", help=plot_help)
     commit_help = "Commit to report, for a tree without its history."
-    return click.option("--commit", help=commit_help)(json_option(command))
+    return click.option("--commit", help=commit_help)(plot(json_option(command)))
 
 
 def measure(
     name: str,
-    *arguments: Any,
+    *,
     as_json: bool,
+    loaded: LoadedSettings | None = None,
     plot: Path | None = None,
     commit: str | None = None,
-    command: str | None = None,
     **options: Any,
-) -> tuple[int, list[dict[str, Any]]]:
-    """Measure; print a table, the raw limits, what is wrong, JSON.
-
-    Returns:
-        The exit code, and the rows of the table.
-    """
+) -> int:
+    """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON."""
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
 
     plots.check(plot)
+    if loaded is not None:
+        options["settings"] = loaded.given()
     module = importlib.import_module(f"tieredkv.bench.{name}")
-    report = raw.head(commit, command) | module.run(*arguments, terminal_progress(), **options)
+    report = raw.head(commit) | module.run(terminal_progress(), **options)
     rows = getattr(module, "table", list)(report["rows"])
-    names = list(dict.fromkeys(key for row in rows for key in row if not key.endswith("_all")))
-    cells = [{key.replace("_", " "): _cell(row.get(key)) for key in names} for row in rows]
-    print_table(cells, numbers=len(names) - 2)
+    print_table(rows, texts=2)
     hardware, limits = report["hardware"], report["raw"]
     click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
-    facts = {key: report[key] for key in ("model", "dtype", "block_size") if key in report}
-    shown = {"raw limits of this run": limits, "served": facts}
-    shown["disk"] = report.get("disk")
-    for title in filter(shown.get, shown):
-        click.echo(f"{title}: {_cell(shown[title])}")
+    facts = {key: value for key, value in report.items() if key not in ALWAYS}
+    for title, told in (("raw limits of this run", limits), ("measured", facts)):
+        if told:
+            click.echo(f"{title}: {as_text(told)}")
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
         y = PLOTTED.get(name, "ratio")
         lines = {"GBps": limits, "ratio": {"": 1.0}}.get(y, {})
-        plots.draw(plot, rows, (names[0], names[1], y), lines)
+        plots.draw(plot, rows, (*list(rows[0])[:2], y), lines)
     if as_json:
         print_json(report)
-    return (1 if report["problems"] else 0), rows
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key.replace('_', ' ')} {_cell(value[key])}" for key in value)
-    if isinstance(value, list):
-        return " to ".join(map(_cell, value))
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _count(flag: str, *, default: int, help: str) -> Callable[[Command], Command]:
-    """Return an option of one count."""
-    kind = click.IntRange(min=1)
-    return click.option(flag, type=kind, default=default, show_default=True, help=help)
-
-
-def _several(flag: str, *, help: str, default: str | None = None) -> Callable[[Command], Command]:
-    """Return an option of counts with commas between."""
-    return click.option(flag, callback=_parse, default=default, show_default=True, help=help)
-
-
-def _parse(_context: object, _option: object, text: str | None) -> list[int]:
-    parts = [part for part in (text or "").split(",") if part]
-    if text is not None and not (parts and all(part.isdecimal() and int(part) for part in parts)):
-        raise click.BadParameter(f"'{text}' is not a list of counts such as 512,2048.")
-    return [int(part) for part in parts]
+    return 1 if report["problems"] else 0
 
 
 @click.group()
@@ -102,13 +96,13 @@ def bench() -> None:
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@_several("--prefix-tokens", default="512,2048", help="Lengths.")
-@click.option("--arms", default=ARMS, show_default=True, help="Where the prefix comes from.")
-@_count("--repeats", default=5, help="Of each length.")
+@several("--prefix-tokens", COUNT, "512,2048", default="512,2048", help="Lengths.")
+@several("--arms", str, "cold,host", default=ARMS, help="Where the prefix comes from.")
+@click.option("--repeats", type=COUNT, default=5, help="Of each length.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
 @settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
-@report_options
-def ttft(loaded: LoadedSettings, arms: str, **options: Any) -> int:
+@measured
+def ttft() -> None:
     """Measure the time to the first token, cold and with the prefix in each tier.
 
     Every hit is proved: its tier, its KV bytes and its tokens are compared with the cold run; exit
@@ -118,15 +112,16 @@ def ttft(loaded: LoadedSettings, arms: str, **options: Any) -> int:
     Example:
       tieredkv bench ttft --model tiny-random --prefix-tokens 512,2048 --repeats 5 --json
     """
-    return measure("ttft", loaded.given(), arms=arms.split(","), **options)[0]
 
 
 @bench.command()
-@click.option("--block-size-bytes", default="512KiB,2MiB,8MiB", show_default=True, help="Blocks.")
-@click.option("--total", default="256MiB", show_default=True, help="Copied in one go.")
-@_count("--repeats", default=9, help="Behind a median.")
-@report_options
-def transfer(**options: Any) -> int:
+@several(
+    "--block-size-bytes", parse_bytes, "512KiB,2MiB", default="512KiB,2MiB,8MiB", help="Blocks."
+)
+@click.option("--total", default="256MiB", help="Copied in one go.")
+@click.option("--repeats", type=COUNT, default=9, help="Behind a median.")
+@measured
+def transfer() -> None:
     """Measure how fast blocks move between VRAM and pinned host memory.
 
     Blocks lie scattered on both sides and move as the engine moves them. Beside each rate stands
@@ -138,19 +133,20 @@ def transfer(**options: Any) -> int:
     Example, half a minute:
       tieredkv bench transfer --block-size-bytes 512KiB,2MiB,8MiB --total 1GiB
     """
-    return measure("transfer", **options)[0]
 
 
 @bench.command()
-@click.option("--dir", "folder", type=_FOLDER, required=True, help="On the disk to be measured.")
-@click.option("--block-bytes", default="2MiB", show_default=True, help="Payload of a block.")
-@click.option("--disk-size", default="4GiB", show_default=True, help="Budget of the store.")
-@_several("--index-blocks", default="10000,1000000", help="Blocks in an index that is looked up.")
-@_count("--repeats", default=3, help="Samples of a rate.")
-@_count("--readers", default=32, help="Threads, as the worker has.")
-@_count("--writers", default=8, help="Threads, as the worker has.")
-@report_options
-def disk(**options: Any) -> int:
+@click.option("--dir", "folder", type=FOLDER, required=True, help="On the disk to be measured.")
+@click.option("--block-bytes", default="2MiB", help="Payload of a block.")
+@click.option("--disk-size", default="4GiB", help="Budget of the store.")
+@several(
+    "--index-blocks", COUNT, "10000,1000000", default="10000,1000000", help="Blocks in an index."
+)
+@click.option("--repeats", type=COUNT, default=3, help="Samples of a rate.")
+@click.option("--readers", type=COUNT, default=32, help="Threads, as the worker has.")
+@click.option("--writers", type=COUNT, default=8, help="Threads, as the worker has.")
+@measured
+def disk() -> None:
     """Measure what the disk tier makes of a disk, beside what the disk does without it.
 
     \b
@@ -170,16 +166,17 @@ def disk(**options: Any) -> int:
     Example, a few minutes:
       tieredkv bench disk --dir /nvme --disk-size 4GiB
     """
-    return measure("disk", **options)[0]
 
 
 @bench.command()
-@click.option("--shape", default="llama-3.1-8b", show_default=True, help="As after `random:`.")
-@_count("--block-size", default=16, help="Tokens a block.")
-@click.option("--cases", help="What to attend; a choice for this device if not told.")
-@_count("--repeats", default=9, help="Behind a median.")
-@report_options
-def attention(**options: Any) -> int:
+@click.option("--shape", default="llama-3.1-8b", help="As after `random:`.")
+@click.option("--block-size", type=COUNT, default=16, help="Tokens a block.")
+@several(
+    "--cases", str, "8192+0,64x4096", help="What to attend; a choice for this device if not told."
+)
+@click.option("--repeats", type=COUNT, default=9, help="Behind a median.")
+@measured
+def attention() -> None:
     """Measure the attention kernels over scattered blocks of the paged cache.
 
     A case is a chunk of new over cached tokens (8192+24576), or a decode batch of requests x
@@ -192,18 +189,17 @@ def attention(**options: Any) -> int:
     Example, a minute:
       tieredkv bench attention --shape llama-3.1-8b --cases 8192+0,64+32768,64x4096
     """
-    return measure("attention", **options)[0]
 
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@_several("--contexts", help="ITL of one request, e.g. 1024,32768.")
-@_count("--tokens", default=200, help="Gaps behind an ITL.")
-@click.option("--workloads", help="Throughput, e.g. 128x1024+256,32x8192+128.")
-@_count("--repeats", default=3, help="Runs of a workload.")
+@several("--contexts", COUNT, "1024,32768", help="ITL of one request, e.g. 1024,32768.")
+@click.option("--tokens", type=COUNT, default=200, help="Gaps behind an ITL.")
+@several("--workloads", str, "128x1024+256", help="Throughput, e.g. 128x1024+256,32x8192+128.")
+@click.option("--repeats", type=COUNT, default=3, help="Runs of a workload.")
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
-@report_options
-def decode(loaded: LoadedSettings, **options: Any) -> int:
+@measured
+def decode() -> None:
     """Measure the time between tokens (ITL), and throughput.
 
     \b
@@ -218,28 +214,23 @@ def decode(loaded: LoadedSettings, **options: Any) -> int:
     Example, a minute without a GPU:
       tieredkv bench decode --model tiny-random --contexts 1024 --workloads 16x512+16
     """
-    if not (options["contexts"] or options["workloads"]):
-        options |= {"contexts": [1024, 4096], "workloads": "16x512+64"}
-    return measure("decode", loaded.given(), **options)[0]
 
 
 @bench.command()
 @click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
 @click.option("--url", metavar="URL", help="A server that runs, instead of one of its own.")
-@click.option("--rates", default="1,2,4", show_default=True, help="Conversations a second.")
-@click.option(
-    "--retentions", default="device_only,in_memory", show_default=True, help="A row each."
-)
-@click.option("--duration", type=float, default=60.0, show_default=True, help="Seconds a row.")
-@_count("--turns", default=4, help="Answers a conversation.")
-@click.option("--think", type=float, default=5.0, show_default=True, help="Seconds between turns.")
-@_count("--system-tokens", default=2000, help="Shared by all.")
-@_count("--user-tokens", default=200, help="New in each turn.")
-@_count("--answer-tokens", default=64, help="Of each answer.")
+@several("--rates", NUMBER, "0.5,2", default="1,2,4", help="Conversations a second.")
+@several("--retentions", str, "in_memory,24h", default="device_only,in_memory", help="A row each.")
+@click.option("--duration", type=NUMBER, default=60.0, help="Seconds a row.")
+@click.option("--turns", type=COUNT, default=4, help="Answers a conversation.")
+@click.option("--think", type=NUMBER, default=5.0, help="Seconds between turns.")
+@click.option("--system-tokens", type=COUNT, default=2000, help="Shared by all.")
+@click.option("--user-tokens", type=COUNT, default=200, help="New in each turn.")
+@click.option("--answer-tokens", type=COUNT, default=64, help="Of each answer.")
 @click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other texts.")
 @settings_options("model", "cache", "scheduler", without=("seed",))
-@report_options
-def serve(loaded: LoadedSettings, rates: str, retentions: str, **options: Any) -> int:
+@measured
+def serve() -> None:
     """Measure a server as its clients see it: conversations, arriving at a rate, with think times.
 
     All share a system prompt; each turn sends what was said before. Rows tell the time to the first
@@ -251,12 +242,24 @@ def serve(loaded: LoadedSettings, rates: str, retentions: str, **options: Any) -
     Example, a minute and a half without a GPU:
       tieredkv bench serve --model tiny-random --rates 1,4 --duration 20 --device-size 16MiB
     """
-    options |= {"rates": _numbers(rates), "retentions": [it for it in retentions.split(",") if it]}
-    return measure("serve", loaded.given(), **options)[0]
 
 
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",") if part]
-    except ValueError:
-        raise click.BadParameter(f"'{text}' is not a list of numbers such as 0.5,2.") from None
+@click.command()
+@json_option
+def demo(**_json: bool) -> int:
+    """Serve a prompt cold, then from VRAM, host memory, disk, and disk after a restart.
+
+    Without a GPU a small random model is made on the spot and VRAM is an ordinary memory pool;
+    with one, a random model of 1.5B parameters. Exit 1 if tokens or KV bytes differ, or a tier is
+    not the one that the arm claims. The JSON is that of `bench ttft`.
+    """
+    import torch
+
+    model, length = DEMO_ON_GPU if torch.cuda.is_available() else DEMO_ON_CPU
+    click.echo(
+        f"Serving prompts of {length} tokens and a little more with {model}: cold, then with the "
+        "prefix in each tier, then from disk in a new process.",
+        err=True,
+    )
+    words = ["--model", model, "--prefix-tokens", length, "--repeats", DEMO_REPEATS, "--json"]
+    return int(ttft.main(words, standalone_mode=False))

@@ -12,7 +12,7 @@ import click
 
 import tieredkv
 from tieredkv import errors
-from tieredkv.cli import bench, config, demo, doctor, generate, serve, store
+from tieredkv.cli import bench, doctor, serve, settings, store
 from tieredkv.errors import StoreUnreachableError, TieredKVError
 
 EXIT_PROBLEM = 1
@@ -21,7 +21,10 @@ EXIT_UNREACHABLE = 3
 EXIT_INTERRUPTED = 130
 
 
-@click.group(invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
+
+
+@click.group(invoke_without_command=True, context_settings=CONTEXT)
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
 @click.pass_context
 def cli(context: click.Context) -> None:
@@ -62,7 +65,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-verbs = [serve.serve, generate.generate, bench.bench, demo.demo, doctor.doctor, config.config]
+verbs = [serve.serve, serve.generate, bench.bench, bench.demo, doctor.doctor, settings.config]
 for command in (*verbs, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
 
@@ -78,10 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         click.echo(err=True)
         return EXIT_INTERRUPTED
     except click.ClickException as error:
-        hint = ""
-        if isinstance(error, click.UsageError):
-            hint = f"\nhint: see `{error.ctx.command_path if error.ctx else 'tieredkv'} --help`"
-        _complain(f"{error.format_message()}{hint}")
+        context = getattr(error, "ctx", None)
+        hint = f"hint: see `{context.command_path if context else 'tieredkv'} --help`"
+        _complain(f"{error.format_message()}\n{hint}")
         return EXIT_USAGE
     except TieredKVError as error:
         _complain(str(error))

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 import click
 from rich import box
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.table import Table
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -32,25 +31,32 @@ def print_json(document: object) -> None:
     click.echo(json.dumps(document, ensure_ascii=False))
 
 
-def print_table(rows: Sequence[Mapping[str, str]], *, numbers: int = 0) -> None:
-    """Write a table of rows by column to stdout; the last `numbers` columns are aligned right."""
+def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> None:
+    """Write a table of rows by column to stdout, numbers right behind the first columns of text.
+
+    Columns called `…_all` are left out.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = list(rows[0])
-    for i, name in enumerate(columns):
-        is_number = i >= len(columns) - numbers
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=True)
+    names = dict.fromkeys(key for row in rows for key in row if not key.endswith("_all"))
+    for i, name in enumerate(names):
+        side: Any = "left" if i < texts else "right"
+        table.add_column(name.replace("_", " "), justify=side, no_wrap=True)
     for row in rows:
-        table.add_row(*row.values())
+        table.add_row(*(as_text(row.get(name)) for name in names))
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
 
 
+def as_text(value: object) -> str:
+    """Return what people read: numbers in four digits, names without underscores."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
+    if isinstance(value, list):
+        return " to ".join(map(as_text, value))
+    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 def set_up_logging(level: str) -> None:
-    """Log to stderr: for people on a terminal, plain lines with times elsewhere."""
-    if sys.stderr.isatty():
-        terminal = Console(stderr=True)
-        handler = RichHandler(console=terminal, show_path=False, omit_repeated_times=False)
-        logging.basicConfig(level=level, format="%(message)s", handlers=[handler])
-    else:
-        logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    """Log to stderr, a line each, with times."""
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

@@ -1,13 +1,14 @@
-"""`tieredkv serve`."""
+"""`tieredkv serve` and `generate`: a model for many clients, or for a prompt at once."""
 
 import sys
 from typing import Any
 
 import click
 
+import tieredkv
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import json_option, print_json, set_up_logging, usage_error
-from tieredkv.cli.settings_options import settings_options
+from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
+from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
 
 LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
@@ -20,11 +21,9 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
     "--strict-params", "is_strict", is_flag=True, help="Refuse request fields that are unknown."
 )
 @click.option(
-    *("--allow-open-access", "allows_open_access"),
-    is_flag=True,
-    help="Let others reach it without an API key.",
+    "--allow-open-access", "allows_open_access", is_flag=True, help="Let others in without a key."
 )
-@click.option("--log-level", type=LEVELS, default="INFO", show_default=True, help="Never prompts.")
+@click.option("--log-level", type=LEVELS, default="INFO", help="Never prompts.")
 @json_option
 def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
     """Serve MODEL over HTTP, in OpenAI's shapes.
@@ -54,3 +53,59 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 
     options |= {"on_progress": terminal_progress(), "on_ready": on_ready, "log_level": log_level}
     return Server(settings=loaded.settings, **options).serve()
+
+
+@click.command()
+@click.argument("model")
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option("--max-tokens", type=int, default=64, help="Longest answer.")
+@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
+@click.option("--top-p", type=float, default=1.0, help="Nucleus, e.g. 0.95.")
+@click.option("--top-k", type=int, default=0, help="Likeliest k; 0 takes all.")
+@click.option("--sampling-seed", type=int, help="Equal seeds give equal answers, e.g. 7.")
+@click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
+@click.option("--cache-salt", help="Share cached blocks only with prompts of the same salt.")
+@settings_options("model", "cache", "scheduler")
+@json_option
+def generate(
+    loaded: LoadedSettings, prompts: tuple[str, ...], as_json: bool, **options: Any
+) -> None:
+    """Continue each PROMPT, or what stdin holds, with MODEL in this process.
+
+    \b
+    Examples:
+      tieredkv generate tiny-random "Once upon a time" --max-tokens 8
+      cat question.txt | tieredkv generate ./Qwen3-8B --disk-dir ./kv --default-retention 24h
+    """
+    if not prompts:
+        if sys.stdin.isatty():
+            raise usage_error("Give a PROMPT, or pipe one in.")
+        prompts = (sys.stdin.read(),)
+    set_up_logging("WARNING")
+    cache_salt, seed = options.pop("cache_salt"), options.pop("sampling_seed")
+    params = tieredkv.SamplingParams(seed=seed, **options)
+    with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
+        answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
+    outputs: list[dict[str, Any]] = [
+        {
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "ttft_ms": answer.ttft_s * 1000,
+            "usage": {
+                "prompt_tokens": answer.usage.prompt_tokens,
+                "completion_tokens": len(answer.token_ids),
+                "cached_tokens": answer.usage.cached_tokens,
+                "cached_tokens_by_tier": answer.usage.cached_tokens_by_tier,
+            },
+        }
+        for answer in answers
+    ]
+    if as_json:
+        print_json({"model": loaded.settings.model, "outputs": outputs})
+        return
+    for output in outputs:
+        click.echo(output["text"])
+        told = as_text(output["usage"])
+        click.echo(f"[{told}, first after {output['ttft_ms']:.0f} ms]", err=True)

@@ -9,23 +9,21 @@ import click
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import Command, json_option, print_json, print_table, usage_error
-from tieredkv.cli.settings_options import disk_dir_option, settings_options
+from tieredkv.cli.output import Command, as_text, json_option, print_json, print_table, usage_error
+from tieredkv.cli.settings import settings_options
 from tieredkv.clock import Clock
 from tieredkv.config import LoadedSettings, Settings
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
+from tieredkv.types import Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
 
 SHORT_HEX = 12
+SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
 def _store_options(command: Command) -> Any:
-    return disk_dir_option(settings_options()(json_option(command)))
-
-
-def _duration(_context: object, _option: object, text: str | None) -> float | None:
-    return None if text is None else parse_duration(text)
+    return settings_options("disk_dir")(json_option(command))
 
 
 def _control(settings: Settings) -> StoreControl:
@@ -53,14 +51,12 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
         print_json(answer)
         return
     rows = []
-    for tier in ("device", "host", "disk"):
-        stats: dict[str, Any] = answer.get(tier) or {}
-        row = {"tier": tier, "blocks": str(stats["blocks"]) if stats else "-"}
-        for key in ("live", "files", "budget", "written", "written_ever", "write_limit"):
-            size = stats.get(f"bytes_{key}")
-            row[key.replace("_", " ")] = "-" if size is None else format_bytes(size)
-        rows.append(row)
-    print_table(rows, numbers=7)
+    for tier in Tier:
+        stats = answer.get(tier) or {}
+        sizes = {key: stats.get(f"bytes_{key}") for key in SIZES}
+        shown = {key: None if size is None else format_bytes(size) for key, size in sizes.items()}
+        rows.append({"tier": tier, "blocks": stats.get("blocks"), **shown})
+    print_table(rows, texts=1)
     if (disk := answer["disk"])["is_compressing"]:
         ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
@@ -92,29 +88,26 @@ def ls(loaded: LoadedSettings, as_json: bool) -> None:
             "id": chain["id"][:SHORT_HEX],
             "namespace": chain["namespace"][:SHORT_HEX],
             "retention": chain["retention"],
-            "blocks": str(chain["blocks"]),
+            "blocks": chain["blocks"],
             "size": format_bytes(chain["bytes"]),
-            "ratio": f"{chain['bytes'] / chain['stored_bytes']:.2f}",
+            "ratio": chain["bytes"] / chain["stored_bytes"],
             "idle": format_duration(max(0.0, now - chain["last_used_max"])),
             "expires in": format_duration(max(0.0, chain["expires_at_min"] - now)),
-            "hits": str(chain["hits"]),
+            "hits": chain["hits"],
         }
         for chain in answer["chains"]
     ]
-    print_table(rows, numbers=6)
+    print_table(rows, texts=3)
 
 
 @click.command()
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--all", is_flag=True, help="Every block.")
 @click.option(
-    *("--older-than", "older_than_s"),
-    callback=_duration,
-    metavar="DURATION",
-    help="Blocks not used for so long, e.g. 2h.",
+    "--older-than", "older_than_s", metavar="DURATION", help="Blocks unused for so long, e.g. 2h."
 )
 @click.option(
-    *("--ns", "namespace_prefix"), metavar="HEX", help="Blocks of a namespace, or its beginning."
+    "--ns", "namespace_prefix", metavar="HEX", help="Blocks of a namespace, or its beginning."
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
@@ -127,6 +120,8 @@ def evict(loaded: LoadedSettings, yes: bool, as_json: bool, **filters: Any) -> i
       tieredkv evict --disk-dir ./kv 1f9c0a77d2e4
       tieredkv evict --disk-dir ./kv --older-than 2h -y
     """
+    if filters["older_than_s"] is not None:
+        filters["older_than_s"] = parse_duration(filters["older_than_s"])
     wanted, nothing = EvictFilter(**filters), EvictFilter(dry_run=filters["dry_run"])
     if wanted == nothing:
         raise usage_error("Say what to evict: an ID, --ns, --older-than or --all.")
@@ -144,10 +139,9 @@ def evict(loaded: LoadedSettings, yes: bool, as_json: bool, **filters: Any) -> i
         verb = "would evict" if wanted.dry_run else "evicted"
         freed = format_bytes(answer["freed_bytes"])
         click.echo(f"{verb} {answer['evicted_blocks']} blocks, {freed}")
-    unknown = answer.get("unknown_ids") or ()
-    for each in unknown:
-        click.echo(f"error: no chain has the id `{each}`", err=True)
-    return 1 if unknown else 0
+    for unknown in answer["unknown_ids"]:
+        click.echo(f"error: no chain has the id `{unknown}`", err=True)
+    return 1 if answer["unknown_ids"] else 0
 
 
 @click.command()
@@ -168,8 +162,5 @@ def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
     if as_json:
         print_json(answer)
     else:
-        found = f"{answer['bad']} bad, {answer['repaired']} repaired"
-        click.echo(f"checked {answer['checked']} blocks: {found}")
-        for reason, count in answer["by_reason"].items():
-            click.echo(f"  {reason}: {count}")
+        click.echo(as_text(answer))
     return 1 if answer["bad"] else 0

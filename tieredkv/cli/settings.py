@@ -1,6 +1,7 @@
-"""Flags for settings, made from the settings themselves, so that neither can forget the other.
+"""Settings on the command line: a flag for each of them, and `tieredkv config show`.
 
-A flag's text goes to `load_settings` as it is, which parses it, checks it and names it in errors.
+Flags are made from the settings themselves, so that neither can forget the other. A flag's text
+goes to `load_settings` as it is, which parses it, checks it and names it in errors.
 """
 
 import dataclasses
@@ -10,9 +11,10 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from tieredkv.cli.output import Command
-from tieredkv.config import Settings, kind_of, load_settings
+from tieredkv.cli.output import Command, json_option, print_json, print_table
+from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
 
+FILE = click.Path(dir_okay=False)
 _SPELLINGS = {
     "api_keys": ("--api-key",),
     "host_size": ("--host-size", "--host-cache-size"),
@@ -26,27 +28,13 @@ _EXAMPLES = {
     "api_keys": "sk-team-a; repeatable",
     "disk_dir": "/nvme/kv",
     "disk_write_limit": "200MiB",
-    "host": "0.0.0.0",
     "max_model_len": "32768",
-    "max_num_batched_tokens": "4096",
-    "port": "8080",
     "served_model_name": "llama",
 }
-_LITERALS = {"auto", "sha256"}
-
-disk_dir_option = click.option(
-    "--disk-dir", metavar="DIR", help="Folder of the disk tier, e.g. /nvme/kv."
-)
-_config_option = click.option(
-    "--config",
-    "config_path",
-    type=click.Path(dir_okay=False),
-    help="TOML file with further settings, e.g. configs/24h.toml.",
-)
 
 
-def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
-    """Give a command a flag for every setting of some sections, and `--config`.
+def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
+    """Give a command a flag for every setting that is named, or its section is, and `--config`.
 
     The command is called with `loaded`, the settings from its flags, the environment and the file,
     in place of all its parameters that are called as a setting is.
@@ -54,7 +42,8 @@ def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[C
     fields = [
         setting
         for setting in dataclasses.fields(Settings)
-        if setting.metadata["section"] in sections and setting.name not in {"model", *without}
+        if {setting.name, setting.metadata["section"]} & {*names}
+        and setting.name not in ("model", *without)
     ]
 
     def add(command: Command) -> Any:
@@ -67,7 +56,8 @@ def settings_options(*sections: str, without: Iterable[str] = ()) -> Callable[[C
 
         for setting in reversed(fields):
             load_first = _option(setting)(load_first)
-        return _config_option(load_first)
+        text = "TOML file with further settings, e.g. configs/24h.toml."
+        return click.option("--config", "config_path", type=FILE, help=text)(load_first)
 
     return add
 
@@ -76,15 +66,13 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     default, kind, text = setting.default, kind_of(setting), setting.metadata["help"]
     choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
     notes = []
-    if default == ():
-        notes.append("none by default")
-    elif default not in (None, ""):
+    if default not in (None, "", ()):
         notes.append(f"default {kind.show(default).replace(' ', '')}")
     if unit := setting.metadata["unit"]:
         notes.append(f"in {unit} or with a unit")
     if example := _EXAMPLES.get(setting.name, kind.example):
         notes.append(f"e.g. {example}")
-    if text.split()[0].strip(",") not in _LITERALS:
+    if text.split(",")[0] not in choices:
         text = f"{text[0].upper()}{text[1:]}"
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
@@ -94,3 +82,37 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
         metavar=None if choices else kind.metavar,
         help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
     )
+
+
+@click.group()
+def config() -> None:
+    """Settings: what they are and where they come from."""
+
+
+@config.command()
+@click.argument("model", required=False)
+@settings_options("model", "cache", "scheduler", "server")
+@json_option
+def show(loaded: LoadedSettings, as_json: bool) -> None:
+    """Show every setting and where its value comes from; takes the flags of `serve`.
+
+    \b
+    Example:
+      TIEREDKV_PORT=8080 tieredkv config show --config configs/24h.toml
+    """
+    rows = list(loaded.describe())
+    if not as_json:
+        print_table(
+            [
+                {"section": section, "setting": name, "value": text, "from": source}
+                for section, name, _, text, source in rows
+            ]
+        )
+        return
+    document: dict[str, dict[str, Any]] = {"settings": {}, "retention": {}}
+    for section, name, value, _, source in rows:
+        if name == "policy":
+            document["retention"][section.removeprefix("retention.")] = value
+        else:
+            document["settings"][name] = {"value": value, "source": source}
+    print_json(document)
