@@ -71,7 +71,8 @@ def segments_of(
         ("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools
     ]
     for i, message in enumerate(messages):
-        parts.append((_KINDS[1 + (message["role"] != "system")], message, f"message {i}"))
+        kind = "system" if message["role"] == "system" else "messages"
+        parts.append((kind, message, f"message {i}"))
     rest = [value for _, value, _ in parts[MAX_SEGMENTS - 1 :]]
     if len(rest) > 1:
         parts[MAX_SEGMENTS - 1 :] = [("messages", rest, "a later message")]
