@@ -7,7 +7,14 @@ from collections.abc import Callable, Sized
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tieredkv.errors import RequestError
@@ -41,6 +48,11 @@ _OF_BOUNDS = {
 """Code, fault and what was expected, by pydantic's name of a bound; `{}` is the kind of value."""
 
 
+def names_of(text: str) -> frozenset[str]:
+    """Return the words of a text as names."""
+    return frozenset(text.split())
+
+
 class Object(BaseModel):
     """A JSON object with known fields; others are ignored if `read` is not told to refuse them.
 
@@ -72,13 +84,22 @@ class Object(BaseModel):
 Body = TypeVar("Body", bound=Object)
 
 
-def as_list(texts: Any, kind: str = "text") -> Any:
-    """Return what may be a text or a list of parts as such a list, unchecked."""
-    if isinstance(texts, str):
-        return [{"type": kind, "text": texts}]
-    if not isinstance(texts, list):
-        raise PydanticCustomError("texts", "a string or an array")
-    return texts
+def list_of(make: Callable[[str], Any]) -> BeforeValidator:
+    """Return what lets a text stand for a list of what is made of it, and refuses all but lists."""
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, str):
+            return [make(value)]
+        if not isinstance(value, list):
+            raise PydanticCustomError("texts", "a string or an array")
+        return value
+
+    return BeforeValidator(listed)
+
+
+def text_part(text: str) -> dict[str, str]:
+    """Return a text as one of several parts."""
+    return {"type": "text", "text": text}
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

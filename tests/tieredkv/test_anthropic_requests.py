@@ -12,7 +12,7 @@ from tieredkv.engine.loader import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
-from tieredkv.server.anthropic_requests import MessagesRequest
+from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.asked import Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier

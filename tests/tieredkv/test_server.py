@@ -12,15 +12,9 @@ from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogpr
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
-from tieredkv.server import openai_requests as requests
+from tieredkv.server import openai_api as requests
 from tieredkv.server.asked import Rules, check_prompt, fitted, params_of, plan_of
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_responses import (
-    ChatChoices,
-    ChoicesShape,
-    CompletionChoices,
-    usage_body,
-)
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
@@ -425,17 +419,12 @@ def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() ->
     asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
     info = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
     plan = asked.plan(RULES, [])
-    whole = asked.asked(
-        [[1] * 20, [2] * 40], ChoicesShape(NOTHING, "m", 2, wants_usage=False), plan
-    )
+    whole = asked.asked([[1] * 20, [2] * 40], requests.CompletionShape(asked, str), plan)
     made = whole.engine_requests(info, "tenant", RULES)
     assert [claim.end_token for each in made for claim in each.claims] == [16, 16, 32, 32]
     assert [each.params.seed for each in made] == [5, 6, 5, 6]
     assert {each.tenant for each in made} == {"tenant"}
     assert len({each.request_id for each in made}) == 4
-
-
-NOTHING = ChatChoices(str)
 
 
 def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
@@ -493,16 +482,12 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             recomputed_tokens=4,
         ),
     ]
-    assert usage_body(usages, 5) == {
-        "prompt_tokens": 60,
-        "completion_tokens": 5,
-        "total_tokens": 65,
-        "prompt_tokens_details": {
-            "cached_tokens": 48,
-            "cache_write_tokens": 8,
-            "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
-            "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
-        },
+    told = requests.ChatShape(chat(USER), str).caching(usages)
+    assert told == {
+        "cached_tokens": 48,
+        "cache_write_tokens": 8,
+        "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
+        "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
     }
 
 
@@ -512,13 +497,13 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
     text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert CompletionChoices(text).logprobs(tokens, 3) == {
+    assert requests.CompletionShape(completion(), text).logprobs(tokens, 3) == {
         "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
         "token_logprobs": [-0.5, -1.0],
         "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
         "text_offset": [3, 4],
     }
-    content = ChatChoices(text).logprobs(tokens, 0)["content"]
+    content = requests.ChatShape(chat(USER), text).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     assert content[1]["bytes"] is None

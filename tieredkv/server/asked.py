@@ -6,6 +6,7 @@ behind them knows which API spoke.
 
 import dataclasses
 import secrets
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from pydantic import Field
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
@@ -25,6 +26,7 @@ from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPo
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import NONE, Diagnosis, Seen, Segment, digest
 from tieredkv.server.generation import Piece
+from tieredkv.types import Tier
 from tieredkv.units import parse_duration
 
 MAX_SEED = 2**63
@@ -64,14 +66,6 @@ class Rules:
         known = self.settings.retention_policies().up_to(self.max_retention)
         return known.get(name if name in known.names else self.max_retention or name, is_any=True)
 
-    @cached_property
-    def raised(self) -> RetentionPolicy | None:
-        """The policy that a longer lifetime raises a prefix to, where there is one."""
-        if not self.settings.disk_dir or TWENTY_FOUR_HOURS.name not in self.policies.names:
-            return None
-        policy = self.policies.get(TWENTY_FOUR_HOURS.name)
-        return policy if policy.may_use_disk else None
-
     def refuses(self, name: str) -> bool:
         """Whether a field of this name is refused where it is unknown.
 
@@ -91,15 +85,15 @@ class Rules:
         self.policies.get(name, is_strict=self.is_strict)
 
     def claim(self, end_token: int, retention: str | None, lifetime: str) -> Claim:
-        """Return what keeps a prefix for a lifetime at least.
+        """Return what keeps a prefix for a lifetime at least; a long one raises it to the disk's.
 
         Raises:
             RequestError: no retention is so long.
         """
-        lifetime_s = parse_duration(lifetime)
+        lifetime_s, raised = parse_duration(lifetime), TWENTY_FOUR_HOURS.name
         policy = self.policies.get(retention) if retention else self.default
-        if lifetime_s > policy.absolute_s and self.raised:
-            policy = self.raised
+        if lifetime_s > policy.absolute_s and self.settings.disk_dir:
+            policy = self.policies.get(raised) if raised in self.policies.names else policy
         if lifetime_s > policy.absolute_s:
             raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
@@ -110,13 +104,19 @@ class Shape(Protocol):
 
     Attributes:
         id: of the answer.
+        created: when it was begun, in whole seconds.
         diagnosis: the request beside earlier ones.
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
     """
 
     id: str
-    diagnosis: Diagnosis = NONE
+    created: int
+    id_prefix: ClassVar[str]
     names_events: ClassVar[bool] = False
+    diagnosis: Diagnosis = NONE
+
+    def __init__(self) -> None:
+        self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return the answer in one piece, once all is there."""
@@ -128,6 +128,22 @@ class Shape(Protocol):
 
     def failure(self, error: RequestError) -> Json:
         """Return the last event of a stream that has failed."""
+
+    def caching(self, prompts: Sequence[RequestUsage]) -> Json:
+        """Return what is said of cached tokens; `tieredkv` and what is by tier are ours.
+
+        `miss` is that of the first prompt that was not wholly in the cache.
+        """
+        by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompts) for t in Tier}
+        ours: Json = {**by_tier, "recomputed": sum(usage.recomputed_tokens for usage in prompts)}
+        if missed := [usage for usage in prompts if usage.miss_reason is not None]:
+            ours["miss"] = self.diagnosis.miss(missed[0])
+        return {
+            "cached_tokens": sum(by_tier.values()),
+            "cache_write_tokens": sum(usage.written_tokens for usage in prompts),
+            "cached_tokens_by_tier": by_tier,
+            "tieredkv": ours,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +178,9 @@ class Asked:
         """Return what is kept of it."""
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
-        return Seen(
-            self.segments,
-            num_tokens=sum(map(len, self.prompts)),
-            settings={name: digest(str(value)) for name, value in self.settings.items()},
-            namespace=digest(repr((salt, key))),
-        )
+        settings = {**self.settings, "namespace": (salt, key)}
+        digests = {name: digest(str(value)) for name, value in settings.items()}
+        return Seen(self.segments, sum(map(len, self.prompts)), digests)
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.
@@ -264,9 +277,9 @@ def params_of(
 
 def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
-    text, code = "", "invalid_value"
+    text, code = f"Invalid '{what}': ", "invalid_value"
     if not prompt:
-        text = f"Invalid '{what}': the prompt is empty. At least one token is needed."
+        text += "the prompt is empty. At least one token is needed."
     elif len(prompt) >= max_model_len:
         code = "context_length_exceeded"
         text = (
@@ -275,7 +288,7 @@ def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: i
             f"Please reduce the length of the {what}."
         )
     elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
-        vocabulary = f"the model's vocabulary of {vocab_size} tokens"
-        text = f"Invalid '{what}': token id {bad[0]} is not in {vocabulary}."
-    if text:
-        raise RequestError(text, param=what, code=code)
+        text += f"token id {bad[0]} is not in the model's vocabulary of {vocab_size} tokens."
+    else:
+        return
+    raise RequestError(text, param=what, code=code)

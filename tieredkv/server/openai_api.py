@@ -1,14 +1,15 @@
-"""OpenAI's requests: a JSON body to a checked request.
+"""OpenAI's chat and completions: bodies to checked requests, answers to JSON, whole or in chunks.
 
-It knows fields and texts, no sockets, no tokenizer and no engine. What a request asks for is
-checked here in whole, before anybody works for it. Fields are called what the API calls them.
+It knows fields, texts and shapes, no sockets, no tokenizer and no engine. What a request asks for
+is checked here in whole, before anybody works for it. Fields are called what the API calls them.
 """
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -16,22 +17,22 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, Object, as_list, is_too_deep
-from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Rules, Shape, Text, plan_of
+from tieredkv.fields import MAX_DEPTH, Object, is_too_deep, list_of, names_of, text_part
+from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Json, Rules, Shape, Text, plan_of
 from tieredkv.server.chat import Mark, Prompt, Tokenization
-from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
+from tieredkv.server.generation import Piece
+
+LEAST_LOGPROB = -9999.0
+"""Stands for a token that could not have been chosen; JSON has no infinity."""
 
 MAX_PROMPTS = 2048
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - _names("max_tokens logprobs")
+_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - names_of("max_tokens logprobs")
 WHOLE = 2**31 - 1
 """Stands for the end of a prompt of any length."""
 
@@ -180,12 +181,8 @@ class OpenAIRequest(ApiRequest):
         return Asked(prompts=prompts, plan=plan, shape=shape, labels=self.metadata, **how)
 
 
-def _read_prompts(value: Any) -> Sequence[Prompt]:
-    """Return a list of prompts from any of the four forms."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise PydanticCustomError("prompt", "a string or an array")
+def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
+    """Return a list of prompts from those of one kind, or from the ids of a single one."""
     if not value or isinstance(value[0], int):
         return [_TOKEN_IDS.validate_python(value, strict=True)]
     several = _SEVERAL_TEXTS if isinstance(value[0], str) else _SEVERAL_TOKEN_IDS
@@ -203,7 +200,7 @@ class CompletionRequest(OpenAIRequest):
     prompt_field = "prompt"
     default_tokens = 16
 
-    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts)]
+    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts), list_of(str)]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -231,12 +228,8 @@ class CompletionRequest(OpenAIRequest):
         """Encode the texts, and decode what is echoed."""
         encoding = tokenization.encode_prompts(self.prompt)
         prompts, segments = await asyncio.gather(encoding, tokenization.segments(self.prompt))
-        echoed = self.prompt if self.echo else ()
-        echoes = [await tokenization.decode(prompt) for prompt in echoed]
-        choices = CompletionChoices(tokenization.token_text)
-        usage = self.stream_options.include_usage
-        shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
-        shape.is_silent = self.max_tokens == 0
+        echoes = [await tokenization.decode(it) if self.echo else "" for it in self.prompt]
+        shape = CompletionShape(self, tokenization.token_text, echoes)
         prompt_logprobs = self.logprobs if self.echo else None
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         return self.asked(prompts, shape, plan, segments=segments)
@@ -297,7 +290,7 @@ class Message(Object):
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], FAIL_FAST, BeforeValidator(as_list)] = Field([])
+    content: Annotated[list[ContentPart], FAIL_FAST, list_of(text_part)] = Field([])
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
@@ -384,7 +377,7 @@ class ConversationRequest(OpenAIRequest):
         return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments, **how)
 
 
-_RESERVED_TEMPLATE_ARGUMENTS = _names(
+_RESERVED_TEMPLATE_ARGUMENTS = names_of(
     "messages conversation tools documents chat_template add_generation_prompt tokenize "
     "continue_final_message return_dict return_tensors padding truncation max_length"
 )
@@ -442,11 +435,165 @@ class ChatRequest(ConversationRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        choices = ChatChoices(tokenization.token_text)
-        usage = self.stream_options.include_usage
-        shape = ChoicesShape(choices, self.model, self.n, wants_usage=usage)
+        shape = ChatShape(self, tokenization.token_text)
         return await self.render(tokenization, rules, arguments, shape)
 
 
 def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`; all chunks of an answer share id, time and model.
+
+    Args:
+        body: what was asked.
+        token_text: gives the text of one token id.
+        echoes: what the answers to each prompt begin with.
+    """
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(
+        self, body: OpenAIRequest, token_text: Callable[[int], str], echoes: Sequence[str] = ("",)
+    ) -> None:
+        super().__init__()
+        self._n, self._token_text = body.n, token_text
+        self._wants_usage = body.stream_options.include_usage
+        self._is_silent = body.max_tokens == 0  # the one token that is made is left out
+        self._echoes = [text for text in echoes for _ in range(body.n)]
+        self._head: Json = {"id": self.id, "object": self.object}
+        self._head |= {"created": self.created, "model": body.model}
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return a choice for each answer, and the usage of all."""
+        choices = []
+        for i, (echo, answer) in enumerate(zip(self._echoes, answers, strict=True)):
+            piece = Piece(i, answer.text, answer.logprobs, answer.finish_reason)
+            text, logprobs, reason = self._said(piece, len(echo))
+            choices.append(self.choice(i, echo + text, logprobs, reason))
+        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
+        head = {**self._head, "object": self.chunk_object}
+        no_usage = {"usage": None} if self._wants_usage else {}
+        for i, echo in enumerate(self._echoes):
+            for choice in self.opening(i, echo):
+                yield {**head, "choices": [choice], **no_usage}
+        offsets = [len(echo) for echo in self._echoes]
+        async for piece in pieces:
+            text, logprobs, reason = self._said(piece, offsets[piece.index])
+            offsets[piece.index] += len(text)
+            for choice in self.delta(piece.index, text, logprobs, reason):
+                yield {**head, "choices": [choice], **no_usage}
+        if self._wants_usage:
+            yield {**head, "choices": [], "usage": self._usage(answers)}
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the error as answers have it."""
+        return openai_body(error)
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice with the prompt, where that is wanted; else text begins at once."""
+        return [self.choice(index, echo, None, None)] if echo else []
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the choices that tell a piece."""
+        return [self.choice(index, text, logprobs, reason)]
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        """Return one answer in whole."""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
+        text_offset = 0 if tokens[0].logprob is None else text_offset
+        texts = [self._token_text(token.token_id) for token in tokens]
+        both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
+        tops: list[Json | None] = [
+            {self._token_text(id): _finite(each) for id, each in top if each is not None} or None
+            for top in both
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": tops,
+            "text_offset": list(accumulate(map(len, texts), initial=text_offset))[:-1],
+        }
+
+    def _said(self, piece: Piece, text_offset: int) -> tuple[str, Json | None, str | None]:
+        text, tokens, reason = piece.text, piece.logprobs or [], piece.finish_reason
+        if self._is_silent:
+            text, tokens, reason = "", tokens[:-1], "length"
+        return text, self.logprobs(tokens, text_offset) if tokens else None, reason
+
+    def _usage(self, answers: Sequence[Answer]) -> Json:
+        """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
+        prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
+        num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+        num_tokens = 0 if self._is_silent else sum(len(answer.token_ids) for answer in answers)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": self.caching(prompts),
+        }
+
+
+class ChatShape(CompletionShape):
+    """`/v1/chat/completions`: the choices are others."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice that names the role."""
+        return [self._chunk(index, {"role": "assistant", "content": ""})]
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the text's choice and, at the end, one with an empty delta."""
+        has_text = text or logprobs or reason is None
+        choices = [self._chunk(index, {"content": text}, logprobs)] if has_text else []
+        return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        """Return one answer in whole."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        how = {"logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "message": message, **how}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+        """Return one object a token."""
+        content = []
+        for token in tokens:
+            top = [self._token(*alternative) for alternative in token.top]
+            content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _chunk(
+        self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None
+    ) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _token(self, token_id: int, logprob: float | None) -> Json:
+        text = self._token_text(token_id)
+        encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def openai_body(error: RequestError) -> Json:
+    """Return the body of an answer that is an error; its `type` goes with the status."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
