@@ -8,18 +8,19 @@ from openai.types.responses import ResponseErrorEvent
 
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
-from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogprob
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server import openai_api as requests
-from tieredkv.server.asked import Rules, check_prompt, fitted, params_of, plan_of
+from tieredkv.server.asked import WHOLE, Rules, check_prompt, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
+INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
 USER = {"role": "user", "content": "hi"}
 
 
@@ -277,9 +278,23 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 
 
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
-    params = completion(seed=7, n=3).params
-    assert [params_of(params, j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
-    assert params_of(completion(n=2).params, 1, 16, fallback_seed=99).seed == 100
+    def seeds(**fields: Any) -> list[int | None]:
+        asked = completion(**fields)
+        shape = requests.CompletionShape(asked, str)
+        whole = asked.asked([[1], [2]], asked.plan(RULES, []), shape=shape)
+        return [it.params.seed for it in whole.engine_requests(INFO, "tenant", RULES)]
+
+    assert seeds(seed=7, n=3) == [7, 8, 9] * 2
+    assert seeds(seed=2**63 - 1, n=2) == [2**63 - 1, 0] * 2
+    assert seeds(n=2) == [None] * 4, "the engine draws one for each"
+
+
+def test_an_answer_has_all_the_room_unless_the_api_says_less() -> None:
+    assert (chat(USER).params.max_tokens, completion().params.max_tokens) == (WHOLE, 16)
+    assert completion(max_tokens=10**30).params.max_tokens == WHOLE
+    assert completion(min_tokens=50).params.min_tokens == 16
+    with pytest.raises(RequestError, match="Expected a value <= 5, but got 7 instead"):
+        completion(max_tokens=5, min_tokens=7)
 
 
 def test_messages_take_the_form_that_templates_know() -> None:
@@ -319,8 +334,6 @@ def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str)
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
     check_prompt("prompt", [1] * 7, 8, 9)
 
-
-WHOLE = requests.WHOLE
 
 PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [
     # What a request says of caching, the breakpoints' lifetimes; claims, and what may be kept.
@@ -407,21 +420,21 @@ def test_a_prefix_below_the_minimum_is_not_cached(
 ) -> None:
     rules = Rules(Settings(min_cache_tokens=1024), is_strict=False)
     claims = [Claim(end_token=WHOLE, retention="24h", protect_s=1.0)]
-    plan = plan_of(SamplingParams(), claims=claims, cacheable_tokens=cacheable)
+    plan = EngineRequest(params=SamplingParams(), claims=claims, cacheable_tokens=cacheable)
     request = fitted(plan, [1] * length, rules)
     assert request.cacheable_tokens == kept
-    ends = [] if kept == 0 else [length - length % 16]
+    ends = [] if kept == 0 else [WHOLE - WHOLE % 16]
     assert [claim.end_token for claim in request.claims] == ends
-    assert fitted(plan_of(SamplingParams()), [1], RULES).cacheable_tokens is None
+    assert fitted(EngineRequest(params=SamplingParams()), [1], RULES).cacheable_tokens is None
 
 
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
     asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
-    info = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
     plan = asked.plan(RULES, [])
-    whole = asked.asked([[1] * 20, [2] * 40], requests.CompletionShape(asked, str), plan)
-    made = whole.engine_requests(info, "tenant", RULES)
-    assert [claim.end_token for each in made for claim in each.claims] == [16, 16, 32, 32]
+    shape = requests.CompletionShape(asked, str)
+    whole = asked.asked([[1] * 20, [2] * 40], plan, shape=shape)
+    made = whole.engine_requests(INFO, "tenant", RULES)
+    assert [claim.end_token for each in made for claim in each.claims] == [WHOLE - WHOLE % 16] * 4
     assert [each.params.seed for each in made] == [5, 6, 5, 6]
     assert {each.tenant for each in made} == {"tenant"}
     assert len({each.request_id for each in made}) == 4

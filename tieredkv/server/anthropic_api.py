@@ -11,21 +11,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import FailFast, Field
 
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import Claim, EngineInfo
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, list_of, names_of, text_part
-from tieredkv.server.asked import (
-    ApiRequest,
-    Asked,
-    Json,
-    PlainRequest,
-    Rules,
-    Shape,
-    Text,
-    plan_of,
-    written_for,
-)
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, PlainRequest, Rules, Shape, Text
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.units import parse_duration
@@ -166,13 +156,15 @@ class Conversation(ApiRequest, Marked):
         """
         messages: list[Json] = []
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
-        system = Turn(role="system", content=[*self.system])
-        for i, turn in enumerate([system, *self.messages], start=-1):
-            path, blocks = f"messages.{i}.content" if i >= 0 else "system", turn.content
+        turns: list[tuple[str, str, Sequence[Block]]] = [("system", "system", self.system)]
+        turns += [
+            (f"messages.{i}.content", it.role, it.content) for i, it in enumerate(self.messages)
+        ]
+        for path, role, blocks in turns:
             for j, block in enumerate(blocks):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
-                    messages.append({"role": "tool" if is_result else turn.role, "content": []})
+                    messages.append({"role": "tool" if is_result else role, "content": []})
                 message = messages[-1]
                 message["content"] += block.texts
                 if is_result:
@@ -282,17 +274,14 @@ class MessagesRequest(Conversation):
             ]
             caching["cacheable_tokens"] = max([0, *ends])
             caching["read_ends"] = sorted(encoded.ends[len(marked) :]) if lookback else None
-        limit, how = (
-            max(1, self.max_tokens),
-            self.model_dump(include={"temperature", "top_p", "top_k"}),
-        )
-        params = SamplingParams(max_tokens=limit, stop=tuple(self.stop_sequences), **how)
+        how = self.model_dump(include={"temperature", "top_p", "top_k"})
+        how["max_tokens"] = min(max(1, self.max_tokens), WHOLE)
+        params = SamplingParams(stop=tuple(self.stop_sequences), **how)
         return Asked(
             prompts=[encoded.token_ids],
-            plan=plan_of(params, **caching),
+            plan=EngineRequest(params=params, **caching),
             shape=MessageShape(self.model, self.max_tokens),
             stream=self.stream,
-            limit=limit,
             segments=encoded.segments,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
@@ -352,7 +341,7 @@ class MessageShape(Shape):
 
         What breakpoints of an hour cover is written for an hour, all else for five minutes.
         """
-        usage, for_an_hour = answer.usage, written_for(answer, "1h")
+        usage, for_an_hour = answer.usage, self.written_for(answer, "1h")
         num_read, num_written = usage.cached_tokens, usage.written_tokens
         return {
             "input_tokens": usage.prompt_tokens - num_read - num_written,

@@ -5,7 +5,6 @@ behind them knows which API spoke.
 """
 
 import dataclasses
-import secrets
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +18,6 @@ from pydantic import Field
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage
-from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
@@ -30,6 +28,8 @@ from tieredkv.types import Tier
 from tieredkv.units import parse_duration
 
 MAX_SEED = 2**63
+WHOLE = 2**31 - 1
+"""Stands for the end of a prompt of any length, and for all the room that it leaves."""
 
 Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1)]
@@ -129,6 +129,12 @@ class Shape(Protocol):
     def failure(self, error: RequestError) -> Json:
         """Return the last event of a stream that has failed."""
 
+    def written_for(self, answer: Answer, lifetime: str) -> int:
+        """Return how many of a prompt's tokens were written to be kept for so long at least."""
+        claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
+        end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
+        return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
+
     def caching(self, prompts: Sequence[RequestUsage]) -> Json:
         """Return what is said of cached tokens; `tieredkv` and what is by tier are ours.
 
@@ -152,9 +158,8 @@ class Asked:
 
     Attributes:
         prompts: token ids; each is answered `n` times.
-        plan: what every answer's request is like, as `plan_of` makes it.
+        plan: what every answer's request is like, but for its prompt.
         shape: how it is answered, whole or as a stream.
-        limit: longest answer, in tokens; None for all the room.
         prompt_field: which field of the body holds the prompt.
         labels: what metrics may tell the request by.
         segments: the parts of the prompt.
@@ -167,7 +172,6 @@ class Asked:
     shape: Shape
     n: int = 1
     stream: bool = False
-    limit: int | None = None
     prompt_field: str = "messages"
     labels: dict[str, str] = field(default_factory=dict)
     segments: Sequence[Segment] = ()
@@ -185,6 +189,8 @@ class Asked:
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.
 
+        Equal seeds give equal answers, in their order.
+
         Raises:
             RequestError: it does not fit this model, or is more than this server takes.
         """
@@ -196,52 +202,31 @@ class Asked:
                 f"this server takes at most {max_answers} at once."
             )
             raise RequestError(text, param="n", code="invalid_value")
-        requests = []
-        seed = secrets.randbits(62)
-        for i, prompt in enumerate(self.prompts):
+        requests, params = [], self.plan.params
+        for prompt in self.prompts:
             check_prompt(self.prompt_field, prompt, info.max_model_len, info.vocab_size)
-            room = info.max_model_len - len(prompt)
-            max_tokens = min(self.limit or room, room)
             request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
             for j in range(self.n):
-                params = params_of(self.plan.params, j, max_tokens, seed + i * self.n)
-                requests.append(replace(request, request_id=uuid.uuid4().hex, params=params))
+                seed = None if params.seed is None else (params.seed + j) % MAX_SEED
+                how = dataclasses.replace(params, seed=seed)
+                requests.append(replace(request, request_id=uuid.uuid4().hex, params=how))
         return requests
 
 
-def plan_of(params: SamplingParams, **caching: Any) -> EngineRequest:
-    """Return a request without its prompt, of which it may say more than the prompt is long.
-
-    Args:
-        params: how to sample, but for the answer's seed and the room that is left.
-        caching: how prompts may be looked up and kept.
-    """
-    return EngineRequest(request_id="", prompt_token_ids=[], params=params, **caching)
-
-
 def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineRequest:
-    """Return the plan for a prompt: ends are not behind its own, and those of claims are blocks'.
+    """Return the plan for a prompt: claims end where blocks do.
 
     A prefix that is shorter than the server's minimum is not cached.
     """
-    size, block_size, cacheable = len(prompt), rules.settings.block_size, plan.cacheable_tokens
-    ends = [min(claim.end_token, size) for claim in plan.claims]
-    claims = [
-        replace(claim, end_token=end - end % block_size)
-        for claim, end in zip(plan.claims, ends, strict=True)
-    ]
-    if min(size, size if cacheable is None else cacheable) < rules.settings.min_cache_tokens:
+    block_size, cacheable = rules.settings.block_size, plan.cacheable_tokens
+    ends = [claim.end_token // block_size * block_size for claim in plan.claims]
+    claims = [replace(it, end_token=end) for it, end in zip(plan.claims, ends, strict=True)]
+    longest = len(prompt) if cacheable is None else min(len(prompt), cacheable)
+    if longest < rules.settings.min_cache_tokens:
         cacheable, claims = 0, []
+    caching = {"claims": claims, "cacheable_tokens": cacheable}
     retention = plan.retention or rules.default.name
-    caching = {"claims": claims, "cacheable_tokens": cacheable, "retention": retention}
-    return replace(plan, prompt_token_ids=prompt, **caching)
-
-
-def written_for(answer: Answer, lifetime: str) -> int:
-    """Return how many of a prompt's tokens were written to be kept for so long at least."""
-    claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
-    end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
-    return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
+    return replace(plan, prompt_token_ids=prompt, retention=retention, **caching)
 
 
 class ApiRequest(Object):
@@ -263,16 +248,6 @@ class PlainRequest(ApiRequest):
     async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""
         raise NotImplementedError
-
-
-def params_of(
-    params: SamplingParams, choice: int, max_tokens: int, fallback_seed: int
-) -> SamplingParams:
-    """Return the parameters of one answer; equal seeds give equal answers, in their order."""
-    seed = params.seed if params.seed is not None else fallback_seed
-    min_tokens = min(params.min_tokens, max_tokens)
-    seed = (seed + choice) % MAX_SEED
-    return dataclasses.replace(params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
 
 
 def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: int) -> None:

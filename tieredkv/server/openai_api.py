@@ -22,7 +22,7 @@ from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_DEPTH, Object, is_too_deep, list_of, names_of, text_part
-from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Json, Rules, Shape, Text, plan_of
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.generation import Piece
 
@@ -33,8 +33,6 @@ MAX_PROMPTS = 2048
 
 
 _SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - names_of("max_tokens logprobs")
-WHOLE = 2**31 - 1
-"""Stands for the end of a prompt of any length."""
 
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
@@ -80,14 +78,14 @@ class OpenAIRequest(ApiRequest):
 
     Attributes:
         prompt_field: which field holds the prompt.
-        default_tokens: longest answer where the client names none; None for all the room.
+        default_tokens: longest answer where the client names none.
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
     known_besides = frozenset(_SAMPLING_FIELDS)
 
     prompt_field: ClassVar[str]
-    default_tokens: ClassVar[int | None] = None
+    default_tokens: ClassVar[int] = WHOLE
 
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
@@ -106,7 +104,7 @@ class OpenAIRequest(ApiRequest):
     service_tier: ServiceTier | None = None
 
     top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     min_tokens: int = Field(0, ge=0)
     stop: Annotated[list[str], BeforeValidator(_several)] = Field([], max_length=4)
     stop_token_ids: TokenIds = Field([])
@@ -129,12 +127,13 @@ class OpenAIRequest(ApiRequest):
 
     @cached_property
     def params(self) -> SamplingParams:
-        """How to sample every answer, but for its seed and the room that is left."""
+        """How to sample the first answer to each prompt."""
         given = {key: it for key, it in self if key in _SAMPLING_FIELDS and it is not None}
         given |= {"top_p": self.top_p or 1.0, "stop": tuple(filter(None, self.stop))}
-        # NOTE: `min_tokens` is checked against the client's limit, and fitted to the room later.
-        max_tokens = self.limit or max(16, self.min_tokens)
-        params = SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+        given["max_tokens"] = min(self.limit or self.default_tokens, WHOLE)
+        if self.limit is None:  # then what it must not be beyond is no fault of the client's
+            given["min_tokens"] = min(self.min_tokens, self.default_tokens)
+        params = SamplingParams(**given, logprobs=self.num_logprobs)
         # Of no probability at all, the smallest set of tokens is the likeliest one.
         return replace(params, temperature=0.0) if self.top_p == 0 else params
 
@@ -148,9 +147,19 @@ class OpenAIRequest(ApiRequest):
         self.plan(rules, [0] * len(self.marks))  # refuses what it must
 
     @property
+    def turns(self) -> Sequence["Message"]:
+        """All messages, where it is a conversation."""
+        return ()
+
+    @cached_property
     def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked."""
-        return {}
+        """Where the prompt is marked, by the indexes of messages and their parts."""
+        return {
+            (i, j): part.prompt_cache_breakpoint
+            for i, message in enumerate(self.turns)
+            for j, part in enumerate(message.content)
+            if part.prompt_cache_breakpoint
+        }
 
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
@@ -163,8 +172,8 @@ class OpenAIRequest(ApiRequest):
         if options and not is_explicit:
             wanted.append((WHOLE, ttl))
         retention = self.prompt_cache_retention
-        return plan_of(
-            self.params,
+        return EngineRequest(
+            params=self.params,
             retention=retention,
             claims=[rules.claim(end, retention, lifetime) for end, lifetime in wanted],
             cacheable_tokens=max([0, *ends]) if is_explicit else None,
@@ -172,13 +181,11 @@ class OpenAIRequest(ApiRequest):
             prompt_cache_key=self.prompt_cache_key,
         )
 
-    def asked(
-        self, prompts: list[list[int]], shape: Shape, plan: EngineRequest, **how: Any
-    ) -> Asked:
+    def asked(self, prompts: list[list[int]], plan: EngineRequest, **how: Any) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        how |= {"settings": self.settings, "n": self.n, "stream": self.stream}
-        how |= {"limit": self.limit or self.default_tokens, "prompt_field": self.prompt_field}
-        return Asked(prompts=prompts, plan=plan, shape=shape, labels=self.metadata, **how)
+        how |= {"settings": self.settings, "labels": self.metadata}
+        how |= {"n": self.n, "stream": self.stream, "prompt_field": self.prompt_field}
+        return Asked(prompts=prompts, plan=plan, **how)
 
 
 def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
@@ -232,7 +239,7 @@ class CompletionRequest(OpenAIRequest):
         shape = CompletionShape(self, tokenization.token_text, echoes)
         prompt_logprobs = self.logprobs if self.echo else None
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
-        return self.asked(prompts, shape, plan, segments=segments)
+        return self.asked(prompts, plan, shape=shape, segments=segments)
 
 
 class ContentPart(Object):
@@ -341,21 +348,6 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
-    @property
-    def turns(self) -> Sequence[Message]:
-        """All messages."""
-        raise NotImplementedError
-
-    @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked, by the indexes of messages and their parts."""
-        return {
-            (i, j): part.prompt_cache_breakpoint
-            for i, message in enumerate(self.turns)
-            for j, part in enumerate(message.content)
-            if part.prompt_cache_breakpoint
-        }
-
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.tool_choice not in (None, "none", "auto"):
@@ -363,18 +355,13 @@ class ConversationRequest(OpenAIRequest):
         super().check(rules)
 
     async def render(
-        self,
-        tokenization: Tokenization,
-        rules: Rules,
-        arguments: dict[str, Any],
-        shape: Shape,
-        **how: Any,
+        self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
     ) -> Asked:
         """Return what is asked for, rendered with arguments for the template."""
         messages = [message.for_template() for message in self.turns]
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], shape, plan, segments=encoded.segments, **how)
+        return self.asked([encoded.token_ids], plan, segments=encoded.segments, **how)
 
 
 _RESERVED_TEMPLATE_ARGUMENTS = names_of(
@@ -436,7 +423,7 @@ class ChatRequest(ConversationRequest):
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
         shape = ChatShape(self, tokenization.token_text)
-        return await self.render(tokenization, rules, arguments, shape)
+        return await self.render(tokenization, rules, arguments, shape=shape)
 
 
 def unsupported(message: str, param: str) -> RequestError:
@@ -459,10 +446,9 @@ class CompletionShape(Shape):
         self, body: OpenAIRequest, token_text: Callable[[int], str], echoes: Sequence[str] = ("",)
     ) -> None:
         super().__init__()
-        self._n, self._token_text = body.n, token_text
-        self._wants_usage = body.stream_options.include_usage
-        self._is_silent = body.max_tokens == 0  # the one token that is made is left out
+        self._body, self._token_text = body, token_text
         self._echoes = [text for text in echoes for _ in range(body.n)]
+        self._is_silent = body.max_tokens == 0  # the one token that is made is left out
         self._head: Json = {"id": self.id, "object": self.object}
         self._head |= {"created": self.created, "model": body.model}
 
@@ -480,7 +466,8 @@ class CompletionShape(Shape):
     ) -> AsyncIterator[Json]:
         """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
         head = {**self._head, "object": self.chunk_object}
-        no_usage = {"usage": None} if self._wants_usage else {}
+        wants_usage = self._body.stream_options.include_usage
+        no_usage = {"usage": None} if wants_usage else {}
         for i, echo in enumerate(self._echoes):
             for choice in self.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
@@ -490,7 +477,7 @@ class CompletionShape(Shape):
             offsets[piece.index] += len(text)
             for choice in self.delta(piece.index, text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
-        if self._wants_usage:
+        if wants_usage:
             yield {**head, "choices": [], "usage": self._usage(answers)}
 
     def failure(self, error: RequestError) -> Json:
@@ -533,7 +520,7 @@ class CompletionShape(Shape):
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
-        prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
+        prompts = [answer.usage for answer in answers[:: self._body.n]]  # as the first found it
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
         num_tokens = 0 if self._is_silent else sum(len(answer.token_ids) for answer in answers)
         return {

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API, as far as it needs nothing that is stored between openai.
+"""OpenAI's Responses API, as far as it needs nothing that is stored between requests.
 
 Its items become the messages of a chat, so that both endpoints render the same tokens.
 """
@@ -19,7 +19,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.retention import ALIASES
 from tieredkv.server import openai_api as openai
-from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, written_for
+from tieredkv.server.asked import Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
@@ -198,9 +198,10 @@ class ResponsesRequest(openai.ConversationRequest):
         """Render the conversation."""
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        options, shape = self.prompt_cache_options, ResponseShape(self)
+        options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
-        return await self.render(tokenization, rules, arguments, shape, compared_id=compared_id)
+        how = {"shape": ResponseShape(self), "compared_id": compared_id}
+        return await self.render(tokenization, rules, arguments, **how)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -297,7 +298,7 @@ class ResponseShape(Shape):
         return {"prompt_cache_diagnostics": told}
 
     def _usage(self, answer: Answer) -> Json:
-        usage, num_long = answer.usage, written_for(answer, "12h")
+        usage, num_long = answer.usage, self.written_for(answer, "12h")
         num_short = usage.written_tokens - num_long
         by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
         told = self.caching([usage])
