@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, with_
 from typing_extensions import TypedDict
 
 from tieredkv.errors import RequestError
-from tieredkv.fields import in_openai_words
+from tieredkv.fields import in_openai_words, out_of_bounds
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -85,9 +85,7 @@ class SamplingParams:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
-            bound = f"Expected a value <= {self.max_tokens}, but got {self.min_tokens} instead."
-            text = f"Invalid 'min_tokens': integer above maximum value. {bound}"
-            raise RequestError(text, param="min_tokens", code="integer_above_max_value")
+            raise out_of_bounds("min_tokens", "le", self.max_tokens, self.min_tokens)
 
     @property
     def is_greedy(self) -> bool:

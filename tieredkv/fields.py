@@ -156,6 +156,19 @@ def invalid_value(path: str, value: str, supported: str) -> RequestError:
     return RequestError(message, param=path, code="invalid_value")
 
 
+def out_of_bounds(path: str, name: str, bound: float, value: Any) -> RequestError:
+    """Return the error for a value, or its length, beyond a bound that pydantic calls so."""
+    is_sized = isinstance(value, Sized)
+    a_kind, got = _CALLED[type(value if is_sized else bound).__name__], value
+    kind = a_kind.split()[1]
+    if is_sized:
+        got = f"{a_kind} with length {len(value)}" if value else f"an empty {kind}"
+    told = {"a_kind": a_kind, "bound": int(bound)}
+    code, what, allowed = (part.format(kind, **told) for part in _OF_BOUNDS[name])
+    text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
+    return RequestError(text, param=path, code=code)
+
+
 def _wrong_type(path: str, expected: str, value: object) -> str:
     got = _CALLED.get(type(value).__name__, "something else")
     return f"Invalid type for '{path}': expected {expected}, but got {got} instead."
@@ -181,13 +194,5 @@ def in_openai_words(errors: ValidationError) -> RequestError:
         return invalid_value(param, value, facts["expected"].replace(" or ", " and "))
     if names := facts.keys() & _OF_BOUNDS:
         name = names.pop()
-        is_sized = isinstance(value, Sized)
-        a_kind, got = _CALLED[type(value if is_sized else facts[name]).__name__], value
-        kind = a_kind.split()[1]
-        if is_sized:
-            got = f"{a_kind} with length {len(value)}" if value else f"an empty {kind}"
-        told = {"a_kind": a_kind, "bound": int(facts[name])}
-        code, what, allowed = (part.format(kind, **told) for part in _OF_BOUNDS[name])
-        text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
-        return RequestError(text, param=path, code=code)
+        return out_of_bounds(path, name, facts[name], value)
     return RequestError(_wrong_type(path, expected, value), param=param, code="invalid_type")

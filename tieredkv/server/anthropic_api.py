@@ -157,9 +157,8 @@ class Conversation(ApiRequest, Marked):
         messages: list[Json] = []
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
         turns: list[tuple[str, str, Sequence[Block]]] = [("system", "system", self.system)]
-        turns += [
-            (f"messages.{i}.content", it.role, it.content) for i, it in enumerate(self.messages)
-        ]
+        for i, turn in enumerate(self.messages):
+            turns.append((f"messages.{i}.content", turn.role, turn.content))
         for path, role, blocks in turns:
             for j, block in enumerate(blocks):
                 is_result = block.type == "tool_result"

@@ -21,7 +21,15 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, Object, is_too_deep, list_of, names_of, text_part
+from tieredkv.fields import (
+    MAX_DEPTH,
+    Object,
+    is_too_deep,
+    list_of,
+    names_of,
+    out_of_bounds,
+    text_part,
+)
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.generation import Piece
@@ -222,9 +230,7 @@ class CompletionRequest(OpenAIRequest):
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.max_tokens == 0 and not self.echo:
-            what = "Invalid 'max_tokens': integer below minimum value."
-            text = f"{what} Expected a value >= 1, but got 0 instead."
-            raise RequestError(text, param="max_tokens", code="integer_below_min_value")
+            raise out_of_bounds("max_tokens", "ge", 1, 0)
         if self.suffix not in (None, ""):
             raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
@@ -540,12 +546,12 @@ class ChatShape(CompletionShape):
 
     def opening(self, index: int, echo: str) -> list[Json]:
         """Return the choice that names the role."""
-        return [self._chunk(index, {"role": "assistant", "content": ""})]
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
 
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
         """Return the text's choice and, at the end, one with an empty delta."""
         has_text = text or logprobs or reason is None
-        choices = [self._chunk(index, {"content": text}, logprobs)] if has_text else []
+        choices = [self._chunk(index, {"content": text}, logprobs, None)] if has_text else []
         return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
 
     def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
@@ -562,9 +568,7 @@ class ChatShape(CompletionShape):
             content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
         return {"content": content, "refusal": None}
 
-    def _chunk(
-        self, index: int, delta: Json, logprobs: Json | None = None, reason: str | None = None
-    ) -> Json:
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _token(self, token_id: int, logprob: float | None) -> Json:

@@ -24,14 +24,16 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
 
-_OF_ANSWERS = names_of("id status phase annotations logprobs")
-"""What items and parts may bear that were part of an answer."""
+
+class _Known(Object):
+    """What items and parts may bear that were part of an answer; it means nothing here."""
+
+    known_besides = names_of("id status phase annotations logprobs")
 
 
-class InputPart(ContentPart):
+class InputPart(ContentPart, _Known):
     """A part of an item's text."""
 
-    known_besides = _OF_ANSWERS
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
@@ -42,29 +44,23 @@ Texts = Annotated[
 ]
 
 
-class InputMessage(Message):
+class InputMessage(Message, _Known):
     """A message."""
-
-    known_besides = _OF_ANSWERS
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts = Field([])  # type: ignore[assignment]
 
 
-class FunctionCall(CalledFunction):
+class FunctionCall(CalledFunction, _Known):
     """A call that the assistant made."""
-
-    known_besides = _OF_ANSWERS
 
     type: Literal["function_call"]
     call_id: Text
 
 
-class FunctionOutput(Object):
+class FunctionOutput(_Known):
     """What a function has returned."""
-
-    known_besides = _OF_ANSWERS
 
     type: Literal["function_call_output"]
     call_id: Text
