@@ -97,9 +97,8 @@ def list_of(make: Callable[[str], Any]) -> BeforeValidator:
     return BeforeValidator(listed)
 
 
-def text_part(text: str) -> dict[str, str]:
-    """Return a text as one of several parts."""
-    return {"type": "text", "text": text}
+PARTS = list_of(lambda text: {"type": "text", "text": text})
+"""Lets a text stand for its only part."""
 
 
 def parse_body(body: bytes) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import pytest
 from openai.types.responses import ResponseErrorEvent
 
 from tieredkv.config import Settings
+from tieredkv.engine.answer import Answer
 from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from tieredkv.types import Tier
 
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
+TOKENIZER = load_tokenizer("tiny-random")
 USER = {"role": "user", "content": "hi"}
 
 
@@ -198,10 +200,20 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "Invalid value: 'json_object'. Supported value is: 'text'.",
         "response_format.type",
     ),
-    (
-        {"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
-        "Unknown parameter: 'chat_template_kwargs.chat_template'.",
-        "chat_template_kwargs.chat_template",
+    *(
+        (
+            {"messages": [USER], "chat_template_kwargs": {name: value}},
+            f"Unknown parameter: 'chat_template_kwargs.{name}'.",
+            f"chat_template_kwargs.{name}",
+        )
+        for name, value in (
+            ("chat_template", "{{ 1 }}"),
+            ("messages", "a"),
+            ("tools", "a"),
+            ("add_generation_prompt", False),
+            ("return_assistant_tokens_mask", True),
+            ("a", [1]),
+        )
     ),
 ]
 
@@ -482,7 +494,7 @@ def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
     parse_body(b'{"prompt":[' + b"[1]," * 1000 + b"[1]]}")
 
 
-def test_usage_sums_the_tiers_and_names_each() -> None:
+def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
     usages = [
         RequestUsage(
             prompt_tokens=40,
@@ -495,12 +507,20 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             recomputed_tokens=4,
         ),
     ]
-    told = requests.ChatShape(chat(USER), str).caching(usages)
-    assert told == {
-        "cached_tokens": 48,
-        "cache_write_tokens": 8,
-        "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
-        "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
+    answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
+    for i, answer in enumerate(answers):
+        answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
+    told = requests.CompletionShape(completion(n=2), str, ["", ""]).whole(answers)
+    assert told["usage"] == {
+        "prompt_tokens": 60,
+        "completion_tokens": 6,
+        "total_tokens": 66,
+        "prompt_tokens_details": {
+            "cached_tokens": 48,
+            "cache_write_tokens": 8,
+            "cached_tokens_by_tier": {"device": 16, "host": 16, "disk": 16},
+            "tieredkv": {"device": 16, "host": 16, "disk": 16, "recomputed": 4},
+        },
     }
 
 

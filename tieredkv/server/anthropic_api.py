@@ -14,7 +14,7 @@ from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, list_of, names_of, text_part
+from tieredkv.fields import PARTS, Object, names_of
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, PlainRequest, Rules, Shape, Text
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
 from tieredkv.server.generation import Piece
@@ -76,8 +76,8 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-Blocks = Annotated[list[Block], FailFast(), list_of(text_part)]
-Texts = Annotated[list[TextBlock], FailFast(), list_of(text_part)]
+Blocks = Annotated[list[Block], FailFast(), PARTS]
+Texts = Annotated[list[TextBlock], FailFast(), PARTS]
 Block.model_rebuild()
 
 

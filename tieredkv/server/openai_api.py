@@ -6,6 +6,7 @@ is checked here in whole, before anybody works for it. Fields are called what th
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -16,20 +17,13 @@ import msgspec
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
+from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import (
-    MAX_DEPTH,
-    Object,
-    is_too_deep,
-    list_of,
-    names_of,
-    out_of_bounds,
-    text_part,
-)
+from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, out_of_bounds
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.generation import Piece
@@ -39,9 +33,7 @@ LEAST_LOGPROB = -9999.0
 
 MAX_PROMPTS = 2048
 
-
-_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - names_of("max_tokens logprobs")
-
+_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
 
@@ -303,7 +295,7 @@ class Message(Object):
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], FAIL_FAST, list_of(text_part)] = Field([])
+    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field([])
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
@@ -370,16 +362,14 @@ class ConversationRequest(OpenAIRequest):
         return self.asked([encoded.token_ids], plan, segments=encoded.segments, **how)
 
 
-_RESERVED_TEMPLATE_ARGUMENTS = names_of(
-    "messages conversation tools documents chat_template add_generation_prompt tokenize "
-    "continue_final_message return_dict return_tensors padding truncation max_length"
-)
+# What the tokenizer, not the template, takes by that name.
+_RESERVED_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
 def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         is_plain = isinstance(value, str | int | float | bool)
-        if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
+        if name in (*_RESERVED_ARGUMENTS, "messages") or not is_plain:
             raise PydanticCustomError("unknown", "nothing", {"name": name})
     return arguments
 

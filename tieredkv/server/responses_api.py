@@ -172,11 +172,9 @@ class ResponsesRequest(openai.ConversationRequest):
                         messages.append(Message(role="assistant", content=[], tool_calls=[]))
                     calls = [*messages[-1].tool_calls, ToolCall(id=item.call_id, function=item)]
                     messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
-                case FunctionOutput():
-                    told = Message(
-                        role="tool", content=[], tool_calls=[], tool_call_id=item.call_id
-                    )
-                    messages.append(told.model_copy(update={"content": item.output}))
+                case FunctionOutput(call_id=id, output=parts):
+                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
+                    messages.append(tool)
                 case _:
                     messages.append(item)
         return messages
