@@ -1,6 +1,7 @@
 """What the server accepts, what it refuses and in which words; no engine is needed for it."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUs
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
 from tieredkv.server import openai_api as requests
 from tieredkv.server.asked import WHOLE, Rules, check_prompt, fitted
 from tieredkv.server.chat import Tokenization
@@ -412,7 +414,9 @@ PART = {"type": "input_text", "text": "a"}
 def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported() -> None:
     body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
     only_memory = Settings(disk_dir="kv", max_retention="in_memory")
-    for settings in (Settings(), only_memory):
+    without_disk = replace(TWENTY_FOUR_HOURS, tiers=IN_MEMORY.tiers)
+    no_tier = Settings(disk_dir="kv", policies=(IN_MEMORY, without_disk))
+    for settings in (Settings(), only_memory, no_tier):
         rules = Rules(settings, is_strict=False)
         with pytest.raises(RequestError) as caught:
             read(ResponsesRequest, body).check(rules)

@@ -355,15 +355,12 @@ class MessageShape(Shape):
         }
 
     def _diagnostics(self, answer: Answer) -> Json:
-        diagnosis, usage = self.diagnosis, answer.usage
-        if diagnosis.compared_id is None:
+        found, compared = self.diagnosis.compare(answer.usage), self.diagnosis.compared
+        if found is None or found.kind in ("hit", "unavailable"):
             return {"diagnostics": None}
         told: Json = {"type": "previous_message_not_found"}
-        if diagnosis.compared is not None:
-            found = diagnosis.divergence(usage)
-            if found is None or not found.kind:
-                return {"diagnostics": None}
-            num_missed = max(0, diagnosis.compared.num_tokens - found.at_token)
+        if compared is not None:
+            num_missed = max(0, compared.num_tokens - found.at_token)
             told = {"type": f"{found.kind}_changed", "cache_missed_input_tokens": num_missed}
         return {"diagnostics": {"cache_miss_reason": told}}
 

@@ -90,10 +90,11 @@ class Rules:
         Raises:
             RequestError: no retention is so long.
         """
-        lifetime_s, raised = parse_duration(lifetime), TWENTY_FOUR_HOURS.name
+        lifetime_s, day = parse_duration(lifetime), TWENTY_FOUR_HOURS.name
         policy = self.policies.get(retention) if retention else self.default
-        if lifetime_s > policy.absolute_s and self.settings.disk_dir:
-            policy = self.policies.get(raised) if raised in self.policies.names else policy
+        raised = self.policies.get(day) if day in self.policies.names else policy
+        if lifetime_s > policy.absolute_s and self.settings.disk_dir and raised.may_use_disk:
+            policy = raised
         if lifetime_s > policy.absolute_s:
             raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)

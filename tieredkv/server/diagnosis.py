@@ -152,17 +152,19 @@ class Diagnosis(NamedTuple):
                 reason = names[found.kind] if place > usage.miss_token else reason
         return {"reason": reason, "at_token": usage.miss_token, "detail": detail}
 
-    def divergence(self, usage: RequestUsage) -> Change | None:
+    def compare(self, usage: RequestUsage) -> Change | None:
         """Return what has kept the request from the prefix of the one it is compared with.
 
-        The kind is empty where nothing has changed, and nothing was found either.
+        None if no comparison is wanted. The kind is `not_found` where the other is not known, `hit`
+        where nothing has, `unavailable` where nothing has changed and nothing was found either.
         """
-        assert self.compared is not None
+        if self.compared is None:
+            return None if self.compared_id is None else Change("not_found", 0)
         found, is_new = change(self.compared, self.seen), usage.miss_reason == "never_seen"
         if usage.cached_tokens and (usage.miss_reason is None or (found is None and is_new)):
-            return None
-        settings = self.compared.settings.items() - self.seen.settings.items()
-        return found or Change(min((name for name, _ in settings), default=""), 0)
+            return Change("hit", 0)
+        settings = dict(self.compared.settings.items() - self.seen.settings.items())
+        return found or Change(min(settings, default="unavailable"), 0)
 
     def _likeness(self, other: Seen) -> float:
         index = other.num_common(self.seen)

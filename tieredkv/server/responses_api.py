@@ -208,6 +208,14 @@ class ResponsesRequest(openai.ConversationRequest):
         return {**told, "tool_choice": self.tool_choice or "auto"}
 
 
+_COMPARED = {
+    "not_found": "comparison_response_not_found",
+    "hit": "cache_hit",
+    "unavailable": "unavailable",
+}
+"""What is said of a comparison that has found no change."""
+
+
 class ResponseShape(Shape):
     """`/v1/responses`."""
 
@@ -277,17 +285,13 @@ class ResponseShape(Shape):
         return {**head, **self._asked.echo(), **nothing, **how}
 
     def _diagnostics(self, usage: RequestUsage) -> Json:
-        diagnosis = self.diagnosis
-        if diagnosis.compared_id is None:
+        if (found := self.diagnosis.compare(usage)) is None:
             return {}
-        if diagnosis.compared is None:
-            return {"prompt_cache_diagnostics": {"type": "comparison_response_not_found"}}
-        found = diagnosis.divergence(usage)
-        told: Json = {"type": "cache_hit" if found is None else "unavailable"}
-        if found and found.kind:
+        told: Json = {"type": _COMPARED.get(found.kind, "cache_miss")}
+        if found.kind not in _COMPARED:
             reason = "input" if found.kind in ("system", "messages") else found.kind
-            told = {"type": "cache_miss", "reason": f"{reason}_changed"}
-            told["cache_missed_tokens"] = usage.prompt_tokens - usage.miss_token
+            num_missed = usage.prompt_tokens - usage.miss_token
+            told |= {"reason": f"{reason}_changed", "cache_missed_tokens": num_missed}
             told["comparison_reusable_tokens"] = found.at_token
         return {"prompt_cache_diagnostics": told}
 
@@ -295,11 +299,10 @@ class ResponseShape(Shape):
         usage, num_long = answer.usage, self.written_for(answer, "12h")
         num_short = usage.written_tokens - num_long
         by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
-        told = self.caching([usage])
         num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {**told, "cache_write_tokens_details": by_ttl},
+            "input_tokens_details": {**self.caching([usage]), "cache_write_tokens_details": by_ttl},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + num_output,
