@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob
-from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
 from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, out_of_bounds
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
@@ -36,10 +36,6 @@ MAX_PROMPTS = 2048
 _SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
-
-
-def _several(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 Ttl = Literal["30m", "12h"]
@@ -106,7 +102,7 @@ class OpenAIRequest(ApiRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[list[str], BeforeValidator(_several)] = Field([], max_length=4)
+    stop: Annotated[tuple[str, ...], BeforeValidator(several)] = Field((), max_length=4)
     stop_token_ids: TokenIds = Field([])
 
     @property
