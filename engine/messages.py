@@ -39,6 +39,8 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     """A prompt to continue.
 
+    Without id and prompt it is a plan, which is completed for each answer.
+
     Attributes:
         request_id: unique among the requests in flight.
         prompt_token_ids: the prompt; never empty.
@@ -56,8 +58,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
         prompt_cache_key: narrows it too where `isolate_by` says so.
     """
 
-    request_id: str
-    prompt_token_ids: list[int]
+    request_id: str = ""
+    prompt_token_ids: list[int] = []
     params: SamplingParams
     retention: str | None = None
     claims: list[Claim] = []

@@ -7,14 +7,15 @@ from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, with_
 from typing_extensions import TypedDict
 
 from tieredkv.errors import RequestError
-from tieredkv.fields import in_openai_words
+from tieredkv.fields import in_openai_words, out_of_bounds
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_LOGIT_BIASES = 1024
 
 
-def _several(value: Any) -> Any:
+def several(value: Any) -> Any:
+    """Return one text as several, and none at all for None; unchecked."""
     if isinstance(value, str):
         return (value,)
     return tuple(value or ()) if isinstance(value, list | None) else value
@@ -25,7 +26,7 @@ Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 StopStrings = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
     Field(max_length=MAX_STOP_STRINGS),
-    BeforeValidator(_several),
+    BeforeValidator(several),
 ]
 Biases = Annotated[
     dict[
@@ -66,7 +67,7 @@ class SamplingParams:
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: StopStrings = ()
-    stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(_several)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(several)] = ()
     ignore_eos: bool = False
     min_tokens: Annotated[int, Field(ge=0)] = 0
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -85,9 +86,7 @@ class SamplingParams:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.min_tokens > self.max_tokens:
-            bound = f"Expected a value <= {self.max_tokens}, but got {self.min_tokens} instead."
-            text = f"Invalid 'min_tokens': integer above maximum value. {bound}"
-            raise RequestError(text, param="min_tokens", code="integer_above_max_value")
+            raise out_of_bounds("min_tokens", "le", self.max_tokens, self.min_tokens)
 
     @property
     def is_greedy(self) -> bool:

@@ -40,9 +40,7 @@ class RequestError(TieredKVError, ValueError):
         self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400
     ) -> None:
         super().__init__(message)
-        self.param = param
-        self.code = code
-        self.status = status
+        self.param, self.code, self.status = param, code, status
 
 
 class ShapeError(TieredKVError, ValueError):

@@ -7,49 +7,50 @@ from collections.abc import Callable, Sized
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from tieredkv.errors import RequestError
 
 MAX_DEPTH = 64
 
-_GOT = {
-    str: "a string",
-    bool: "a boolean",
-    int: "an integer",
-    float: "a decimal",
-    list: "an array",
-    tuple: "an array",
-    dict: "an object",
-    type(None): "null",
+_NAMES = {
+    "a string": "str string_type literal_error",
+    "a boolean": "bool bool_type",
+    "an integer": "int int_type",
+    "a decimal": "float float_type",
+    "a finite decimal": "finite_number",
+    "an array": "list tuple list_type tuple_type",
+    "an object": "dict dict_type model_type",
+    "null": "NoneType",
 }
-_EXPECTED = {
-    "string_type": "a string",
-    "bool_type": "a boolean",
-    "int_type": "an integer",
-    "float_type": "a decimal",
-    "finite_number": "a finite decimal",
-    "list_type": "an array",
-    "dict_type": "an object",
-    "model_type": "an object",
-    "literal_error": "a string",
-    "tuple_type": "an array",
-}
-"""What was expected, by pydantic's type of error; others' messages say it themselves."""
+_CALLED = {name: called for called, names in _NAMES.items() for name in names.split()}
+"""What a value is called, by its type or by the error of what is none; others say it themselves."""
 
-_OUT_OF_BOUNDS = {
-    "greater_than_equal": ("{}_below_min_value", "{} below minimum value", "a value >= {bound}"),
-    "greater_than": ("{}_below_min_value", "{} below minimum value", "a value > {bound}"),
-    "less_than_equal": ("{}_above_max_value", "{} above maximum value", "a value <= {bound}"),
-    "too_short": ("empty_{}", "empty {}", "{a_kind} with minimum length {bound}"),
-    "too_long": ("{}_above_max_length", "{} too long", "{a_kind} with maximum length {bound}"),
+_OF_NAMES = {
+    "unknown": ("Unknown", "unknown_parameter"),
+    "missing": ("Missing required", "missing_required_parameter"),
 }
-"""Code, fault and what was expected, by pydantic's type of error; `{}` is the kind of value.
+_OF_BOUNDS = {
+    "ge": ("{}_below_min_value", "{} below minimum value", "a value >= {bound}"),
+    "gt": ("{}_below_min_value", "{} below minimum value", "a value > {bound}"),
+    "le": ("{}_above_max_value", "{} above maximum value", "a value <= {bound}"),
+    "min_length": ("empty_{}", "empty {}", "{a_kind} with minimum length {bound}"),
+    "max_length": ("{}_above_max_length", "{} too long", "{a_kind} with maximum length {bound}"),
+}
+"""Code, fault and what was expected, by pydantic's name of a bound; `{}` is the kind of value."""
 
-For texts the type is `string_too_short` and `string_too_long`.
-"""
-_BOUNDS = ("ge", "gt", "le", "min_length", "max_length")
+
+def names_of(text: str) -> frozenset[str]:
+    """Return the words of a text as names."""
+    return frozenset(text.split())
 
 
 class Object(BaseModel):
@@ -83,13 +84,21 @@ class Object(BaseModel):
 Body = TypeVar("Body", bound=Object)
 
 
-def as_list(texts: Any, kind: str = "text") -> Any:
-    """Return what may be a text or a list of parts as such a list, unchecked."""
-    if isinstance(texts, str):
-        return [{"type": kind, "text": texts}]
-    if not isinstance(texts, list):
-        raise PydanticCustomError("texts", "a string or an array")
-    return texts
+def list_of(make: Callable[[str], Any]) -> BeforeValidator:
+    """Return what lets a text stand for a list of what is made of it, and refuses all but lists."""
+
+    def listed(value: Any) -> Any:
+        if isinstance(value, str):
+            return [make(value)]
+        if not isinstance(value, list):
+            raise PydanticCustomError("texts", "a string or an array")
+        return value
+
+    return BeforeValidator(listed)
+
+
+PARTS = list_of(lambda text: {"type": "text", "text": text})
+"""Lets a text stand for its only part."""
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
@@ -146,8 +155,21 @@ def invalid_value(path: str, value: str, supported: str) -> RequestError:
     return RequestError(message, param=path, code="invalid_value")
 
 
+def out_of_bounds(path: str, name: str, bound: float, value: Any) -> RequestError:
+    """Return the error for a value, or its length, beyond a bound that pydantic calls so."""
+    is_sized = isinstance(value, Sized)
+    a_kind, got = _CALLED[type(value if is_sized else bound).__name__], value
+    kind = a_kind.split()[1]
+    if is_sized:
+        got = f"{a_kind} with length {len(value)}" if value else f"an empty {kind}"
+    told = {"a_kind": a_kind, "bound": int(bound)}
+    code, what, allowed = (part.format(kind, **told) for part in _OF_BOUNDS[name])
+    text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
+    return RequestError(text, param=path, code=code)
+
+
 def _wrong_type(path: str, expected: str, value: object) -> str:
-    got = _GOT.get(type(value), "something else")
+    got = _CALLED.get(type(value).__name__, "something else")
     return f"Invalid type for '{path}': expected {expected}, but got {got} instead."
 
 
@@ -155,33 +177,21 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     """Return the first of pydantic's errors in OpenAI's words, naming the field."""
     error: Any = errors.errors(include_url=False)[0]
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
-    if "name" in facts:
-        error["loc"] += (facts["name"],)
-    if error["loc"][-1] == "[key]":
-        text = f"Invalid key in '{error['loc'][0]}': {value!r}. "
+    keys = (*error["loc"], *([facts["name"]] if "name" in facts else ()))
+    if keys[-1] == "[key]":
+        text = f"Invalid key in '{keys[0]}': {value!r}. "
         text += "You should only be submitting non-negative integers."
-        return RequestError(text, param=error["loc"][0], code="invalid_value")
-    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in error["loc"])[1:]
-    expected = _EXPECTED.get(fault, error["msg"])
-    is_plain_item = isinstance(error["loc"][-1], int) and expected != "an object"
+        return RequestError(text, param=keys[0], code="invalid_value")
+    path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)[1:]
+    expected = _CALLED.get(fault, error["msg"])
+    is_plain_item = isinstance(keys[-1], int) and expected != "an object"
     param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
-    if fault == "unknown":
-        text = f"Unknown parameter: '{path}'."
-        return RequestError(text, param=path, code="unknown_parameter")
-    if fault == "missing":
-        text = f"Missing required parameter: '{path}'."
-        return RequestError(text, param=path, code="missing_required_parameter")
+    if fault in _OF_NAMES:
+        what, code = _OF_NAMES[fault]
+        return RequestError(f"{what} parameter: '{path}'.", param=path, code=code)
     if fault == "literal_error" and isinstance(value, str):
         return invalid_value(param, value, facts["expected"].replace(" or ", " and "))
-    if parts := _OUT_OF_BOUNDS.get(fault.removeprefix("string_")):
-        bound = next(facts[name] for name in _BOUNDS if name in facts)
-        is_sized = isinstance(value, Sized)
-        a_kind, got = _GOT[type(value if is_sized else bound)], value
-        kind = a_kind.split()[1]
-        if is_sized:
-            got = f"{a_kind} with length {len(value)}" if value else f"an empty {kind}"
-        told = {"a_kind": a_kind, "bound": int(bound)}
-        code, what, allowed = (part.format(kind, **told) for part in parts)
-        text = f"Invalid '{path}': {what}. Expected {allowed}, but got {got} instead."
-        return RequestError(text, param=path, code=code)
+    if names := facts.keys() & _OF_BOUNDS:
+        name = names.pop()
+        return out_of_bounds(path, name, facts[name], value)
     return RequestError(_wrong_type(path, expected, value), param=param, code="invalid_type")

@@ -33,28 +33,21 @@ class RetentionPolicy:
     is_public: bool = True
 
     def __post_init__(self) -> None:
+        name, idle, absolute = f"retention.{self.name}", self.idle_s, self.absolute_s
         if self.name in ALIASES:
-            raise ConfigError(
-                f"`retention.{self.name}` is another spelling of `retention.{ALIASES[self.name]}`; "
-                "write the latter"
-            )
-        for field, value in (("idle", self.idle_s), ("absolute", self.absolute_s)):
+            other = f"`retention.{ALIASES[self.name]}`; write the latter"
+            raise ConfigError(f"`{name}` is another spelling of {other}")
+        for field, value in (("idle", idle), ("absolute", absolute)):
             if not 0 < value < math.inf:
-                raise ConfigError(
-                    f"`retention.{self.name}.{field}` = {value} must be above 0s and finite"
-                )
-        if self.idle_s > self.absolute_s:
-            raise ConfigError(
-                f"`retention.{self.name}.idle` = {format_duration(self.idle_s)} is longer than "
-                f"`absolute` = {format_duration(self.absolute_s)}"
-            )
+                raise ConfigError(f"`{name}.{field}` = {value} must be above 0s and finite")
+        if idle > absolute:
+            bound = f"`absolute` = {format_duration(absolute)}"
+            raise ConfigError(f"`{name}.idle` = {format_duration(idle)} is longer than {bound}")
         if Tier.DEVICE not in self.tiers:
-            raise ConfigError(f"`retention.{self.name}.tiers` must name `device`")
+            raise ConfigError(f"`{name}.tiers` must name `device`")
         if Tier.DISK in self.tiers and Tier.HOST not in self.tiers:
-            raise ConfigError(
-                f"`retention.{self.name}.tiers` names `disk` without `host`: blocks reach the disk "
-                "through host memory"
-            )
+            why = "blocks reach the disk through host memory"
+            raise ConfigError(f"`{name}.tiers` names `disk` without `host`: {why}")
 
     @property
     def may_use_disk(self) -> bool:

@@ -12,7 +12,7 @@ from tieredkv.engine.loader import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
-from tieredkv.server.anthropic_requests import MessagesRequest
+from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.asked import Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier
@@ -123,6 +123,6 @@ def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenizatio
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
     fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
     fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
-    assert ask(tokenization, text("one"), **fields).limit == 4
+    assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
     with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
         ask(tokenization, {**text("one"), "wise": 1})

@@ -1,31 +1,30 @@
 """What the server accepts, what it refuses and in which words; no engine is needed for it."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types.responses import ResponseErrorEvent
 
 from tieredkv.config import Settings
+from tieredkv.engine.answer import Answer
 from tieredkv.engine.loader import load_tokenizer
-from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogprob
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
-from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import Rules, check_prompt, fitted, params_of, plan_of
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
+from tieredkv.server import openai_api as requests
+from tieredkv.server.asked import WHOLE, Rules, check_prompt, fitted
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_responses import (
-    ChatChoices,
-    ChoicesShape,
-    CompletionChoices,
-    usage_body,
-)
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
 
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
+INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
+TOKENIZER = load_tokenizer("tiny-random")
 USER = {"role": "user", "content": "hi"}
 
 
@@ -203,10 +202,20 @@ REFUSED_CHATS: list[tuple[dict[str, Any], str, str]] = [
         "Invalid value: 'json_object'. Supported value is: 'text'.",
         "response_format.type",
     ),
-    (
-        {"messages": [USER], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
-        "Unknown parameter: 'chat_template_kwargs.chat_template'.",
-        "chat_template_kwargs.chat_template",
+    *(
+        (
+            {"messages": [USER], "chat_template_kwargs": {name: value}},
+            f"Unknown parameter: 'chat_template_kwargs.{name}'.",
+            f"chat_template_kwargs.{name}",
+        )
+        for name, value in (
+            ("chat_template", "{{ 1 }}"),
+            ("messages", "a"),
+            ("tools", "a"),
+            ("add_generation_prompt", False),
+            ("return_assistant_tokens_mask", True),
+            ("a", [1]),
+        )
     ),
 ]
 
@@ -283,9 +292,23 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 
 
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
-    params = completion(seed=7, n=3).params
-    assert [params_of(params, j, 16, fallback_seed=99).seed for j in range(3)] == [7, 8, 9]
-    assert params_of(completion(n=2).params, 1, 16, fallback_seed=99).seed == 100
+    def seeds(**fields: Any) -> list[int | None]:
+        asked = completion(**fields)
+        shape = requests.CompletionShape(asked, str)
+        whole = asked.asked([[1], [2]], asked.plan(RULES, []), shape=shape)
+        return [it.params.seed for it in whole.engine_requests(INFO, "tenant", RULES)]
+
+    assert seeds(seed=7, n=3) == [7, 8, 9] * 2
+    assert seeds(seed=2**63 - 1, n=2) == [2**63 - 1, 0] * 2
+    assert seeds(n=2) == [None] * 4, "the engine draws one for each"
+
+
+def test_an_answer_has_all_the_room_unless_the_api_says_less() -> None:
+    assert (chat(USER).params.max_tokens, completion().params.max_tokens) == (WHOLE, 16)
+    assert completion(max_tokens=10**30).params.max_tokens == WHOLE
+    assert completion(min_tokens=50).params.min_tokens == 16
+    with pytest.raises(RequestError, match="Expected a value <= 5, but got 7 instead"):
+        completion(max_tokens=5, min_tokens=7)
 
 
 def test_messages_take_the_form_that_templates_know() -> None:
@@ -325,8 +348,6 @@ def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str)
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
     check_prompt("prompt", [1] * 7, 8, 9)
 
-
-WHOLE = requests.WHOLE
 
 PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [
     # What a request says of caching, the breakpoints' lifetimes; claims, and what may be kept.
@@ -393,7 +414,9 @@ PART = {"type": "input_text", "text": "a"}
 def test_a_lifetime_that_nothing_reaches_is_refused_and_names_what_is_supported() -> None:
     body = {"model": "m", "input": "a", "prompt_cache_options": {"ttl": "12h"}}
     only_memory = Settings(disk_dir="kv", max_retention="in_memory")
-    for settings in (Settings(), only_memory):
+    without_disk = replace(TWENTY_FOUR_HOURS, tiers=IN_MEMORY.tiers)
+    no_tier = Settings(disk_dir="kv", policies=(IN_MEMORY, without_disk))
+    for settings in (Settings(), only_memory, no_tier):
         rules = Rules(settings, is_strict=False)
         with pytest.raises(RequestError) as caught:
             read(ResponsesRequest, body).check(rules)
@@ -413,29 +436,24 @@ def test_a_prefix_below_the_minimum_is_not_cached(
 ) -> None:
     rules = Rules(Settings(min_cache_tokens=1024), is_strict=False)
     claims = [Claim(end_token=WHOLE, retention="24h", protect_s=1.0)]
-    plan = plan_of(SamplingParams(), claims=claims, cacheable_tokens=cacheable)
+    plan = EngineRequest(params=SamplingParams(), claims=claims, cacheable_tokens=cacheable)
     request = fitted(plan, [1] * length, rules)
     assert request.cacheable_tokens == kept
-    ends = [] if kept == 0 else [length - length % 16]
+    ends = [] if kept == 0 else [WHOLE - WHOLE % 16]
     assert [claim.end_token for claim in request.claims] == ends
-    assert fitted(plan_of(SamplingParams()), [1], RULES).cacheable_tokens is None
+    assert fitted(EngineRequest(params=SamplingParams()), [1], RULES).cacheable_tokens is None
 
 
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
     asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
-    info = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
     plan = asked.plan(RULES, [])
-    whole = asked.asked(
-        [[1] * 20, [2] * 40], ChoicesShape(NOTHING, "m", 2, wants_usage=False), plan
-    )
-    made = whole.engine_requests(info, "tenant", RULES)
-    assert [claim.end_token for each in made for claim in each.claims] == [16, 16, 32, 32]
+    shape = requests.CompletionShape(asked, str)
+    whole = asked.asked([[1] * 20, [2] * 40], plan, shape=shape)
+    made = whole.engine_requests(INFO, "tenant", RULES)
+    assert [claim.end_token for each in made for claim in each.claims] == [WHOLE - WHOLE % 16] * 4
     assert [each.params.seed for each in made] == [5, 6, 5, 6]
     assert {each.tenant for each in made} == {"tenant"}
     assert len({each.request_id for each in made}) == 4
-
-
-NOTHING = ChatChoices(str)
 
 
 def test_a_response_that_fails_ends_with_an_event_of_its_own() -> None:
@@ -480,7 +498,7 @@ def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
     parse_body(b'{"prompt":[' + b"[1]," * 1000 + b"[1]]}")
 
 
-def test_usage_sums_the_tiers_and_names_each() -> None:
+def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
     usages = [
         RequestUsage(
             prompt_tokens=40,
@@ -493,10 +511,14 @@ def test_usage_sums_the_tiers_and_names_each() -> None:
             recomputed_tokens=4,
         ),
     ]
-    assert usage_body(usages, 5) == {
+    answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
+    for i, answer in enumerate(answers):
+        answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
+    told = requests.CompletionShape(completion(n=2), str, ["", ""]).whole(answers)
+    assert told["usage"] == {
         "prompt_tokens": 60,
-        "completion_tokens": 5,
-        "total_tokens": 65,
+        "completion_tokens": 6,
+        "total_tokens": 66,
         "prompt_tokens_details": {
             "cached_tokens": 48,
             "cache_write_tokens": 8,
@@ -512,13 +534,13 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
     text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert CompletionChoices(text).logprobs(tokens, 3) == {
+    assert requests.CompletionShape(completion(), text).logprobs(tokens, 3) == {
         "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
         "token_logprobs": [-0.5, -1.0],
         "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
         "text_offset": [3, 4],
     }
-    content = ChatChoices(text).logprobs(tokens, 0)["content"]
+    content = requests.ChatShape(chat(USER), text).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     assert content[1]["bytes"] is None

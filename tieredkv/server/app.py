@@ -29,17 +29,16 @@ from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server.admin import carry_out
-from tieredkv.server.anthropic_requests import CountTokensRequest, MessagesRequest
+from tieredkv.server.anthropic_api import CountTokensRequest, MessagesRequest, anthropic_body
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.server.error_bodies import anthropic_body, openai_body
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
-from tieredkv.server.openai_requests import ChatRequest, CompletionRequest
+from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
 from tieredkv.server.openapi import describe
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest

@@ -5,7 +5,7 @@ behind them knows which API spoke.
 """
 
 import dataclasses
-import secrets
+import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -17,17 +17,19 @@ from pydantic import Field
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
-from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import MAX_SEGMENTS, NONE, Diagnosis, Part, Seen, Segment, digest
 from tieredkv.server.generation import Piece
+from tieredkv.types import Tier
 from tieredkv.units import parse_duration
 
 MAX_SEED = 2**63
+WHOLE = 2**31 - 1
+"""Stands for the end of a prompt of any length, and for all the room that it leaves."""
 
 Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1)]
@@ -64,14 +66,6 @@ class Rules:
         known = self.settings.retention_policies().up_to(self.max_retention)
         return known.get(name if name in known.names else self.max_retention or name, is_any=True)
 
-    @cached_property
-    def raised(self) -> RetentionPolicy | None:
-        """The policy that a longer lifetime raises a prefix to, where there is one."""
-        if not self.settings.disk_dir or TWENTY_FOUR_HOURS.name not in self.policies.names:
-            return None
-        policy = self.policies.get(TWENTY_FOUR_HOURS.name)
-        return policy if policy.may_use_disk else None
-
     def refuses(self, name: str) -> bool:
         """Whether a field of this name is refused where it is unknown.
 
@@ -91,15 +85,16 @@ class Rules:
         self.policies.get(name, is_strict=self.is_strict)
 
     def claim(self, end_token: int, retention: str | None, lifetime: str) -> Claim:
-        """Return what keeps a prefix for a lifetime at least.
+        """Return what keeps a prefix for a lifetime at least; a long one raises it to the disk's.
 
         Raises:
             RequestError: no retention is so long.
         """
-        lifetime_s = parse_duration(lifetime)
+        lifetime_s, day = parse_duration(lifetime), TWENTY_FOUR_HOURS.name
         policy = self.policies.get(retention) if retention else self.default
-        if lifetime_s > policy.absolute_s and self.raised:
-            policy = self.raised
+        raised = self.policies.get(day) if day in self.policies.names else policy
+        if lifetime_s > policy.absolute_s and self.settings.disk_dir and raised.may_use_disk:
+            policy = raised
         if lifetime_s > policy.absolute_s:
             raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
@@ -110,14 +105,20 @@ class Shape(Protocol):
 
     Attributes:
         id: of the answer.
+        created: when it was begun, in whole seconds.
         diagnosis: the request beside earlier ones.
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
     """
 
     id: str
-    diagnosis: Diagnosis = NONE
+    created: int
+    id_prefix: ClassVar[str]
     names_events: ClassVar[bool] = False
     ping: ClassVar[bytes] = b": ping\n\n"
+    diagnosis: Diagnosis = NONE
+
+    def __init__(self) -> None:
+        self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return the answer in one piece, once all is there."""
@@ -130,6 +131,28 @@ class Shape(Protocol):
     def failure(self, error: RequestError) -> Json:
         """Return the last event of a stream that has failed."""
 
+    def written_for(self, answer: Answer, lifetime: str) -> int:
+        """Return how many of a prompt's tokens were written to be kept for so long at least."""
+        claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
+        end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
+        return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
+
+    def caching(self, prompts: Sequence[RequestUsage]) -> Json:
+        """Return what is said of cached tokens; `tieredkv` and what is by tier are ours.
+
+        `miss` is that of the first prompt that was not wholly in the cache.
+        """
+        by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompts) for t in Tier}
+        ours: Json = {**by_tier, "recomputed": sum(usage.recomputed_tokens for usage in prompts)}
+        if missed := [usage for usage in prompts if usage.miss_reason is not None]:
+            ours["miss"] = self.diagnosis.miss(missed[0])
+        return {
+            "cached_tokens": sum(by_tier.values()),
+            "cache_write_tokens": sum(usage.written_tokens for usage in prompts),
+            "cached_tokens_by_tier": by_tier,
+            "tieredkv": ours,
+        }
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
@@ -137,9 +160,8 @@ class Asked:
 
     Attributes:
         prompts: token ids; each is answered `n` times.
-        plan: what every answer's request is like, as `plan_of` makes it.
+        plan: what every answer's request is like, but for its prompt.
         shape: how it is answered, whole or as a stream.
-        limit: longest answer, in tokens; None for all the room.
         prompt_field: which field of the body holds the prompt.
         labels: what metrics may tell the request by.
         parts: of the prompt.
@@ -152,7 +174,6 @@ class Asked:
     shape: Shape
     n: int = 1
     stream: bool = False
-    limit: int | None = None
     prompt_field: str = "messages"
     labels: dict[str, str] = field(default_factory=dict)
     parts: Sequence[Part] = ()
@@ -163,15 +184,15 @@ class Asked:
         """Return what is kept of it."""
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
-        return Seen(
-            [Segment.of(*part) for part in self.parts[:MAX_SEGMENTS]],
-            num_tokens=sum(map(len, self.prompts)),
-            settings={name: digest(str(value)) for name, value in self.settings.items()},
-            namespace=digest(repr((salt, key))),
-        )
+        settings = {**self.settings, "namespace": (salt, key)}
+        digests = {name: digest(str(value)) for name, value in settings.items()}
+        segments = [Segment.of(*part) for part in self.parts[:MAX_SEGMENTS]]
+        return Seen(segments, sum(map(len, self.prompts)), digests)
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.
+
+        Equal seeds give equal answers, in their order.
 
         Raises:
             RequestError: it does not fit this model, or is more than this server takes.
@@ -184,52 +205,31 @@ class Asked:
                 f"this server takes at most {max_answers} at once."
             )
             raise RequestError(text, param="n", code="invalid_value")
-        requests = []
-        seed = secrets.randbits(62)
-        for i, prompt in enumerate(self.prompts):
+        requests, params = [], self.plan.params
+        for prompt in self.prompts:
             check_prompt(self.prompt_field, prompt, info.max_model_len, info.vocab_size)
-            room = info.max_model_len - len(prompt)
-            max_tokens = min(self.limit or room, room)
             request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
             for j in range(self.n):
-                params = params_of(self.plan.params, j, max_tokens, seed + i * self.n)
-                requests.append(replace(request, request_id=uuid.uuid4().hex, params=params))
+                seed = None if params.seed is None else (params.seed + j) % MAX_SEED
+                how = dataclasses.replace(params, seed=seed)
+                requests.append(replace(request, request_id=uuid.uuid4().hex, params=how))
         return requests
 
 
-def plan_of(params: SamplingParams, **caching: Any) -> EngineRequest:
-    """Return a request without its prompt, of which it may say more than the prompt is long.
-
-    Args:
-        params: how to sample, but for the answer's seed and the room that is left.
-        caching: how prompts may be looked up and kept.
-    """
-    return EngineRequest(request_id="", prompt_token_ids=[], params=params, **caching)
-
-
 def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineRequest:
-    """Return the plan for a prompt: ends are not behind its own, and those of claims are blocks'.
+    """Return the plan for a prompt: claims end where blocks do.
 
     A prefix that is shorter than the server's minimum is not cached.
     """
-    size, block_size, cacheable = len(prompt), rules.settings.block_size, plan.cacheable_tokens
-    ends = [min(claim.end_token, size) for claim in plan.claims]
-    claims = [
-        replace(claim, end_token=end - end % block_size)
-        for claim, end in zip(plan.claims, ends, strict=True)
-    ]
-    if min(size, size if cacheable is None else cacheable) < rules.settings.min_cache_tokens:
+    block_size, cacheable = rules.settings.block_size, plan.cacheable_tokens
+    ends = [claim.end_token // block_size * block_size for claim in plan.claims]
+    claims = [replace(it, end_token=end) for it, end in zip(plan.claims, ends, strict=True)]
+    longest = len(prompt) if cacheable is None else min(len(prompt), cacheable)
+    if longest < rules.settings.min_cache_tokens:
         cacheable, claims = 0, []
+    caching = {"claims": claims, "cacheable_tokens": cacheable}
     retention = plan.retention or rules.default.name
-    caching = {"claims": claims, "cacheable_tokens": cacheable, "retention": retention}
-    return replace(plan, prompt_token_ids=prompt, **caching)
-
-
-def written_for(answer: Answer, lifetime: str) -> int:
-    """Return how many of a prompt's tokens were written to be kept for so long at least."""
-    claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
-    end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
-    return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
+    return replace(plan, prompt_token_ids=prompt, retention=retention, **caching)
 
 
 class ApiRequest(Object):
@@ -253,21 +253,11 @@ class PlainRequest(ApiRequest):
         raise NotImplementedError
 
 
-def params_of(
-    params: SamplingParams, choice: int, max_tokens: int, fallback_seed: int
-) -> SamplingParams:
-    """Return the parameters of one answer; equal seeds give equal answers, in their order."""
-    seed = params.seed if params.seed is not None else fallback_seed
-    min_tokens = min(params.min_tokens, max_tokens)
-    seed = (seed + choice) % MAX_SEED
-    return dataclasses.replace(params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
-
-
 def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
     """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
-    text, code = "", "invalid_value"
+    text, code = f"Invalid '{what}': ", "invalid_value"
     if not prompt:
-        text = f"Invalid '{what}': the prompt is empty. At least one token is needed."
+        text += "the prompt is empty. At least one token is needed."
     elif len(prompt) >= max_model_len:
         code = "context_length_exceeded"
         text = (
@@ -276,7 +266,7 @@ def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: i
             f"Please reduce the length of the {what}."
         )
     elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
-        vocabulary = f"the model's vocabulary of {vocab_size} tokens"
-        text = f"Invalid '{what}': token id {bad[0]} is not in {vocabulary}."
-    if text:
-        raise RequestError(text, param=what, code=code)
+        text += f"token id {bad[0]} is not in the model's vocabulary of {vocab_size} tokens."
+    else:
+        return
+    raise RequestError(text, param=what, code=code)

@@ -7,11 +7,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from tieredkv.engine.messages import RequestUsage
-from tieredkv.types import Tier
 
 MAX_REQUESTS = 256
 MAX_TENANTS = 256
@@ -73,7 +73,8 @@ def parts_of(
     """Return the parts of a conversation in the order of its prompt; what is late is one part."""
     parts: list[Part] = [("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools]
     for i, message in enumerate(messages):
-        parts.append((_KINDS[1 + (message["role"] != "system")], message, f"message {i}"))
+        kind = "system" if message["role"] == "system" else "messages"
+        parts.append((kind, message, f"message {i}"))
     rest = [value for _, value, _ in parts[MAX_SEGMENTS - 1 :]]
     if len(rest) > 1:
         parts[MAX_SEGMENTS - 1 :] = [("messages", rest, "a later message")]
@@ -84,20 +85,18 @@ class Seen(NamedTuple):
     """What is kept of a request.
 
     Attributes:
-        settings: digests of what else may be changed, by name.
-        namespace: what its blocks are kept apart by, beside the tenant.
+        settings: digests of what else may be changed, by name; `namespace` is what its blocks are
+            kept apart by, beside the tenant.
     """
 
     segments: Sequence[Segment] = ()
     num_tokens: int = 0
     settings: Mapping[str, int] = MappingProxyType({})
-    namespace: int = 0
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments at the top are the same."""
         both = zip(self.segments, other.segments, strict=False)
-        pairs = (i for i, (ours, theirs) in enumerate(both) if ours.raw != theirs.raw)
-        return next(pairs, min(len(self.segments), len(other.segments)))
+        return sum(1 for _ in takewhile(lambda pair: pair[0].raw == pair[1].raw, both))
 
     def tokens_before(self, index: int) -> int:
         """Return about how many tokens lie before a segment."""
@@ -115,10 +114,9 @@ class Change(NamedTuple):
 
 def change(old: Seen, new: Seen) -> Change | None:
     """Return what has changed in a prompt and its place; None if the one goes on from the other."""
-    if old.settings.get("model") != new.settings.get("model"):
-        return Change("model", 0)
-    if old.namespace != new.namespace:
-        return Change("prompt_cache_key", 0)
+    for name, kind in (("model", "model"), ("namespace", "prompt_cache_key")):
+        if old.settings.get(name) != new.settings.get(name):
+            return Change(kind, 0)
     index = old.num_common(new)
     if index == min(len(old.segments), len(new.segments)):
         return None
@@ -149,26 +147,26 @@ class Diagnosis(NamedTuple):
         reason, detail = usage.miss_reason, None
         if reason == "never_seen" and (like := max(self.earlier, key=self._likeness, default=None)):
             found = change(like, self.seen) if self._likeness(like) else None
-            place = like.tokens_before(like.num_common(self.seen))
-            if found and found.detail is None:
-                is_known = place > usage.miss_token
+            detail = found and found.detail
+            if found and not detail:
+                place = like.tokens_before(like.num_common(self.seen))
                 names = {"model": "other_model", "prompt_cache_key": "other_namespace"}
-                reason = names[found.kind] if is_known else reason
-            elif found:
-                detail = found.detail
+                reason = names[found.kind] if place > usage.miss_token else reason
         return {"reason": reason, "at_token": usage.miss_token, "detail": detail}
 
-    def divergence(self, usage: RequestUsage) -> Change | None:
+    def compare(self, usage: RequestUsage) -> Change | None:
         """Return what has kept the request from the prefix of the one it is compared with.
 
-        The kind is empty where nothing has changed, and nothing was found either.
+        None if no comparison is wanted. The kind is `not_found` where the other is not known, `hit`
+        where nothing has, `unavailable` where nothing has changed and nothing was found either.
         """
-        assert self.compared is not None
+        if self.compared is None:
+            return None if self.compared_id is None else Change("not_found", 0)
         found, is_new = change(self.compared, self.seen), usage.miss_reason == "never_seen"
         if usage.cached_tokens and (usage.miss_reason is None or (found is None and is_new)):
-            return None
-        settings = self.compared.settings.items() - self.seen.settings.items()
-        return found or Change(min((name for name, _ in settings), default=""), 0)
+            return Change("hit", 0)
+        settings = dict(self.compared.settings.items() - self.seen.settings.items())
+        return found or Change(min(settings, default="unavailable"), 0)
 
     def _likeness(self, other: Seen) -> float:
         index = other.num_common(self.seen)
@@ -178,17 +176,6 @@ class Diagnosis(NamedTuple):
 
 
 NONE = Diagnosis()
-
-
-def told_of(usages: Sequence[RequestUsage], diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return what only this server tells of prompts.
-
-    `miss` is that of the first prompt that was not wholly in the cache.
-    """
-    told = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in usages) for t in Tier}
-    told["recomputed"] = sum(usage.recomputed_tokens for usage in usages)
-    missed = [usage for usage in usages if usage.miss_reason is not None]
-    return {**told, "miss": diagnosis.miss(missed[0])} if missed else told
 
 
 class Diagnoses:

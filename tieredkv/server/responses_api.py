@@ -16,135 +16,108 @@ from pydantic_core import PydanticCustomError
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, as_list
+from tieredkv.fields import Object, list_of, names_of
 from tieredkv.retention import ALIASES
-from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import Asked, Json, Rules, Shape, Text, written_for
+from tieredkv.server import openai_api as openai
+from tieredkv.server.asked import Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
-from tieredkv.server.openai_requests import FAIL_FAST, CalledFunction, ContentPart, Message
-from tieredkv.server.openai_responses import caching_body
-
-_OF_ANSWERS = frozenset(("id", "status", "phase", "annotations", "logprobs"))
-"""What items and parts may bear that were part of an answer."""
+from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
 
 
-class InputPart(ContentPart):
+class _Known(Object):
+    """What items and parts may bear that were part of an answer; it means nothing here."""
+
+    known_besides = names_of("id status phase annotations logprobs")
+
+
+class InputPart(ContentPart, _Known):
     """A part of an item's text."""
 
-    known_besides = _OF_ANSWERS
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
 
 
-def _as_list(texts: Any) -> Any:
-    return as_list(texts, "input_text")
+Texts = Annotated[
+    list[InputPart], FAIL_FAST, list_of(lambda text: {"type": "input_text", "text": text})
+]
 
 
-Texts = Annotated[list[InputPart], FAIL_FAST, BeforeValidator(_as_list)]
-
-
-class InputMessage(Message):
+class InputMessage(Message, _Known):
     """A message."""
-
-    known_besides = _OF_ANSWERS
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Texts = Field([])  # type: ignore[assignment]
 
-    def as_message(self) -> Message:
-        """Return it as a chat has it."""
-        return self
 
-
-class FunctionCall(CalledFunction):
+class FunctionCall(CalledFunction, _Known):
     """A call that the assistant made."""
-
-    known_besides = _OF_ANSWERS
 
     type: Literal["function_call"]
     call_id: Text
 
-    def as_message(self) -> Message:
-        """Return it as a chat has it."""
-        call = requests.ToolCall(id=self.call_id, function=self)
-        return Message(role="assistant", content=[], tool_calls=[call])
 
-
-class FunctionOutput(Object):
+class FunctionOutput(_Known):
     """What a function has returned."""
-
-    known_besides = _OF_ANSWERS
 
     type: Literal["function_call_output"]
     call_id: Text
     output: Texts
 
-    def as_message(self) -> Message:
-        """Return it as a chat has it."""
-        return Message.model_construct(role="tool", content=self.output, tool_call_id=self.call_id)
 
-
-_ITEMS: dict[str, type[InputMessage | FunctionCall | FunctionOutput]] = {
+Item = InputMessage | FunctionCall | FunctionOutput
+_ITEMS: dict[str, type[Item]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionOutput,
 }
 
 
-def _read_item(value: Any, info: ValidationInfo) -> Message:
+def _read_item(value: Any, info: ValidationInfo) -> Item:
     kind = _ITEMS.get(str(value.get("type", "message"))) if isinstance(value, dict) else None
     if kind is None:
         names = ", ".join(f"'{name}'" for name in _ITEMS)
         raise PydanticCustomError("item", f"an object whose type is one of {names}")
-    return kind.model_validate(value, context=info.context).as_message()
-
-
-def _read_input(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"role": "user", "content": value}]
-    if not isinstance(value, list):
-        raise PydanticCustomError("input", "a string or an array")
-    return value
+    return kind.model_validate(value, context=info.context)
 
 
 Input = Annotated[
-    list[Annotated[Message, BeforeValidator(_read_item)]],
+    list[Annotated[Item, BeforeValidator(_read_item)]],
     Field(min_length=1, max_length=16_384),
-    BeforeValidator(_read_input),
+    list_of(lambda text: {"role": "user", "content": text}),
 ]
 
 
-class FunctionTool(requests.Function, requests.FunctionType):
+class FunctionTool(openai.Function, openai.FunctionType):
     """A function that may be called."""
 
 
 class TextOptions(Object):
     """The form of the answer's text."""
 
-    format: requests.ResponseFormat = requests.ResponseFormat(type="text")
-    verbosity: requests.Verbosity | None = None
+    format: openai.ResponseFormat = openai.ResponseFormat(type="text")
+    verbosity: openai.Verbosity | None = None
 
 
 class Reasoning(Object):
     """How long to think; it means nothing here."""
 
-    effort: requests.Effort | None = None
+    effort: openai.Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
 
-class Options(requests.CacheOptions):
+class Options(openai.CacheOptions):
     """With what other endpoints have not."""
 
-    ttl: requests.Ttl = "30m"  # type: ignore[assignment]
+    ttl: openai.Ttl = "30m"  # type: ignore[assignment]
     prewarm: bool = False
     comparison_response_id: str | None = None
 
 
-class ResponsesRequest(requests.ConversationRequest):
+class ResponsesRequest(openai.ConversationRequest):
     """`POST /v1/responses`."""
 
     prompt_field = "input"
@@ -192,13 +165,18 @@ class ResponsesRequest(requests.ConversationRequest):
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             messages.append(Message(role="system", content=[part], tool_calls=[]))
-        for message in self.input:
-            last = messages[-1] if messages else None
-            if message.tool_calls and last and last.role == "assistant":
-                calls = [*last.tool_calls, *message.tool_calls]
-                messages[-1] = last.model_copy(update={"tool_calls": calls})
-            else:
-                messages.append(message)
+        for item in self.input:
+            match item:
+                case FunctionCall():
+                    if not messages or messages[-1].role != "assistant":
+                        messages.append(Message(role="assistant", content=[], tool_calls=[]))
+                    calls = [*messages[-1].tool_calls, ToolCall(id=item.call_id, function=item)]
+                    messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+                case FunctionOutput(call_id=id, output=parts):
+                    tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
+                    messages.append(tool)
+                case _:
+                    messages.append(item)
         return messages
 
     def check(self, rules: Rules) -> None:
@@ -207,16 +185,17 @@ class ResponsesRequest(requests.ConversationRequest):
             if getattr(self, name):
                 what = f"'{name}' is not supported, as no response is stored here."
                 text = f"{what} Send the whole conversation in 'input'."
-                raise requests.unsupported(text, name)
+                raise openai.unsupported(text, name)
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
-        options, shape = self.prompt_cache_options, ResponseShape(self)
+        options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
-        return await self.render(tokenization, rules, arguments, shape, compared_id=compared_id)
+        how = {"shape": ResponseShape(self), "compared_id": compared_id}
+        return await self.render(tokenization, rules, arguments, **how)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -229,15 +208,23 @@ class ResponsesRequest(requests.ConversationRequest):
         return {**told, "tool_choice": self.tool_choice or "auto"}
 
 
+_COMPARED = {
+    "not_found": "comparison_response_not_found",
+    "hit": "cache_hit",
+    "unavailable": "unavailable",
+}
+"""What is said of a comparison that has found no change."""
+
+
 class ResponseShape(Shape):
     """`/v1/responses`."""
 
+    id_prefix = "resp_"
     names_events = True
 
     def __init__(self, asked: ResponsesRequest) -> None:
-        self._asked = asked
-        self.id, self._item_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
-        self._created = int(time.time())
+        super().__init__()
+        self._asked, self._item_id = asked, f"msg_{uuid.uuid4().hex}"
         self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -293,34 +280,29 @@ class ResponseShape(Shape):
 
     def _response(self, status: str, output: list[Json]) -> Json:
         nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
-        head = {"id": self.id, "object": "response", "created_at": self._created}
+        head = {"id": self.id, "object": "response", "created_at": self.created}
         how = {"status": status, "output": output, "background": False, "store": False}
         return {**head, **self._asked.echo(), **nothing, **how}
 
     def _diagnostics(self, usage: RequestUsage) -> Json:
-        diagnosis = self.diagnosis
-        if diagnosis.compared_id is None:
+        if (found := self.diagnosis.compare(usage)) is None:
             return {}
-        if diagnosis.compared is None:
-            return {"prompt_cache_diagnostics": {"type": "comparison_response_not_found"}}
-        found = diagnosis.divergence(usage)
-        told: Json = {"type": "cache_hit" if found is None else "unavailable"}
-        if found and found.kind:
+        told: Json = {"type": _COMPARED.get(found.kind, "cache_miss")}
+        if found.kind not in _COMPARED:
             reason = "input" if found.kind in ("system", "messages") else found.kind
-            told = {"type": "cache_miss", "reason": f"{reason}_changed"}
-            told["cache_missed_tokens"] = usage.prompt_tokens - usage.miss_token
+            num_missed = usage.prompt_tokens - usage.miss_token
+            told |= {"reason": f"{reason}_changed", "cache_missed_tokens": num_missed}
             told["comparison_reusable_tokens"] = found.at_token
         return {"prompt_cache_diagnostics": told}
 
     def _usage(self, answer: Answer) -> Json:
-        usage, num_long = answer.usage, written_for(answer, "12h")
+        usage, num_long = answer.usage, self.written_for(answer, "12h")
         num_short = usage.written_tokens - num_long
         by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
-        told = caching_body([usage], self.diagnosis)
         num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
         return {
             "input_tokens": usage.prompt_tokens,
-            "input_tokens_details": {**told, "cache_write_tokens_details": by_ttl},
+            "input_tokens_details": {**self.caching([usage]), "cache_write_tokens_details": by_ttl},
             "output_tokens": num_output,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": usage.prompt_tokens + num_output,

@@ -9,7 +9,7 @@ from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, PlainRequest
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_requests import Message, Tools
+from tieredkv.server.openai_api import Message, Tools
 
 
 class TokenizeRequest(PlainRequest):

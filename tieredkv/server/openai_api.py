@@ -1,45 +1,40 @@
-"""OpenAI's requests: a JSON body to a checked request.
+"""OpenAI's chat and completions: bodies to checked requests, answers to JSON, whole or in chunks.
 
-It knows fields and texts, no sockets, no tokenizer and no engine. What a request asks for is
-checked here in whole, before anybody works for it. Fields are called what the API calls them.
+It knows fields, texts and shapes, no sockets, no tokenizer and no engine. What a request asks for
+is checked here in whole, before anybody works for it. Fields are called what the API calls them.
 """
 
 import contextlib
-from collections.abc import Sequence
+import inspect
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
+from transformers import PreTrainedTokenizerBase
 
-from tieredkv.engine.messages import EngineRequest
-from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.messages import EngineRequest, TokenLogprob
+from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, Object, as_list, is_too_deep
-from tieredkv.server.asked import MAX_SEED, ApiRequest, Asked, Rules, Shape, Text, plan_of
+from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, out_of_bounds
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
-from tieredkv.server.openai_responses import ChatChoices, ChoicesShape, CompletionChoices
+from tieredkv.server.generation import Piece
+
+LEAST_LOGPROB = -9999.0
+"""Stands for a token that could not have been chosen; JSON has no infinity."""
 
 MAX_PROMPTS = 2048
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - _names("max_tokens logprobs")
-WHOLE = 2**31 - 1
-"""Stands for the end of a prompt of any length."""
-
+_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
-
-
-def _several(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 Ttl = Literal["30m", "12h"]
@@ -78,14 +73,14 @@ class OpenAIRequest(ApiRequest):
 
     Attributes:
         prompt_field: which field holds the prompt.
-        default_tokens: longest answer where the client names none; None for all the room.
+        default_tokens: longest answer where the client names none.
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
     known_besides = frozenset(_SAMPLING_FIELDS)
 
     prompt_field: ClassVar[str]
-    default_tokens: ClassVar[int | None] = None
+    default_tokens: ClassVar[int] = WHOLE
 
     max_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
@@ -104,9 +99,9 @@ class OpenAIRequest(ApiRequest):
     service_tier: ServiceTier | None = None
 
     top_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-MAX_SEED, le=MAX_SEED - 1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[list[str], BeforeValidator(_several)] = Field([], max_length=4)
+    stop: Annotated[tuple[str, ...], BeforeValidator(several)] = Field((), max_length=4)
     stop_token_ids: TokenIds = Field([])
 
     @property
@@ -127,12 +122,13 @@ class OpenAIRequest(ApiRequest):
 
     @cached_property
     def params(self) -> SamplingParams:
-        """How to sample every answer, but for its seed and the room that is left."""
+        """How to sample the first answer to each prompt."""
         given = {key: it for key, it in self if key in _SAMPLING_FIELDS and it is not None}
         given |= {"top_p": self.top_p or 1.0, "stop": tuple(filter(None, self.stop))}
-        # NOTE: `min_tokens` is checked against the client's limit, and fitted to the room later.
-        max_tokens = self.limit or max(16, self.min_tokens)
-        params = SamplingParams(**given, max_tokens=max_tokens, logprobs=self.num_logprobs)
+        given["max_tokens"] = min(self.limit or self.default_tokens, WHOLE)
+        if self.limit is None:  # then what it must not be beyond is no fault of the client's
+            given["min_tokens"] = min(self.min_tokens, self.default_tokens)
+        params = SamplingParams(**given, logprobs=self.num_logprobs)
         # Of no probability at all, the smallest set of tokens is the likeliest one.
         return replace(params, temperature=0.0) if self.top_p == 0 else params
 
@@ -146,9 +142,19 @@ class OpenAIRequest(ApiRequest):
         self.plan(rules, [0] * len(self.marks))  # refuses what it must
 
     @property
+    def turns(self) -> Sequence["Message"]:
+        """All messages, where it is a conversation."""
+        return ()
+
+    @cached_property
     def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked."""
-        return {}
+        """Where the prompt is marked, by the indexes of messages and their parts."""
+        return {
+            (i, j): part.prompt_cache_breakpoint
+            for i, message in enumerate(self.turns)
+            for j, part in enumerate(message.content)
+            if part.prompt_cache_breakpoint
+        }
 
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
@@ -161,8 +167,8 @@ class OpenAIRequest(ApiRequest):
         if options and not is_explicit:
             wanted.append((WHOLE, ttl))
         retention = self.prompt_cache_retention
-        return plan_of(
-            self.params,
+        return EngineRequest(
+            params=self.params,
             retention=retention,
             claims=[rules.claim(end, retention, lifetime) for end, lifetime in wanted],
             cacheable_tokens=max([0, *ends]) if is_explicit else None,
@@ -170,21 +176,15 @@ class OpenAIRequest(ApiRequest):
             prompt_cache_key=self.prompt_cache_key,
         )
 
-    def asked(
-        self, prompts: list[list[int]], shape: Shape, plan: EngineRequest, **how: Any
-    ) -> Asked:
+    def asked(self, prompts: list[list[int]], plan: EngineRequest, **how: Any) -> Asked:
         """Return what is asked for, now that the prompts are known."""
-        how |= {"settings": self.settings, "n": self.n, "stream": self.stream}
-        how |= {"limit": self.limit or self.default_tokens, "prompt_field": self.prompt_field}
-        return Asked(prompts=prompts, plan=plan, shape=shape, labels=self.metadata, **how)
+        how |= {"settings": self.settings, "labels": self.metadata}
+        how |= {"n": self.n, "stream": self.stream, "prompt_field": self.prompt_field}
+        return Asked(prompts=prompts, plan=plan, **how)
 
 
-def _read_prompts(value: Any) -> Sequence[Prompt]:
-    """Return a list of prompts from any of the four forms."""
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list):
-        raise PydanticCustomError("prompt", "a string or an array")
+def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
+    """Return a list of prompts from those of one kind, or from the ids of a single one."""
     if not value or isinstance(value[0], int):
         return [_TOKEN_IDS.validate_python(value, strict=True)]
     several = _SEVERAL_TEXTS if isinstance(value[0], str) else _SEVERAL_TOKEN_IDS
@@ -202,7 +202,7 @@ class CompletionRequest(OpenAIRequest):
     prompt_field = "prompt"
     default_tokens = 16
 
-    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts)]
+    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts), list_of(str)]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -217,9 +217,7 @@ class CompletionRequest(OpenAIRequest):
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.max_tokens == 0 and not self.echo:
-            what = "Invalid 'max_tokens': integer below minimum value."
-            text = f"{what} Expected a value >= 1, but got 0 instead."
-            raise RequestError(text, param="max_tokens", code="integer_below_min_value")
+            raise out_of_bounds("max_tokens", "ge", 1, 0)
         if self.suffix not in (None, ""):
             raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
@@ -229,16 +227,12 @@ class CompletionRequest(OpenAIRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Encode the texts, and decode what is echoed."""
         prompts = await tokenization.encode_prompts(self.prompt)
-        echoed = self.prompt if self.echo else ()
-        echoes = [await tokenization.decode(prompt) for prompt in echoed]
-        choices = CompletionChoices(tokenization.token_text)
-        usage = self.stream_options.include_usage
-        shape = ChoicesShape(choices, self.model, self.n, echoes, wants_usage=usage)
-        shape.is_silent = self.max_tokens == 0
+        echoes = [await tokenization.decode(it) if self.echo else "" for it in self.prompt]
+        shape = CompletionShape(self, tokenization.token_text, echoes)
         prompt_logprobs = self.logprobs if self.echo else None
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
-        return self.asked(prompts, shape, plan, parts=parts)
+        return self.asked(prompts, plan, shape=shape, parts=parts)
 
 
 class ContentPart(Object):
@@ -296,7 +290,7 @@ class Message(Object):
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[list[ContentPart], FAIL_FAST, BeforeValidator(as_list)] = Field([])
+    content: Annotated[list[ContentPart], FAIL_FAST, PARTS] = Field([])
     tool_calls: Annotated[list[ToolCall], FAIL_FAST] = Field([])
     name: Text | None = None
     refusal: str | None = None
@@ -347,21 +341,6 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
-    @property
-    def turns(self) -> Sequence[Message]:
-        """All messages."""
-        raise NotImplementedError
-
-    @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked, by the indexes of messages and their parts."""
-        return {
-            (i, j): part.prompt_cache_breakpoint
-            for i, message in enumerate(self.turns)
-            for j, part in enumerate(message.content)
-            if part.prompt_cache_breakpoint
-        }
-
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         if self.tool_choice not in (None, "none", "auto"):
@@ -369,30 +348,23 @@ class ConversationRequest(OpenAIRequest):
         super().check(rules)
 
     async def render(
-        self,
-        tokenization: Tokenization,
-        rules: Rules,
-        arguments: dict[str, Any],
-        shape: Shape,
-        **how: Any,
+        self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
     ) -> Asked:
         """Return what is asked for, rendered with arguments for the template."""
         messages = [message.for_template() for message in self.turns]
         encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
         plan = self.plan(rules, encoded.ends)
-        return self.asked([encoded.token_ids], shape, plan, parts=encoded.parts, **how)
+        return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
-_RESERVED_TEMPLATE_ARGUMENTS = _names(
-    "messages conversation tools documents chat_template add_generation_prompt tokenize "
-    "continue_final_message return_dict return_tensors padding truncation max_length"
-)
+# What the tokenizer, not the template, takes by that name.
+_RESERVED_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
 def _check_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     for name, value in arguments.items():
         is_plain = isinstance(value, str | int | float | bool)
-        if name in _RESERVED_TEMPLATE_ARGUMENTS or not is_plain:
+        if name in (*_RESERVED_ARGUMENTS, "messages") or not is_plain:
             raise PydanticCustomError("unknown", "nothing", {"name": name})
     return arguments
 
@@ -441,11 +413,163 @@ class ChatRequest(ConversationRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        choices = ChatChoices(tokenization.token_text)
-        usage = self.stream_options.include_usage
-        shape = ChoicesShape(choices, self.model, self.n, wants_usage=usage)
-        return await self.render(tokenization, rules, arguments, shape)
+        shape = ChatShape(self, tokenization.token_text)
+        return await self.render(tokenization, rules, arguments, shape=shape)
 
 
 def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`; all chunks of an answer share id, time and model.
+
+    Args:
+        body: what was asked.
+        token_text: gives the text of one token id.
+        echoes: what the answers to each prompt begin with.
+    """
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(
+        self, body: OpenAIRequest, token_text: Callable[[int], str], echoes: Sequence[str] = ("",)
+    ) -> None:
+        super().__init__()
+        self._body, self._token_text = body, token_text
+        self._echoes = [text for text in echoes for _ in range(body.n)]
+        self._is_silent = body.max_tokens == 0  # the one token that is made is left out
+        self._head: Json = {"id": self.id, "object": self.object}
+        self._head |= {"created": self.created, "model": body.model}
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return a choice for each answer, and the usage of all."""
+        choices = []
+        for i, (echo, answer) in enumerate(zip(self._echoes, answers, strict=True)):
+            piece = Piece(i, answer.text, answer.logprobs, answer.finish_reason)
+            text, logprobs, reason = self._said(piece, len(echo))
+            choices.append(self.choice(i, echo + text, logprobs, reason))
+        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
+        head = {**self._head, "object": self.chunk_object}
+        wants_usage = self._body.stream_options.include_usage
+        no_usage = {"usage": None} if wants_usage else {}
+        for i, echo in enumerate(self._echoes):
+            for choice in self.opening(i, echo):
+                yield {**head, "choices": [choice], **no_usage}
+        offsets = [len(echo) for echo in self._echoes]
+        async for piece in pieces:
+            text, logprobs, reason = self._said(piece, offsets[piece.index])
+            offsets[piece.index] += len(text)
+            for choice in self.delta(piece.index, text, logprobs, reason):
+                yield {**head, "choices": [choice], **no_usage}
+        if wants_usage:
+            yield {**head, "choices": [], "usage": self._usage(answers)}
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the error as answers have it."""
+        return openai_body(error)
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice with the prompt, where that is wanted; else text begins at once."""
+        return [self.choice(index, echo, None, None)] if echo else []
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the choices that tell a piece."""
+        return [self.choice(index, text, logprobs, reason)]
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        """Return one answer in whole."""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
+        text_offset = 0 if tokens[0].logprob is None else text_offset
+        texts = [self._token_text(token.token_id) for token in tokens]
+        both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
+        tops: list[Json | None] = [
+            {self._token_text(id): _finite(each) for id, each in top if each is not None} or None
+            for top in both
+        ]
+        return {
+            "tokens": texts,
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": tops,
+            "text_offset": list(accumulate(map(len, texts), initial=text_offset))[:-1],
+        }
+
+    def _said(self, piece: Piece, text_offset: int) -> tuple[str, Json | None, str | None]:
+        text, tokens, reason = piece.text, piece.logprobs or [], piece.finish_reason
+        if self._is_silent:
+            text, tokens, reason = "", tokens[:-1], "length"
+        return text, self.logprobs(tokens, text_offset) if tokens else None, reason
+
+    def _usage(self, answers: Sequence[Answer]) -> Json:
+        """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
+        prompts = [answer.usage for answer in answers[:: self._body.n]]  # as the first found it
+        num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+        num_tokens = 0 if self._is_silent else sum(len(answer.token_ids) for answer in answers)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": self.caching(prompts),
+        }
+
+
+class ChatShape(CompletionShape):
+    """`/v1/chat/completions`: the choices are others."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice that names the role."""
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the text's choice and, at the end, one with an empty delta."""
+        has_text = text or logprobs or reason is None
+        choices = [self._chunk(index, {"content": text}, logprobs, None)] if has_text else []
+        return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        """Return one answer in whole."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        how = {"logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "message": message, **how}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+        """Return one object a token."""
+        content = []
+        for token in tokens:
+            top = [self._token(*alternative) for alternative in token.top]
+            content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _token(self, token_id: int, logprob: float | None) -> Json:
+        text = self._token_text(token_id)
+        encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def openai_body(error: RequestError) -> Json:
+    """Return the body of an answer that is an error; its `type` goes with the status."""
+    kind = "server_error" if error.status >= 500 else "invalid_request_error"
+    if error.status == 429:
+        kind = "rate_limit_error"
+    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}

@@ -1,22 +1,23 @@
-"""Anthropic's Messages: a JSON body to a checked request, and `cache_control` to a plan.
+"""Anthropic's Messages: bodies to checked requests, `cache_control` to a plan, answers to JSON.
 
-It knows fields, texts and the rules of breakpoints, no sockets and no engine. The conversation is
-put into the form that OpenAI's has, so that both share their blocks.
+It knows fields, texts, shapes and the rules of breakpoints, no sockets and no engine. Conversations
+are put into the form that OpenAI's have, so that both share their blocks.
 """
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BeforeValidator, FailFast, Field
+from pydantic import FailFast, Field
 
-from tieredkv.engine.messages import Claim, EngineInfo
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.fields import Object, as_list
-from tieredkv.server.anthropic_responses import MessageShape
-from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Rules, Text, plan_of
+from tieredkv.fields import PARTS, Object, names_of
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, PlainRequest, Rules, Shape, Text
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
+from tieredkv.server.generation import Piece
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
@@ -25,15 +26,11 @@ MAX_BREAKPOINTS = 4
 class _Known(Object):
     """Fields of Anthropic's that mean nothing here, so that even a strict server takes them."""
 
-    known_besides = frozenset(
-        (
-            *("metadata", "service_tier", "container", "context_management", "inference_geo"),
-            *("speed", "user_profile_id", "workspace_id", "effort", "display"),
-            *("citations", "is_error", "caller", "toolset_name", "disable_parallel_tool_use"),
-            *("strict", "input_examples", "allowed_callers", "defer_loading"),
-            "eager_input_streaming",
-        )
-    )
+    known_besides = names_of("""
+        metadata service_tier container context_management inference_geo speed user_profile_id
+        workspace_id effort display citations is_error caller toolset_name strict input_examples
+        disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
+    """)
 
 
 class CacheControl(_Known):
@@ -79,8 +76,8 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-Blocks = Annotated[list[Block], FailFast(), BeforeValidator(as_list)]
-Texts = Annotated[list[TextBlock], FailFast(), BeforeValidator(as_list)]
+Blocks = Annotated[list[Block], FailFast(), PARTS]
+Texts = Annotated[list[TextBlock], FailFast(), PARTS]
 Block.model_rebuild()
 
 
@@ -159,13 +156,14 @@ class Conversation(ApiRequest, Marked):
         """
         messages: list[Json] = []
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
-        system = Turn(role="system", content=[*self.system])
-        for i, turn in enumerate([system, *self.messages], start=-1):
-            path, blocks = f"messages.{i}.content" if i >= 0 else "system", turn.content
+        turns: list[tuple[str, str, Sequence[Block]]] = [("system", "system", self.system)]
+        for i, turn in enumerate(self.messages):
+            turns.append((f"messages.{i}.content", turn.role, turn.content))
+        for path, role, blocks in turns:
             for j, block in enumerate(blocks):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
-                    messages.append({"role": "tool" if is_result else turn.role, "content": []})
+                    messages.append({"role": "tool" if is_result else role, "content": []})
                 message = messages[-1]
                 message["content"] += block.texts
                 if is_result:
@@ -276,14 +274,117 @@ class MessagesRequest(Conversation):
             caching["cacheable_tokens"] = max([0, *ends])
             caching["read_ends"] = sorted(encoded.ends[len(marked) :]) if lookback else None
         how = self.model_dump(include={"temperature", "top_p", "top_k"})
-        how |= {"max_tokens": max(1, self.max_tokens), "stop": tuple(self.stop_sequences)}
+        how["max_tokens"] = min(max(1, self.max_tokens), WHOLE)
+        params = SamplingParams(stop=tuple(self.stop_sequences), **how)
         return Asked(
             prompts=[encoded.token_ids],
-            plan=plan_of(SamplingParams(**how), **caching),
+            plan=EngineRequest(params=params, **caching),
             shape=MessageShape(self.model, self.max_tokens),
             stream=self.stream,
-            limit=how["max_tokens"],
             parts=encoded.parts,
             settings={"model": self.model},
             compared_id=self.diagnostics.previous_message_id if self.diagnostics else None,
         )
+
+
+class MessageShape(Shape):
+    """`/v1/messages`; what is generated where no token was asked for is not told."""
+
+    id_prefix = "msg_"
+    names_events = True
+    ping = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, model: str, max_tokens: int) -> None:
+        super().__init__()
+        self._head = {"id": self.id, "type": "message", "role": "assistant", "model": model}
+        self._max_tokens = max_tokens
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return the message with its text."""
+        text = answers[0].text if self._max_tokens else ""
+        content = [{"type": "text", "text": text}] if text else []
+        body = {"content": content, **self._ending(answers[0]), "usage": self._usage(answers[0])}
+        return {**self._head, **self._diagnostics(answers[0]), **body}
+
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield the message with its usage so far, its one text in pieces, and how it ended."""
+        message: Json = {**self._head, "content": [], "usage": self._usage(answers[0])}
+        message |= {"stop_reason": None, "stop_sequence": None, **self._diagnostics(answers[0])}
+        text = {"type": "text", "text": ""}
+        yield {"type": "message_start", "message": message}
+        yield {"type": "content_block_start", "index": 0, "content_block": text}
+        yield {"type": "ping"}
+        async for piece in pieces:
+            delta = {"type": "text_delta", "text": piece.text}
+            yield {"type": "content_block_delta", "index": 0, "delta": delta}
+        yield {"type": "content_block_stop", "index": 0}
+        ending, usage = self._ending(answers[0]), self._usage(answers[0])
+        yield {"type": "message_delta", "delta": ending, "usage": usage}
+        yield {"type": "message_stop"}
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the error as answers have it."""
+        return anthropic_body(error)
+
+    def _ending(self, answer: Answer) -> Json:
+        stopped_by = answer.stopped_by if self._max_tokens else None
+        is_cut_short = len(answer.token_ids) < self._max_tokens
+        reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
+        if answer.finish_reason == "stop" and self._max_tokens:
+            reason = "end_turn" if stopped_by is None else "stop_sequence"
+        return {"stop_reason": reason, "stop_sequence": stopped_by}
+
+    def _usage(self, answer: Answer) -> Json:
+        """Return a `usage` object: read, written and other tokens of the prompt are all of it.
+
+        What breakpoints of an hour cover is written for an hour, all else for five minutes.
+        """
+        usage, for_an_hour = answer.usage, self.written_for(answer, "1h")
+        num_read, num_written = usage.cached_tokens, usage.written_tokens
+        return {
+            "input_tokens": usage.prompt_tokens - num_read - num_written,
+            "cache_creation_input_tokens": num_written,
+            "cache_read_input_tokens": num_read,
+            "cache_creation": {
+                "ephemeral_5m_input_tokens": num_written - for_an_hour,
+                "ephemeral_1h_input_tokens": for_an_hour,
+            },
+            "output_tokens": min(len(answer.token_ids), self._max_tokens),
+            "tieredkv": self.caching([usage])["tieredkv"],
+        }
+
+    def _diagnostics(self, answer: Answer) -> Json:
+        found, compared = self.diagnosis.compare(answer.usage), self.diagnosis.compared
+        if found is None or found.kind in ("hit", "unavailable"):
+            return {"diagnostics": None}
+        told: Json = {"type": "previous_message_not_found"}
+        if compared is not None:
+            num_missed = max(0, compared.num_tokens - found.at_token)
+            told = {"type": f"{found.kind}_changed", "cache_missed_input_tokens": num_missed}
+        return {"diagnostics": {"cache_miss_reason": told}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+"""By status; others below 500 are the request's fault, those above are the server's."""
+
+
+def anthropic_body(error: RequestError, request_id: str | None = None) -> Json:
+    """Return an error in Anthropic's form; `request_id` is that of the answer's header.
+
+    That form has no place for the field at fault, so that the message names it.
+    """
+    is_named = error.param is None or error.param in str(error)
+    text = str(error) if is_named else f"{error.param}: {error}"
+    other = "api_error" if error.status >= 500 else "invalid_request_error"
+    told = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": text}
+    return {"type": "error", "error": told, "request_id": request_id}
