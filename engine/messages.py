@@ -187,13 +187,7 @@ class Stats(msgspec.Struct, frozen=True, tag="stats"):
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Stop: end running requests with "abort", write what `24h` promised, exit.
-
-    Attributes:
-        drain_timeout_s: how long the writing may take; as the settings say if None.
-    """
-
-    drain_timeout_s: float | None = None
+    """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
 ToEngine = Start | EngineRequest | Abort | Shutdown

@@ -67,7 +67,7 @@ class RequestQueue:
 
     def append(self, request: Request) -> None:
         """Queue a request behind the others of its tenant; before them if it was preempted."""
-        tenant = request.tenant
+        tenant = request.asked.tenant
         if tenant not in self._queues:
             self._queues[tenant] = OrderedDict()
             self._tokens[tenant] = max(self._tokens[tenant], self._level)
@@ -80,18 +80,19 @@ class RequestQueue:
         self._oldest(turn).num_passes += 1
         request.num_passes = 0
         self._level = self._tokens[turn]
-        self._tokens[request.tenant] += request.num_tokens
-        self._last[request.tenant] = request.prefix.hashes
+        self._tokens[request.asked.tenant] += request.num_tokens
+        self._last[request.asked.tenant] = request.prefix.hashes
         if not request.table_key:
             self.waited_s = time.monotonic() - request.added_at
         self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request."""
-        del self._queues[request.tenant][request]
-        if not self._queues[request.tenant]:
-            del self._queues[request.tenant]
-            self._last.pop(request.tenant, None)
+        tenant = request.asked.tenant
+        del self._queues[tenant][request]
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._last.pop(tenant, None)
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

@@ -9,11 +9,12 @@ from openai.types.responses import ResponseErrorEvent
 from tieredkv.config import Settings
 from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import Claim, EngineInfo, RequestUsage, TokenLogprob
+from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server import openai_requests as requests
-from tieredkv.server.asked import Rules, check_prompt, fitted, params_of, plan_of
+from tieredkv.server.asked import Rules, fitted, params_of, plan_of
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_responses import (
     ChatChoices,
@@ -318,12 +319,12 @@ def test_messages_take_the_form_that_templates_know() -> None:
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        check_prompt("prompt", prompt, 8, 9)
+        pack_prompt(prompt, 8, 9)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
-    check_prompt("prompt", [1] * 7, 8, 9)
+    pack_prompt([1] * 7, 8, 9)
 
 
 WHOLE = requests.WHOLE

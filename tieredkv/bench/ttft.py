@@ -107,11 +107,13 @@ class _Bench(NamedTuple):
     def serve(self, prompt: list[int]) -> Sample:
         """Serve a prompt, keep the logits of its output tokens, and digest its prefix."""
         core, logits = self.llm.core, list[torch.Tensor]()
+        length = len(prompt) - SUFFIX_TOKENS
+        request = self.llm.make_request(prompt, PARAMS, cacheable_tokens=length)
         pid = core.info.worker_pid
         before = raw.read_bytes_of(pid)
         core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
         try:
-            [output] = self.llm.generate(prompt, PARAMS)
+            [output] = self.llm.serve([request])
         finally:
             core.on_logits = None
         return Sample(
@@ -120,7 +122,7 @@ class _Bench(NamedTuple):
             token_ids=output.token_ids,
             logits=torch.stack(logits).numpy(),
             bytes_from_disk=raw.read_bytes_of(pid) - before,
-            kv_digest=self.digest(prompt[:-SUFFIX_TOKENS]),
+            kv_digest=self.digest(prompt[:length]),
         )
 
     def digest(self, prefix: list[int]) -> str | None:
@@ -159,7 +161,6 @@ def measure(spec: Spec) -> Measured:
                     what = f"A prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 measured.samples.setdefault((arm, length), []).append(sample)
-                core.evict_behind(bench.llm.make_request(prompt, PARAMS), num_tokens=length)
             core.evict()
     return measured
 

@@ -84,10 +84,10 @@ def generate(
 def _check_prompts(prompts: Sequence[str], settings: Settings) -> None:
     """Refuse prompts that are empty or too long for the model, before anything is allocated."""
     from tieredkv.engine.loader import find_model, load_tokenizer
-    from tieredkv.engine.request import check_prompt_length
+    from tieredkv.engine.request import pack_prompt
 
     found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
     limit = min(settings.max_model_len or found.max_model_len, found.max_model_len)
     tokenizer = load_tokenizer(settings.model)
     for prompt in prompts:
-        check_prompt_length(len(tokenizer.encode(prompt)), limit)
+        pack_prompt(tokenizer.encode(prompt), limit, found.vocab_size)

@@ -18,6 +18,7 @@ from pydantic import Field
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
+from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
@@ -186,7 +187,7 @@ class Asked:
         requests = []
         seed = secrets.randbits(62)
         for i, prompt in enumerate(self.prompts):
-            check_prompt(self.prompt_field, prompt, info.max_model_len, info.vocab_size)
+            pack_prompt(prompt, info.max_model_len, info.vocab_size, field=self.prompt_field)
             room = info.max_model_len - len(prompt)
             max_tokens = min(self.limit or room, room)
             request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
@@ -260,22 +261,3 @@ def params_of(
     min_tokens = min(params.min_tokens, max_tokens)
     seed = (seed + choice) % MAX_SEED
     return dataclasses.replace(params, max_tokens=max_tokens, seed=seed, min_tokens=min_tokens)
-
-
-def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
-    """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
-    text, code = "", "invalid_value"
-    if not prompt:
-        text = f"Invalid '{what}': the prompt is empty. At least one token is needed."
-    elif len(prompt) >= max_model_len:
-        code = "context_length_exceeded"
-        text = (
-            f"This model's maximum context length is {max_model_len} tokens. However, your "
-            f"{what} resulted in {len(prompt)} tokens and at least one must be generated. "
-            f"Please reduce the length of the {what}."
-        )
-    elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
-        vocabulary = f"the model's vocabulary of {vocab_size} tokens"
-        text = f"Invalid '{what}': token id {bad[0]} is not in {vocabulary}."
-    if text:
-        raise RequestError(text, param=what, code=code)

@@ -89,11 +89,11 @@ class EngineClient:
         if self._takers.pop(request_id, None) is not None and self.is_alive:
             self._channel.send(messages.Abort(request_id))
 
-    def stop(self, drain_timeout_s: float) -> None:
+    def stop(self) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
         if self.is_alive and not self._is_stopping:
             self._is_stopping = True
-            self._channel.send(messages.Shutdown(drain_timeout_s))
+            self._channel.send(messages.Shutdown())
 
     def kill(self) -> None:
         """End an engine that is still starting and has promised nothing."""
@@ -101,7 +101,7 @@ class EngineClient:
 
     async def shutdown(self, drain_timeout_s: float) -> int:
         """Stop, wait for the engine's end, and return its exit code."""
-        self.stop(drain_timeout_s)
+        self.stop()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
         self._mark_dead()
