@@ -174,7 +174,7 @@ class EngineCore:
             load_timeout_s=settings.load_timeout,
         )
         self.scheduler = Scheduler(
-            self.cache,
+            cache=self.cache,
             block_size=spec.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=num_batched_tokens,

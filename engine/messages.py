@@ -151,9 +151,10 @@ def failed(request_id: str, error: RequestError) -> TokenOutput:
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """All outputs of one step."""
+    """All outputs of one step; now and then with `EngineCore.tier_stats`."""
 
     outputs: list[TokenOutput]
+    stats: dict[str, Any] | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
@@ -180,15 +181,9 @@ class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
-class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """What the tiers hold and the engine has counted, as `EngineCore.tier_stats` tells it."""
-
-    tiers: dict[str, Any]
-
-
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
 ToEngine = Start | EngineRequest | Abort | Shutdown
-ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport | Stats
+ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport

@@ -19,7 +19,7 @@ import msgspec
 
 from tieredkv.engine import messages
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import Shutdown, Start, ToEngine, TokenOutput
+from tieredkv.engine.messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
@@ -90,10 +90,11 @@ class EngineProcess:
 
     def _step(self, core: EngineCore) -> None:
         """Step once, and tell what came of it; the figures are told now and then, and last."""
-        self._send_outputs(core.step())
+        outputs, stats = core.step(), None
         if self._is_stopping or time.monotonic() - self._told_at > STATS_INTERVAL_S:
-            self._told_at = time.monotonic()
-            self._channel.send(messages.Stats(core.tier_stats()))
+            self._told_at, stats = time.monotonic(), core.tier_stats()
+        if outputs or stats:
+            self._channel.send(StepOutputs(outputs, stats))
 
     def _receive(self) -> None:
         """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
@@ -120,17 +121,13 @@ class EngineProcess:
                 try:
                     core.add_request(message)
                 except RequestError as error:
-                    self._send_outputs([messages.failed(request_id, error)])
+                    self._channel.send(StepOutputs([messages.failed(request_id, error)]))
                 return len(message.prompt_token_ids)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case Shutdown():
                 self._is_stopping = True
         return 0
-
-    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
-        if outputs:
-            self._channel.send(messages.StepOutputs(outputs))
 
     def _report(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()

@@ -32,11 +32,11 @@ class Loop:
     ) -> None:
         self.rig = rig
         self.scheduler = Scheduler(
-            rig.cache,
+            cache=rig.cache,
             block_size=SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_alone_tokens=max_num_alone_tokens,
+            max_num_alone_tokens=max_num_alone_tokens or max_num_batched_tokens,
             hash_algo="sha256",
         )
         self.finished: list[str] = []

@@ -111,10 +111,11 @@ class _Host:
         )
         self.cache = TieredCache(self.tiers, device_reserve_blocks=1)
         self.scheduler = Scheduler(
-            self.cache,
+            cache=self.cache,
             block_size=block_size,
             max_num_seqs=256,
             max_num_batched_tokens=num_prompt_tokens,
+            max_num_alone_tokens=num_prompt_tokens,
             hash_algo="sha256",
         )
         self.block_size = block_size

@@ -119,13 +119,12 @@ class EngineClient:
 
     def _take(self, message: ToServer) -> None:
         match message:
-            case messages.StepOutputs(outputs):
+            case messages.StepOutputs(outputs, stats):
+                self.stats = stats or self.stats
                 for output in outputs:
                     pick = self._takers.pop if output.finish_reason else self._takers.get
                     if (take := pick(output.request_id, None)) is not None:
                         take(output)
-            case messages.Stats(tiers):
-                self.stats = tiers
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case EngineInfo():
