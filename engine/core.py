@@ -39,7 +39,7 @@ from tieredkv.engine.model_runner import (
 from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
-from tieredkv.errors import ConfigError, RequestError
+from tieredkv.errors import ConfigError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.kernels.small_copies import to_device
@@ -57,7 +57,6 @@ logger = logging.getLogger(__name__)
 LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 TOUCH_AGAIN_S = 10.0
-MAX_RETRY_AFTER_S = 60
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
@@ -90,7 +89,7 @@ class EngineCore:
     """
 
     def __init__(self, settings: Settings, *, progress: Progress = ignore_progress) -> None:
-        self._settings = settings
+        self.settings = settings
         self._policies = settings.retention_policies()
         self._wake = threading.Event()
         self._requests: dict[str, Request] = {}
@@ -187,7 +186,7 @@ class EngineCore:
     def info(self) -> EngineInfo:
         """What those who send requests are told; it changes when the store's worker does."""
         return EngineInfo(
-            model=self._settings.served_model_name or self.model.name,
+            model=self.settings.served_model_name or self.model.name,
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
             worker_pid=self.tiers.store.pid if self.tiers.store else None,
@@ -199,17 +198,11 @@ class EngineCore:
         """Queue a request.
 
         Raises:
-            RequestError: it is malformed, too long, or the queue is full and has the tenant's
-                share of requests.
+            RequestError: it is malformed or too long.
         """
         assert asked.request_id not in self._requests, asked.request_id
-        vocab_size, waiting = self.model.vocab_size, self.scheduler.waiting
+        vocab_size = self.model.vocab_size
         packed = pack_prompt(asked.prompt_token_ids, self._max_model_len, vocab_size)
-        if waiting.is_full_for(asked.tenant, self._settings.max_num_queued_reqs):
-            text = f"The queue is full: {len(waiting)} requests are waiting"
-            error = RequestError(text, code="queue_full", status=429)
-            error.retry_after_s = min(1 + int(waiting.waited_s), MAX_RETRY_AFTER_S)
-            raise error
         asked.params.check_vocabulary(vocab_size)
         sampler = SamplerState(
             asked.params,
@@ -336,7 +329,7 @@ class EngineCore:
         self._is_closed = True
         self.abort_all()
         left = self.cache.demoter.drain(
-            deadline=time.monotonic() + self._settings.drain_timeout,
+            deadline=time.monotonic() + self.settings.drain_timeout,
             on_progress=partial(progress, "writing to disk"),
         )
         if left:
@@ -348,7 +341,7 @@ class EngineCore:
 
     def _prefix(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
-        settings, size, algo = self._settings, self.kv_spec.block_size, self._settings.hash_algo
+        settings, size, algo = self.settings, self.kv_spec.block_size, self.settings.hash_algo
         # What was cached has no logits any more.
         most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
         max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
@@ -486,7 +479,7 @@ class EngineCore:
             self.tiers.store.reply_control(event.id, answer)
 
     def _open_store(self, arena: HostArena, stack: contextlib.ExitStack) -> StoreClient | None:
-        settings = self._settings
+        settings = self.settings
         if settings.disk_dir is None:
             return None
         options = StoreOptions(

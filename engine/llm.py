@@ -50,9 +50,7 @@ class LLM:
         progress: Progress = ignore_progress,
         **settings: object,
     ) -> None:
-        arguments: dict[str, object] = {"model": model, **settings}
-        if retention is not None:
-            arguments["default_retention"] = retention
+        arguments = {"model": model, "default_retention": retention, **settings}
         loaded = load_settings(arguments=arguments, config_path=config)
         self.core = EngineCore(loaded.settings, progress=progress)
         self.tokenizer = self.core.model.tokenizer

@@ -21,10 +21,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from tieredkv.engine.request import Request
+from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash
 
 WINDOW = 16
 MAX_PASSES = 8
+MAX_RETRY_AFTER_S = 60
 
 
 class RequestQueue:
@@ -57,13 +59,20 @@ class RequestQueue:
         window.sort(key=lambda each: -_num_shared(each.prefix.hashes, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
-    def is_full_for(self, tenant: str, most: int) -> bool:
-        """Return whether so many wait, and the tenant has its equal share of them already.
+    def check_room(self, tenant: str, most: int) -> None:
+        """Refuse a request if so many wait, and its tenant has its equal share of them already.
 
         Whoever has less still gets in, so that twice as many wait at the very most.
+
+        Raises:
+            RequestError: tells when to ask again.
         """
         share = most // len({*self._queues, tenant})
-        return len(self) >= most and len(self._queues.get(tenant, ())) >= share
+        if len(self) >= most and len(self._queues.get(tenant, ())) >= share:
+            text = f"The queue is full: {len(self)} requests are waiting"
+            error = RequestError(text, code="queue_full", status=429)
+            error.retry_after_s = min(1 + int(self.waited_s), MAX_RETRY_AFTER_S)
+            raise error
 
     def append(self, request: Request) -> None:
         """Queue a request behind the others of its tenant; before them if it was preempted."""

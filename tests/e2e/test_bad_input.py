@@ -125,6 +125,11 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> Non
         llm.core.cache.check()
 
 
+def test_prompts_of_the_python_api_are_never_too_many(tmp_path: Path) -> None:
+    with LLM("tiny-random", device_size="2MiB", host_size="2MiB", max_num_queued_reqs=2) as llm:
+        assert len(llm.generate([TEXT] * 5, GREEDY)) == 5
+
+
 def test_an_unknown_retention_lists_the_known_ones(generate: Run, tmp_path: Path) -> None:
     message = refusal(generate("--default-retention", "48h"), 2)
     assert message == "`default_retention` = `48h` must be one of in_memory, 24h, 5m, 1h"
