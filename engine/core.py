@@ -54,7 +54,6 @@ from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 TOUCH_AGAIN_S = 10.0
 CPU_DEVICE_BYTES = 256 << 20
@@ -116,9 +115,7 @@ class EngineCore:
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
         most_tokens = longest_chunk(num_alone_tokens)
         limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
-        device_size = settings.device_size
-        if device_size is None and device.type != "cuda":
-            device_size = CPU_DEVICE_BYTES
+        device_size = settings.device_size or (None if device.type == "cuda" else CPU_DEVICE_BYTES)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         if device_size is not None:
             num_blocks = _num_slots("device_size", device_size, spec.block_bytes, least=2)
@@ -153,13 +150,13 @@ class EngineCore:
             )
             stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
-        layer_bytes = spec.block_bytes // spec.num_layers
+        early_bytes = spec.block_bytes * late_layer(spec) // spec.num_layers
         digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.on_evict("host", h)),
             directory=Directory(self._policies),
-            transfer=BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes),
+            transfer=BlockTransfer[Any](copier, early_bytes=early_bytes),
             store=store,
             clock=Clock(settings.clock_offset_file),
             block_bytes=spec.block_bytes,
@@ -284,15 +281,14 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters = msgspec.to_builtins(self.tiers.counters)
-        counters["preemptions"] = self.scheduler.num_preemptions
-        counters["requests_running"] = len(self.scheduler.running)
-        counters["requests_waiting"] = len(self.scheduler.waiting)
-        stats["counters"] = counters
-        stats["block_bytes"] = size
-        store = self.tiers.store
-        stats["disk"] = msgspec.to_builtins(store.stats()) if store else None
-        return stats
+        scheduler, store = self.scheduler, self.tiers.store
+        stats["counters"] = msgspec.to_builtins(self.tiers.counters) | {
+            "preemptions": scheduler.num_preemptions,
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+        }
+        disk = msgspec.to_builtins(store.stats()) if store else None
+        return stats | {"block_bytes": size, "disk": disk}
 
     def evict(self, wanted: EvictFilter = EVERYTHING, blocks: Collection[BlockHash] = ()) -> int:
         """Drop blocks from VRAM and host memory; count them.
@@ -351,14 +347,7 @@ class EngineCore:
             asked.prompt_cache_key if settings.isolate_by == "prompt_cache_key" else None,
             algo=algo,
         )
-        root = model_root(
-            fingerprint=self.model.fingerprint,
-            kv_dtype=self.kv_spec.dtype,
-            layout=LAYOUT,
-            block_size=size,
-            namespace=namespace,
-            algo=algo,
-        )
+        root = model_root(self.model.fingerprint, self.kv_spec, namespace, algo=algo)
         ends = asked.read_ends
         return Prefix(
             root=root,
@@ -436,15 +425,14 @@ class EngineCore:
             logprobs = request.take_scores() if is_first else []
             if token.logprob is not None:
                 logprobs.append(token.logprob)
-            self._outputs.append(
-                TokenOutput(
-                    request_id=request.request_id,
-                    token_ids=[token.token_id],
-                    logprobs=logprobs or None,
-                    finish_reason=finish_reason,
-                    usage=request.usage if is_first or finish_reason else None,
-                )
+            output = TokenOutput(
+                request_id=request.request_id,
+                token_ids=[token.token_id],
+                logprobs=logprobs or None,
+                finish_reason=finish_reason,
+                usage=request.usage if is_first or finish_reason else None,
             )
+            self._outputs.append(output)
             if finish_reason is not None:
                 if time.monotonic() - request.touched_at > TOUCH_AGAIN_S:
                     self._touch(request)

@@ -12,17 +12,18 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
+from tieredkv.storage.messages import Refused
 from tieredkv.types import Tier
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+class Start(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="start"):
     """The first frame that the engine is sent: what to load, and how much to log."""
 
     settings: Settings
     log_level: str = "INFO"
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Claim(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a request wants for the blocks of a prompt's first tokens.
 
     Attributes:
@@ -36,7 +37,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     protect_s: float = 0.0
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="request"):
     """A prompt to continue.
 
     Attributes:
@@ -69,13 +70,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt_cache_key: str | None = None
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Stop a request and release what it holds; unknown ids are ignored."""
 
     request_id: str
 
 
-class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
+class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Where the tokens of a prompt came from; each of them counts once.
 
     `cached_tokens + written_tokens + recomputed_tokens` is the prompt's full blocks within
@@ -109,7 +110,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.cached_tokens_by_tier.values())
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One token's log-probability and its most likely alternatives, most likely first.
 
     The first token of a prompt follows nothing and has none.
@@ -120,7 +121,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     top: list[tuple[int, float]] = []
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one step made of one request.
 
     Attributes:
@@ -150,14 +151,14 @@ def failed(request_id: str, error: RequestError) -> TokenOutput:
     return replace(output, error_code=error.code, retry_after_s=error.retry_after_s)
 
 
-class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
     """All outputs of one step; now and then with `EngineCore.tier_stats`."""
 
     outputs: list[TokenOutput]
     stats: dict[str, Any] | None = None
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="ready"):
     """Said by the engine when it can serve, and again when the store's worker was replaced."""
 
     model: str
@@ -166,14 +167,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     worker_pid: int | None
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Said instead of `EngineInfo` when the engine cannot start."""
-
-    error_type: str
-    message: str
-
-
-class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
+class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """How far loading or draining is; `total` is 0 where it is not known."""
 
     stage: str
@@ -181,9 +175,9 @@ class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
 ToEngine = Start | EngineRequest | Abort | Shutdown
-ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport
+ToServer = StepOutputs | EngineInfo | Refused | ProgressReport

@@ -23,6 +23,7 @@ from tieredkv.engine.messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.messages import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,7 @@ class EngineProcess:
         try:
             core = self._core = EngineCore(start.settings, progress=self._report)
         except TieredKVError as error:
-            self._channel.send(messages.StartFailed(type(error).__name__, str(error)))
+            self._channel.send(Refused(type(error).__name__, str(error)))
         else:
             signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
             self._serve(core)

@@ -87,10 +87,8 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is still to be computed."""
-        return (
-            self.num_computed_tokens < self.num_tokens - 1
-            or self.num_tokens == self.num_prompt_tokens
-        )
+        num_tokens = self.num_tokens
+        return num_tokens == self.num_prompt_tokens or num_tokens - self.num_computed_tokens > 1
 
     @property
     def is_long_enough(self) -> bool:

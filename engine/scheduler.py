@@ -223,8 +223,8 @@ class Scheduler:
                 break
         if end <= start:
             return None
-        for index in range(start // size, min(-(-end // size), num_chain)):
-            claimed.add(prefix.blocks[index].block_id)
+        last = min(-(-end // size), num_chain)
+        claimed.update(block.block_id for block in prefix.blocks[start // size : last])
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,
@@ -252,7 +252,7 @@ class Scheduler:
                 num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
-                if passing is None or not self._try_hard(passing):
+                if passing is None or not (self._try(passing) or self._try_hard(passing)):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
@@ -275,8 +275,6 @@ class Scheduler:
 
     def _try_hard(self, request: Request) -> bool:
         """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
-        if self._try(request):
-            return True
         self._unprotect_queued()
         return self._try(request, is_alone=not self.running)
 

@@ -18,6 +18,7 @@ from tieredkv.engine import messages
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.messages import Refused
 from tieredkv.storage.process import bury, start_process
 from tieredkv.types import Progress
 
@@ -131,8 +132,8 @@ class EngineClient:
                 self.info = message
                 if not self._ready.done():
                     self._ready.set_result(message)
-            case messages.StartFailed(error_type, text):
-                self._ready.set_exception(errors.named(error_type, text))
+            case Refused(kind, text):  # said instead of `EngineInfo`
+                self._ready.set_exception(errors.named(kind, text))
 
     def _mark_dead(self) -> None:
         self._loop.remove_reader(self._channel)
