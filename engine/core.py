@@ -487,23 +487,19 @@ class EngineCore:
 
 
 def _score(scheduled: list[ScheduledRow], output: StepOutput) -> StepOutput:
-    """Score prompts, and return the logits of those rows only that get their next token."""
-    kept, end = [], 0
-    for request, start, stop, row in scheduled:
-        if row.all_logits:
-            logits = output.logits[end : end + stop - start]
-            token_ids = to_device(
-                request.token_ids[start + 1 : stop + 1], torch.int64, logits.device
-            )
-            if not start:
-                request.prompt_scores.clear()
-            counts = [request.asked.prompt_logprobs or 0] * (stop - start)
-            request.prompt_scores.append(score(logits, token_ids, counts))
-            end += stop - start
-        elif row.needs_logits:
-            kept.append(end)
-            end += 1
-    at = to_device(kept, torch.int64, output.logits.device)
+    """Score the one prompt that is scored in a step, and return the logits of the other rows."""
+    index = next(i for i, each in enumerate(scheduled) if each.row.all_logits)
+    request, start, end, _ = scheduled[index]
+    first = sum(each.row.needs_logits for each in scheduled[:index])
+    last = first + end - start
+    logits = output.logits[first:last]
+    token_ids = to_device(request.token_ids[start + 1 : end + 1], torch.int64, logits.device)
+    if not start:  # once more after a preemption
+        request.prompt_scores.clear()
+    counts = [request.asked.prompt_logprobs or 0] * (end - start)
+    request.prompt_scores.append(score(logits, token_ids, counts))
+    others = [*range(first), *range(last, len(output.logits))]
+    at = to_device(others, torch.int64, logits.device)
     return StepOutput(*(part[at] for part in output))
 
 
