@@ -13,9 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -27,15 +26,10 @@ from tieredkv.cache.tiered import BlockClaim, Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine import model_runner
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, TokenOutput
-from tieredkv.engine.model_runner import (
-    ModelRunner,
-    StepOutput,
-    late_layer,
-    make_kv_pool,
-    num_device_blocks,
-)
+from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
@@ -60,8 +54,7 @@ CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
 
-@dataclass(slots=True)
-class _Launched:
+class _Launched(NamedTuple):
     """A step on the device whose tokens the host has not seen yet; `rows` are those with one."""
 
     rows: list[ScheduledRow]
@@ -131,9 +124,9 @@ class EngineCore:
         if device_size is None:
             progress("profiling", 0, 1)
             share = settings.gpu_memory_utilization
-            num_blocks = num_device_blocks(self.model, spec, share, **limits)
+            num_blocks = model_runner.num_device_blocks(self.model, spec, share, **limits)
             progress("profiling", 1, 1)
-        pool = make_kv_pool(spec, num_blocks, device)
+        pool = model_runner.make_kv_pool(spec, num_blocks, device)
         longest = min(settings.max_model_len or sys.maxsize, self.model.max_model_len)
         self._max_model_len = min(longest, num_blocks * spec.block_size)
         self._runner = ModelRunner(
@@ -150,7 +143,7 @@ class EngineCore:
             )
             stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
-        early_bytes = spec.block_bytes * late_layer(spec) // spec.num_layers
+        early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
         digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
