@@ -151,8 +151,11 @@ class LLM:
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts: a text and a flat list of token ids are one prompt each."""
-    if isinstance(prompts, str) or all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in prompts):
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if all(isinstance(item, int) for item in items):
+        return [items]  # type: ignore[list-item]
+    if any(isinstance(item, int) for item in items):
         raise RequestError("Prompts and token ids cannot be mixed", param="prompt")
-    return list(prompts)  # type: ignore[arg-type]
+    return items  # type: ignore[return-value]
