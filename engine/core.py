@@ -13,14 +13,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 import xxhash
-from msgspec.structs import replace
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
@@ -28,19 +26,14 @@ from tieredkv.cache.tiered import BlockClaim, Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
+from tieredkv.engine import model_runner
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, TokenOutput
-from tieredkv.engine.model_runner import (
-    ModelRunner,
-    StepOutput,
-    late_layer,
-    make_kv_pool,
-    num_device_blocks,
-)
-from tieredkv.engine.request import Request, check_prompt_length, pack_prompt
+from tieredkv.engine.model_runner import ModelRunner, StepOutput
+from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
-from tieredkv.errors import ConfigError, RequestError
+from tieredkv.errors import ConfigError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.kernels.small_copies import to_device
@@ -50,21 +43,18 @@ from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import EvictFilter
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import DTYPE_BYTES, BlockHash, KVSpec, Progress, Tier, ignore_progress
+from tieredkv.types import DTYPE_BYTES, BlockHash, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
 logger = logging.getLogger(__name__)
 
-LAYOUT = "block-contiguous/1"
 TRANSFER_POLL_S = 0.00005
 TOUCH_AGAIN_S = 10.0
-MAX_RETRY_AFTER_S = 60
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
 
-@dataclass(slots=True)
-class _Launched:
+class _Launched(NamedTuple):
     """A step on the device whose tokens the host has not seen yet; `rows` are those with one."""
 
     rows: list[ScheduledRow]
@@ -91,10 +81,8 @@ class EngineCore:
     """
 
     def __init__(self, settings: Settings, *, progress: Progress = ignore_progress) -> None:
-        self._settings = settings
+        self.settings = settings
         self._policies = settings.retention_policies()
-        self._policies.get(settings.default_retention, is_any=True)
-        self._clock = Clock(settings.clock_offset_file)
         self._wake = threading.Event()
         self._requests: dict[str, Request] = {}
         self._outputs: list[TokenOutput] = []
@@ -120,52 +108,49 @@ class EngineCore:
         num_alone_tokens = settings.resolve_max_num_alone_tokens(device.type)
         most_tokens = longest_chunk(num_alone_tokens)
         limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
-        device_size = settings.device_size
-        if device_size is None and device.type != "cuda":
-            device_size = CPU_DEVICE_BYTES
+        device_size = settings.device_size or (None if device.type == "cuda" else CPU_DEVICE_BYTES)
         num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
         if device_size is not None:
             num_blocks = _num_slots("device_size", device_size, spec.block_bytes, least=2)
-        _check_disk_size(settings, spec)
+        if settings.disk_dir is not None:
+            least_bytes = minimum_budget_bytes(spec.block_bytes)
+            few = f"no block of {format_bytes(spec.block_bytes)}"
+            _check_budget("disk_size", settings.disk_size, least_bytes, few)
         report = partial(progress, "taking host memory")
-        self._arena = HostArena(num_pages, spec.page_bytes, progress=report)
-        stack.callback(self._arena.close)
-        self._store = self._open_store(stack)
+        arena = HostArena(num_pages, spec.page_bytes, progress=report)
+        stack.callback(arena.close)
+        store = self._open_store(arena, stack)
         self.model: LoadedModel = found.load(progress=progress, fingerprint=settings.fingerprint)
         if device_size is None:
             progress("profiling", 0, 1)
             share = settings.gpu_memory_utilization
-            num_blocks = num_device_blocks(self.model, spec, share, **limits)
+            num_blocks = model_runner.num_device_blocks(self.model, spec, share, **limits)
             progress("profiling", 1, 1)
-        self._pool = make_kv_pool(spec, num_blocks, device)
-        self._max_model_len = min(
-            settings.max_model_len or self.model.max_model_len,
-            self.model.max_model_len,
-            num_blocks * spec.block_size,
-        )
+        pool = model_runner.make_kv_pool(spec, num_blocks, device)
+        longest = min(settings.max_model_len or sys.maxsize, self.model.max_model_len)
+        self._max_model_len = min(longest, num_blocks * spec.block_size)
         self._runner = ModelRunner(
-            self.model, self._pool, spec, max_context_len=self._max_model_len, **limits
+            self.model, pool, spec, max_context_len=self._max_model_len, **limits
         )
-        self._block_bytes = self._pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
-        arena_bytes = torch.frombuffer(self._arena.buffer, dtype=torch.uint8)
+        self._block_bytes = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
+        arena_bytes = torch.frombuffer(arena.buffer, dtype=torch.uint8)
         if device.type == "cuda":
             pinned = register_pinned(
                 arena_bytes.data_ptr(),
-                self._arena.size_bytes,
+                arena.size_bytes,
                 page_bytes=spec.page_bytes,
                 progress=partial(progress, "pinning host memory"),
             )
             stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
-        layer_bytes = spec.block_bytes // spec.num_layers
-        transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
+        early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
         self.tiers = Tiers(
             device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
             host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.on_evict("host", h)),
             directory=Directory(self._policies),
-            transfer=transfer,
-            store=self._store,
-            clock=self._clock,
+            transfer=BlockTransfer[Any](copier, early_bytes=early_bytes),
+            store=store,
+            clock=Clock(settings.clock_offset_file),
             block_bytes=spec.block_bytes,
         )
         self.give_shares(settings.tenant_shares)
@@ -177,7 +162,7 @@ class EngineCore:
             load_timeout_s=settings.load_timeout,
         )
         self.scheduler = Scheduler(
-            self.cache,
+            cache=self.cache,
             block_size=spec.block_size,
             max_num_seqs=settings.max_num_seqs,
             max_num_batched_tokens=num_batched_tokens,
@@ -190,52 +175,34 @@ class EngineCore:
     def info(self) -> EngineInfo:
         """What those who send requests are told; it changes when the store's worker does."""
         return EngineInfo(
-            model=self._settings.served_model_name or self.model.name,
+            model=self.settings.served_model_name or self.model.name,
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
-            worker_pid=self._store.pid if self._store else None,
+            worker_pid=self.tiers.store.pid if self.tiers.store else None,
         )
 
     # Requests
 
-    def add_request(self, request: EngineRequest) -> None:
+    def add_request(self, asked: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            RequestError: it is malformed, too long, or the queue is full and has the tenant's
-                share of requests.
+            RequestError: it is malformed or too long.
         """
-        settings, vocab_size = self._settings, self.model.vocab_size
-        check_prompt_length(len(request.prompt_token_ids), self._max_model_len)
-        if request.request_id in self._requests:
-            raise RequestError(f"Request id `{request.request_id}` is in use", param="request_id")
-        packed = pack_prompt(request.prompt_token_ids, vocab_size)
-        waiting, most = self.scheduler.waiting, settings.max_num_queued_reqs
-        if waiting.is_full_for(request.tenant, most):
-            text = f"The queue is full: {len(waiting)} requests are waiting"
-            error = RequestError(text, code="queue_full", status=429)
-            error.retry_after_s = min(1 + int(waiting.waited_s), MAX_RETRY_AFTER_S)
-            raise error
-        request.params.check_vocabulary(vocab_size)
-        prefix = self._prefix(request, packed)
-        token_ids = list(request.prompt_token_ids)
-        queued = Request(
-            request_id=request.request_id,
-            token_ids=token_ids,
-            num_prompt_tokens=len(token_ids),
-            prefix=prefix,
-            prompt_logprobs=request.prompt_logprobs,
-            tenant=request.tenant,
-            sampler=SamplerState(
-                request.params,
-                self._seeds.getrandbits(63),
-                eos_token_ids=self.model.eos_token_ids,
-                prompt_token_ids=token_ids,
-            ),
-            max_output_tokens=min(request.params.max_tokens, self._max_model_len - len(token_ids)),
+        assert asked.request_id not in self._requests, asked.request_id
+        vocab_size = self.model.vocab_size
+        packed = pack_prompt(asked.prompt_token_ids, self._max_model_len, vocab_size)
+        asked.params.check_vocabulary(vocab_size)
+        sampler = SamplerState(
+            asked.params,
+            self._seeds.getrandbits(63),
+            eos_token_ids=self.model.eos_token_ids,
+            prompt_token_ids=packed,
         )
-        self._requests[request.request_id] = queued
-        self.scheduler.add(queued)
+        most_tokens = min(asked.params.max_tokens, self._max_model_len - len(packed))
+        request = Request(asked, self._prefix(asked, packed), sampler, most_tokens)
+        self._requests[asked.request_id] = request
+        self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """Cancel a request and release what it holds; unknown ids are ignored."""
@@ -306,27 +273,19 @@ class EngineCore:
                 "bytes_live": pool.num_cached * size,
                 "bytes_budget": pool.num_blocks * size,
             }
-        counters = msgspec.to_builtins(self.tiers.counters)
-        counters["preemptions"] = self.scheduler.num_preemptions
-        counters["requests_running"] = len(self.scheduler.running)
-        counters["requests_waiting"] = len(self.scheduler.waiting)
-        stats["counters"] = counters
-        stats["block_bytes"] = size
-        stats["disk"] = msgspec.to_builtins(self._store.stats()) if self._store else None
-        return stats
+        scheduler, store = self.scheduler, self.tiers.store
+        stats["counters"] = msgspec.to_builtins(self.tiers.counters) | {
+            "preemptions": scheduler.num_preemptions,
+            "requests_running": len(scheduler.running),
+            "requests_waiting": len(scheduler.waiting),
+        }
+        disk = msgspec.to_builtins(store.stats()) if store else None
+        return stats | {"block_bytes": size, "disk": disk}
 
     def give_shares(self, shares: Mapping[str, float]) -> None:
         """Give tenants their shares of every tier, in place of those before."""
-        algo = self._settings.hash_algo
+        algo = self.settings.hash_algo
         self.tiers.give_shares({tenant_digest(t, algo=algo): it for t, it in shares.items()})
-
-    def demote(self, to: Tier, *, timeout_s: float = 60.0) -> bool:
-        """Empty the tiers above `to` of what no request uses; return whether all of it has gone."""
-        if to is Tier.DEVICE:
-            raise RequestError("`to` must be `host` or `disk`", param="to")
-        if to is Tier.DISK and self._store is None:
-            raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
-        return self.cache.demoter.flush(to, deadline=time.monotonic() + timeout_s)
 
     def evict(self, wanted: EvictFilter = EVERYTHING, blocks: Collection[BlockHash] = ()) -> int:
         """Drop blocks from VRAM and host memory; count them.
@@ -335,7 +294,7 @@ class EngineCore:
             wanted: which of them.
             blocks: further blocks of the chains that it names.
         """
-        now = self._clock.now()
+        now = self.tiers.clock.now()
         chains = self.tiers.directory.chains(wanted.ids, blocks)
         return self.cache.evict(
             lambda entry: (
@@ -344,37 +303,27 @@ class EngineCore:
             )
         )
 
-    def evict_behind(self, request: EngineRequest, *, num_tokens: int) -> int:
-        """Drop a prompt's blocks behind its first tokens from VRAM and host memory; count them."""
-        hashes = self._prefix(request, request.prompt_token_ids).hashes
-        behind = set(hashes[num_tokens // self.kv_spec.block_size :])
-        return self.cache.evict(lambda entry: entry.block_hash in behind)
-
     def kv_digest(self, request: EngineRequest) -> str | None:
         """Return the xxh3_128 digest of the keys and values of a prompt's full blocks in VRAM.
 
         The bytes are read from VRAM, head of the chain first. None where a block is not there.
         """
         digest = xxhash.xxh3_128()
-        for block_hash in self._prefix(request, request.prompt_token_ids).hashes:
-            block = self.tiers.device.lookup(block_hash)
+        for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
             if block is None or not block.is_ready:
                 return None
             digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def close(
-        self, *, drain_timeout_s: float | None = None, progress: Progress | None = None
-    ) -> None:
+    def close(self, *, progress: Progress = ignore_progress) -> None:
         """Stop: end requests, write what a disk policy promised, release everything. Safe twice."""
         if self._is_closed:
             return
         self._is_closed = True
         self.abort_all()
-        timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
-        report = progress or ignore_progress
         left = self.cache.demoter.drain(
-            deadline=time.monotonic() + timeout_s, on_progress=partial(report, "writing to disk")
+            deadline=time.monotonic() + self.settings.drain_timeout,
+            on_progress=partial(progress, "writing to disk"),
         )
         if left:
             logger.warning("%d blocks were not written to disk in time", left)
@@ -383,35 +332,26 @@ class EngineCore:
 
     # Inside
 
-    def _prefix(self, request: EngineRequest, token_ids: Sequence[int]) -> Prefix:
+    def _prefix(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
-        settings, size = self._settings, self.kv_spec.block_size
+        settings, size, algo = self.settings, self.kv_spec.block_size, self.settings.hash_algo
         # What was cached has no logits any more.
-        most_tokens = request.cacheable_tokens if request.prompt_logprobs is None else 0
+        most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
         max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
-        isolate_by = settings.isolate_by
         namespace = namespace_digest(
-            request.tenant if isolate_by != "none" else "",
-            request.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None,
-            request.prompt_cache_key if isolate_by == "prompt_cache_key" else None,
-            algo=settings.hash_algo,
+            asked.tenant if settings.isolate_by != "none" else "",
+            asked.cache_salt if settings.isolate_by in ("salt", "prompt_cache_key") else None,
+            asked.prompt_cache_key if settings.isolate_by == "prompt_cache_key" else None,
+            algo=algo,
         )
-        root = model_root(
-            fingerprint=self.model.fingerprint,
-            kv_dtype=self.kv_spec.dtype,
-            layout=LAYOUT,
-            block_size=size,
-            namespace=namespace,
-            algo=settings.hash_algo,
-        )
-        cacheable, ends = token_ids[: max_blocks * size], request.read_ends
-        retention = request.retention or settings.default_retention
+        root = model_root(self.model.fingerprint, self.kv_spec, namespace, algo=algo)
+        ends = asked.read_ends
         return Prefix(
             root=root,
             namespace=namespace,
-            hashes=chain_hashes(root, cacheable, size, algo=settings.hash_algo),
-            retention=self._policies.get(retention, is_any=True).name,
-            claims=self._block_claims(request.claims),
+            hashes=chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo),
+            retention=self._policy(asked.retention or settings.default_retention),
+            claims=self._block_claims(asked.claims),
             max_blocks=max_blocks,
             read_ends=None if ends is None else [end // size for end in ends],
         )
@@ -421,14 +361,18 @@ class EngineCore:
 
         A protection counts from now on.
         """
-        now, size = self._clock.now(), self.kv_spec.block_size
+        now, size = self.tiers.clock.now(), self.kv_spec.block_size
         made = []
         for end in sorted({claim.end_token // size for claim in claims}):
             over = [claim for claim in claims if claim.end_token // size >= end]
-            names = {self._policies.get(claim.retention, is_any=True).name for claim in over}
+            names = frozenset(self._policy(claim.retention) for claim in over)
             protect_s = max(claim.protect_s for claim in over)
-            made.append(BlockClaim(end, frozenset(names), now + protect_s if protect_s else 0.0))
+            made.append(BlockClaim(end, names, now + protect_s if protect_s else 0.0))
         return made
+
+    def _policy(self, name: str) -> str:
+        """Return how a policy is called, of which aliases are known."""
+        return self._policies.get(name, is_any=True).name
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step, and do what does not need its tokens while the device computes it."""
@@ -450,13 +394,10 @@ class EngineCore:
         for row in rows:
             request = row.request
             if request.usage is None:
-                num_recomputed = 1 if row.row.write_from > row.start else 0
-                size = self.kv_spec.block_size
-                usage = request.measure_usage(size, num_recomputed)
-                if usage.written_tokens:
-                    why = self.cache.why_missed(request.prefix, usage.miss_token // size)
-                    usage = replace(usage, miss_reason=why)
-                request.usage = usage
+                num_recomputed = int(row.row.write_from > row.start)
+                request.usage = request.measure_usage(
+                    self.kv_spec.block_size, num_recomputed, self.cache.why_missed
+                )
             if not request.touched_at:
                 self._touch(request)
         return launched
@@ -481,15 +422,14 @@ class EngineCore:
             logprobs = request.take_scores() if is_first else []
             if token.logprob is not None:
                 logprobs.append(token.logprob)
-            self._outputs.append(
-                TokenOutput(
-                    request_id=request.request_id,
-                    token_ids=[token.token_id],
-                    logprobs=logprobs or None,
-                    finish_reason=finish_reason,
-                    usage=request.usage if is_first or finish_reason else None,
-                )
+            output = TokenOutput(
+                request_id=request.request_id,
+                token_ids=[token.token_id],
+                logprobs=logprobs or None,
+                finish_reason=finish_reason,
+                usage=request.usage if is_first or finish_reason else None,
             )
+            self._outputs.append(output)
             if finish_reason is not None:
                 if time.monotonic() - request.touched_at > TOUCH_AGAIN_S:
                     self._touch(request)
@@ -512,7 +452,6 @@ class EngineCore:
     def _answer_control(self) -> None:
         """Serve what an operator asked the store's worker about VRAM and host memory."""
         for event in self.cache.take_control_requests():
-            assert self._store is not None
             if event.call.verb == "df":
                 answer = self.tier_stats()
             else:
@@ -521,16 +460,16 @@ class EngineCore:
                 if event.call.wanted == EVERYTHING:
                     self.tiers.departed.clear_disk()
                 answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
-            self._store.reply_control(event.id, answer)
+            assert self.tiers.store is not None
+            self.tiers.store.reply_control(event.id, answer)
 
-    def _open_store(self, stack: contextlib.ExitStack) -> StoreClient | None:
-        settings = self._settings
+    def _open_store(self, arena: HostArena, stack: contextlib.ExitStack) -> StoreClient | None:
+        settings = self.settings
         if settings.disk_dir is None:
             return None
-        disk_retentions = tuple(policy.name for policy in settings.policies if policy.may_use_disk)
         options = StoreOptions(
             path=settings.disk_dir,
-            disk_retentions=disk_retentions,
+            disk_retentions=tuple(each.name for each in settings.policies if each.may_use_disk),
             budget_bytes=settings.disk_size,
             sync=settings.disk_sync,
             write_limit=settings.disk_write_limit,
@@ -539,50 +478,41 @@ class EngineCore:
             sweep_interval_s=settings.sweep_interval,
             clock_offset_file=settings.clock_offset_file,
         )
-        store = StoreClient(options, self._arena, wake=self.wake)
+        store = StoreClient(options, arena, wake=self.wake)
         stack.callback(store.close)
         return store
 
 
 def _score(scheduled: list[ScheduledRow], output: StepOutput) -> StepOutput:
-    """Score prompts, and return the logits of those rows only that get their next token."""
-    kept, end = [], 0
-    for request, start, stop, row in scheduled:
-        if row.all_logits:
-            logits = output.logits[end : end + stop - start]
-            token_ids = to_device(
-                request.token_ids[start + 1 : stop + 1], torch.int64, logits.device
-            )
-            if not start:
-                request.prompt_scores.clear()
-            counts = [request.prompt_logprobs or 0] * (stop - start)
-            request.prompt_scores.append(score(logits, token_ids, counts))
-            end += stop - start
-        elif row.needs_logits:
-            kept.append(end)
-            end += 1
-    at = to_device(kept, torch.int64, output.logits.device)
+    """Score the one prompt that is scored in a step, and return the logits of the other rows."""
+    index = next(i for i, each in enumerate(scheduled) if each.row.all_logits)
+    request, start, end, _ = scheduled[index]
+    first = sum(each.row.needs_logits for each in scheduled[:index])
+    last = first + end - start
+    logits = output.logits[first:last]
+    token_ids = to_device(request.token_ids[start + 1 : end + 1], torch.int64, logits.device)
+    if not start:  # once more after a preemption
+        request.prompt_scores.clear()
+    counts = [request.asked.prompt_logprobs or 0] * (end - start)
+    request.prompt_scores.append(score(logits, token_ids, counts))
+    others = [*range(first), *range(last, len(output.logits))]
+    at = to_device(others, torch.int64, logits.device)
     return StepOutput(*(part[at] for part in output))
 
 
 def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> int:
-    """Return how many blocks fit into a budget.
-
-    Raises:
-        ConfigError: fewer than `least` do.
-    """
-    if size_bytes < least * slot_bytes:
-        raise ConfigError(
-            f"`{field}` = {format_bytes(size_bytes)} holds fewer than {least} blocks of "
-            f"{format_bytes(slot_bytes)}; it must be at least {format_bytes(least * slot_bytes)}"
-        )
+    """Return how many blocks fit into a budget; fewer than `least` are refused."""
+    few = f"fewer than {least} blocks of {format_bytes(slot_bytes)}"
+    _check_budget(field, size_bytes, least * slot_bytes, few)
     return size_bytes // slot_bytes
 
 
-def _check_disk_size(settings: Settings, spec: KVSpec) -> None:
-    least = minimum_budget_bytes(spec.block_bytes)
-    if settings.disk_dir is not None and settings.disk_size < least:
-        raise ConfigError(
-            f"`disk_size` = {format_bytes(settings.disk_size)} holds no block of "
-            f"{format_bytes(spec.block_bytes)}; it must be at least {format_bytes(least)}"
-        )
+def _check_budget(field: str, size_bytes: int, least_bytes: int, holds: str) -> None:
+    """Refuse a budget that is too small.
+
+    Raises:
+        ConfigError: names it, says what it holds, and how large it must be.
+    """
+    if size_bytes < least_bytes:
+        size, least = format_bytes(size_bytes), format_bytes(least_bytes)
+        raise ConfigError(f"`{field}` = {size} holds {holds}; it must be at least {least}")

@@ -43,24 +43,13 @@ class Detokenizer:
         """Take the next tokens and give the text that is certain; nothing after a stop string."""
         given = ""
         for token_id in token_ids:
-            if self.stopped_by is not None:
-                break
             self._num_tokens += 1
             given += self._release(self._decode_next(token_id))
-        self.text += given
         return given
 
     def finish(self) -> str:
         """End the text and give what was held back; an unfinished character becomes U+FFFD."""
-        if self.stopped_by is not None:
-            return ""
-        rest = self._decode(self._window)[self._num_given :]
-        given = self._release(rest)
-        if self.stopped_by is None:
-            given += self._pending
-        self._window, self._num_given, self._pending = [], 0, ""
-        self.text += given
-        return given
+        return self._release(self._decode(self._window)[self._num_given :], is_end=True)
 
     def _decode_next(self, token_id: int) -> str:
         """Decode one more token over a window of tokens, and move the window when nothing is held.
@@ -81,8 +70,10 @@ class Detokenizer:
             self._num_given = len(self._decode(self._window)) - held
         return new
 
-    def _release(self, new: str) -> str:
-        """Pass text on, up to a stop string or to what may become one."""
+    def _release(self, new: str, *, is_end: bool = False) -> str:
+        """Pass text on, up to a stop string or, before the end, to what may become one."""
+        if self.stopped_by is not None:
+            return ""
         pending = self._pending + new
         cut = len(pending)
         # A stop string may not lie in text from before `min_tokens`.
@@ -91,10 +82,10 @@ class Detokenizer:
             if found:
                 # The first to be complete, so that it does not matter how text is cut into tokens.
                 cut, self.stopped_by = min(found, key=lambda it: (it[0] + len(it[1]), it[0]))
-                self._pending = ""
-                return pending[:cut]
-            cut -= max(_overlap(pending, text) for text in self._stop)
+            elif not is_end:
+                cut -= max(_overlap(pending, text) for text in self._stop)
         self._pending = pending[cut:]
+        self.text += pending[:cut]
         return pending[:cut]
 
 

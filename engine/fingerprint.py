@@ -110,21 +110,19 @@ def _digest_parts(parts: Iterable[bytes]) -> bytes:
 def _full_digests(files: Sequence[Path], cache_dir: Path | None, progress: Progress) -> list[bytes]:
     remembered = {} if cache_dir is None else _read_cache(cache_dir)
     keys = {path: _cache_key(path) for path in files}
-    sizes = {path: path.stat().st_size for path in files if keys[path] not in remembered}
-    places = [(path, at) for path, size in sizes.items() for at in range(0, size, _PIECE_BYTES)]
-    pieces: dict[Path, list[bytes]] = {path: [] for path in sizes}
-    if sizes:
-        with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-            digests = pool.map(_piece_digest, places)
-            for path, _ in tracked(progress, "fingerprinting weights", places):
-                pieces[path].append(next(digests))
-        for path, size in sizes.items():
-            if _cache_key(path) != keys[path]:
-                raise ModelError(f"`{path}` changed while it was read; load it again")
-            digest = _digest_parts([size.to_bytes(8, "little"), *pieces[path]])
-            remembered[keys[path]] = digest.hex()
-        if cache_dir is not None:
-            _write_cache(cache_dir, remembered)
+    unknown = {path: path.stat().st_size for path in files if keys[path] not in remembered}
+    places = [(path, at) for path, size in unknown.items() for at in range(0, size, _PIECE_BYTES)]
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        digests = pool.map(_piece_digest, places)
+        told = tracked(progress, "fingerprinting weights", places) if unknown else ()
+        pieces = [(path, next(digests)) for path, _ in told]
+    for path, size in unknown.items():
+        if _cache_key(path) != keys[path]:
+            raise ModelError(f"`{path}` changed while it was read; load it again")
+        own = (digest for of, digest in pieces if of == path)
+        remembered[keys[path]] = _digest_parts([size.to_bytes(8, "little"), *own]).hex()
+    if unknown and cache_dir is not None:
+        _write_cache(cache_dir, remembered)
     return [bytes.fromhex(remembered[key]) for key in keys.values()]
 
 

@@ -2,7 +2,9 @@
 
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
+from typing import Any
 
 from tieredkv.config import load_settings
 from tieredkv.engine.answer import Answer
@@ -45,14 +47,12 @@ class LLM:
         *,
         retention: str | None = None,
         config: str | os.PathLike[str] | None = None,
-        progress: Progress | None = None,
+        progress: Progress = ignore_progress,
         **settings: object,
     ) -> None:
-        arguments: dict[str, object] = {"model": model, **settings}
-        if retention is not None:
-            arguments["default_retention"] = retention
+        arguments = {"model": model, "default_retention": retention, **settings}
         loaded = load_settings(arguments=arguments, config_path=config)
-        self.core = EngineCore(loaded.settings, progress=progress or ignore_progress)
+        self.core = EngineCore(loaded.settings, progress=progress)
         self.tokenizer = self.core.model.tokenizer
         self._ids = itertools.count()
 
@@ -75,39 +75,51 @@ class LLM:
         Raises:
             RequestError: a prompt is empty or too long, or a parameter is out of range.
         """
+        asked = {"retention": retention, "cache_salt": cache_salt}
         params = sampling_params or SamplingParams()
-        options = {"retention": retention, "cache_salt": cache_salt}
-        requests = [self.make_request(prompt, params, **options) for prompt in _as_list(prompts)]
-        answers: dict[str, Answer] = {}
+        return self.serve([self.make_request(each, params, **asked) for each in _as_list(prompts)])
+
+    def make_request(self, prompt: Prompt, params: SamplingParams, **asked: Any) -> EngineRequest:
+        """Return what the engine is asked for a prompt; texts are tokenised here.
+
+        Args:
+            prompt: a text or token ids.
+            params: how to sample, and when to stop.
+            asked: further fields of `EngineRequest`.
+        """
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        name = f"llm-{next(self._ids)}"
+        return EngineRequest(request_id=name, prompt_token_ids=token_ids, params=params, **asked)
+
+    def serve(self, requests: Sequence[EngineRequest]) -> list[Answer]:
+        """Answer requests, all of them together, and return the answers in their order.
+
+        Raises:
+            RequestError: one of them cannot be served; none of them is then.
+        """
+        answers = {each.request_id: Answer(each, self.tokenizer) for each in requests}
+        unfinished = dict(answers)
         try:
             for request in requests:
-                answers[request.request_id] = Answer(request, self.tokenizer)
                 self.core.add_request(request)
-            self._run(answers)
+            while unfinished:
+                for output in self.core.step():
+                    answer = unfinished.get(output.request_id)
+                    if answer is None:  # what was under way when a stop string ended it
+                        continue
+                    answer.take(output)
+                    if answer.finish_reason is not None:
+                        del unfinished[output.request_id]
+                        if output.finish_reason is None:
+                            self.core.abort(output.request_id)
+                if unfinished:
+                    self.core.wait(IDLE_WAIT_S)
         except BaseException:
-            for request_id in answers:
+            for request_id in unfinished:
                 self.core.abort(request_id)
             self.core.step()
             raise
         return list(answers.values())
-
-    def make_request(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        *,
-        retention: str | None = None,
-        cache_salt: str | None = None,
-    ) -> EngineRequest:
-        """Return what the engine is asked for a prompt; texts are tokenised here."""
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        return EngineRequest(
-            request_id=f"llm-{next(self._ids)}",
-            prompt_token_ids=token_ids,
-            params=params,
-            retention=retention,
-            cache_salt=cache_salt,
-        )
 
     def demote(self, to: str, *, timeout_s: float = 60.0) -> bool:
         """Move everything that no request uses down to `"host"` or `"disk"`.
@@ -115,15 +127,20 @@ class LLM:
         Returns:
             Whether all of it has gone; False when the time was up first.
         """
-        return self.core.demote(Tier(to), timeout_s=timeout_s)
+        core = self.core
+        if to not in (Tier.HOST, Tier.DISK):
+            raise RequestError("`to` must be `host` or `disk`", param="to")
+        if to == Tier.DISK and core.tiers.store is None:
+            raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
+        return core.cache.demoter.flush(Tier(to), deadline=time.monotonic() + timeout_s)
 
     def tier_stats(self) -> dict[str, object]:
         """Return blocks and bytes of each tier, and the cache's counters."""
         return self.core.tier_stats()
 
-    def close(self, *, drain_timeout_s: float | None = None) -> None:
+    def close(self) -> None:
         """Write what `24h` promised and release everything; calling it twice is fine."""
-        self.core.close(drain_timeout_s=drain_timeout_s)
+        self.core.close()
 
     def __enter__(self) -> "LLM":
         return self
@@ -131,31 +148,14 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _run(self, answers: Mapping[str, Answer]) -> None:
-        """Step the engine until these answers have ended."""
-        unfinished = dict(answers)
-        while unfinished:
-            for output in self.core.step():
-                answer = unfinished.get(output.request_id)
-                if answer is None:  # what was under way when a stop string ended it
-                    continue
-                answer.take(output)
-                if answer.finish_reason is not None:
-                    del unfinished[output.request_id]
-                    if output.finish_reason is None:
-                        self.core.abort(output.request_id)
-            if unfinished:
-                self.core.wait(IDLE_WAIT_S)
-
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """Return a list of prompts: a text and a flat list of token ids are one prompt each."""
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
-    if not items or any(isinstance(item, int) for item in items):
-        why = "Prompts and token ids cannot be mixed" if items else "The prompt is empty"
-        raise RequestError(why, param="prompt", code="invalid_value")
+    if any(isinstance(item, int) for item in items):
+        raise RequestError("Prompts and token ids cannot be mixed", param="prompt")
     return items  # type: ignore[return-value]

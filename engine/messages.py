@@ -12,17 +12,18 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
+from tieredkv.storage.messages import Refused
 from tieredkv.types import Tier
 
 
-class Start(msgspec.Struct, frozen=True, kw_only=True, tag="start"):
+class Start(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="start"):
     """The first frame that the engine is sent: what to load, and how much to log."""
 
     settings: Settings
     log_level: str = "INFO"
 
 
-class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class Claim(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a request wants for the blocks of a prompt's first tokens.
 
     Attributes:
@@ -36,7 +37,7 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     protect_s: float = 0.0
 
 
-class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="request"):
     """A prompt to continue.
 
     Without id and prompt it is a plan, which is completed for each answer.
@@ -71,19 +72,19 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
     prompt_cache_key: str | None = None
 
 
-class Abort(msgspec.Struct, frozen=True, tag="abort"):
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
     """Stop a request and release what it holds; unknown ids are ignored."""
 
     request_id: str
 
 
-class Shares(msgspec.Struct, frozen=True, tag="shares"):
+class Shares(msgspec.Struct, frozen=True, array_like=True, tag="shares"):
     """From now on, tenants have these shares of every tier; see `Settings.tenant_shares`."""
 
     of_tenants: dict[str, float]
 
 
-class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
+class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """Where the tokens of a prompt came from; each of them counts once.
 
     `cached_tokens + written_tokens + recomputed_tokens` is the prompt's full blocks within
@@ -117,7 +118,7 @@ class RequestUsage(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.cached_tokens_by_tier.values())
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One token's log-probability and its most likely alternatives, most likely first.
 
     The first token of a prompt follows nothing and has none.
@@ -128,7 +129,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True):
     top: list[tuple[int, float]] = []
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True):
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What one step made of one request.
 
     Attributes:
@@ -158,13 +159,14 @@ def failed(request_id: str, error: RequestError) -> TokenOutput:
     return replace(output, error_code=error.code, retry_after_s=error.retry_after_s)
 
 
-class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """All outputs of one step."""
+class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
+    """All outputs of one step; now and then with `EngineCore.tier_stats`."""
 
     outputs: list[TokenOutput]
+    stats: dict[str, Any] | None = None
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
+class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="ready"):
     """Said by the engine when it can serve, and again when the store's worker was replaced."""
 
     model: str
@@ -173,14 +175,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     worker_pid: int | None
 
 
-class StartFailed(msgspec.Struct, frozen=True, tag="failed"):
-    """Said instead of `EngineInfo` when the engine cannot start."""
-
-    error_type: str
-    message: str
-
-
-class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
+class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
     """How far loading or draining is; `total` is 0 where it is not known."""
 
     stage: str
@@ -188,21 +183,9 @@ class ProgressReport(msgspec.Struct, frozen=True, tag="progress"):
     total: int
 
 
-class Stats(msgspec.Struct, frozen=True, tag="stats"):
-    """What the tiers hold and the engine has counted, as `EngineCore.tier_stats` tells it."""
-
-    tiers: dict[str, Any]
-
-
-class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
-    """Stop: end running requests with "abort", write what `24h` promised, exit.
-
-    Attributes:
-        drain_timeout_s: how long the writing may take; as the settings say if None.
-    """
-
-    drain_timeout_s: float | None = None
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
 ToEngine = Start | EngineRequest | Abort | Shares | Shutdown
-ToServer = StepOutputs | EngineInfo | StartFailed | ProgressReport | Stats
+ToServer = StepOutputs | EngineInfo | Refused | ProgressReport

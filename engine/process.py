@@ -19,10 +19,11 @@ import msgspec
 
 from tieredkv.engine import messages
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import Shutdown, Start, ToEngine, TokenOutput
+from tieredkv.engine.messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
+from tieredkv.storage.messages import Refused
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +49,8 @@ class EngineProcess:
         self._channel = channel
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._core: EngineCore | None = None
-        self._shutdown: Shutdown | None = None
-        self._reported_at = 0.0
-        self._told_at = 0.0
+        self._is_stopping = False
+        self._reported_at = self._told_at = 0.0
 
     def run(self) -> int:
         """Serve until the server says stop or is gone; return the exit code."""
@@ -61,28 +61,41 @@ class EngineProcess:
             level=start.log_level, format="%(asctime)s %(levelname)s engine %(name)s: %(message)s"
         )
         try:
-            core = EngineCore(start.settings, progress=self._report)
+            core = self._core = EngineCore(start.settings, progress=self._report)
         except TieredKVError as error:
-            self._channel.send(messages.StartFailed(type(error).__name__, str(error)))
-            self._push_everything()
-            return EXIT_START_FAILED
-        self._core = core
-        signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
-        info = core.info
-        self._channel.send(info)
-        while self._shutdown is None:
-            if core.info != info:  # the store's worker is another process than it was
+            self._channel.send(Refused(type(error).__name__, str(error)))
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
+            self._serve(core)
+            core.abort_all()
+            self._step(core)
+            core.close(progress=self._report)
+        # A server that does not read is not waited for for long.
+        give_up_at = time.monotonic() + FAREWELL_S
+        while self._channel.has_queued and time.monotonic() < give_up_at:
+            time.sleep(UNSENT_WAIT_S)
+        return 0 if self._core else EXIT_START_FAILED
+
+    def _serve(self, core: EngineCore) -> None:
+        """Step, and do what is asked for, until that is to stop."""
+        info: messages.EngineInfo | None = None
+        while not self._is_stopping:
+            if core.info != info:  # the first, or the store's worker is another than it was
                 info = core.info
                 self._channel.send(info)
             num_taken_tokens = 0
             while not self._inbox.empty() and num_taken_tokens < MAX_ADMITTED_TOKENS:
-                num_taken_tokens += self._take(self._inbox.get())
-            self._send_outputs(core.step())
-            if time.monotonic() - self._told_at > STATS_INTERVAL_S:
-                self._tell_stats(core)
+                num_taken_tokens += self._take(core, self._inbox.get())
+            self._step(core)
             core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
-        self._end(core, self._shutdown.drain_timeout_s)
-        return 0
+
+    def _step(self, core: EngineCore) -> None:
+        """Step once, and tell what came of it; the figures are told now and then, and last."""
+        outputs, stats = core.step(), None
+        if self._is_stopping or time.monotonic() - self._told_at > STATS_INTERVAL_S:
+            self._told_at, stats = time.monotonic(), core.tier_stats()
+        if outputs or stats:
+            self._channel.send(StepOutputs(outputs, stats))
 
     def _receive(self) -> None:
         """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
@@ -102,52 +115,31 @@ class EngineProcess:
         if self._core is not None:
             self._core.wake()
 
-    def _take(self, message: ToEngine) -> int:
+    def _take(self, core: EngineCore, message: ToEngine) -> int:
         """Do what a message asks for; return how many tokens were hashed for it."""
-        core = self._core
-        assert core is not None
         match message:
             case messages.EngineRequest(request_id=request_id):
                 try:
+                    core.scheduler.waiting.check_room(
+                        message.tenant, core.settings.max_num_queued_reqs
+                    )
                     core.add_request(message)
                 except RequestError as error:
-                    self._send_outputs([messages.failed(request_id, error)])
+                    self._channel.send(StepOutputs([messages.failed(request_id, error)]))
                 return len(message.prompt_token_ids)
             case messages.Abort(request_id=request_id):
                 core.abort(request_id)
             case messages.Shares(of_tenants):
                 core.give_shares(of_tenants)
             case Shutdown():
-                self._shutdown = message
+                self._is_stopping = True
         return 0
-
-    def _send_outputs(self, outputs: list[TokenOutput]) -> None:
-        if outputs:
-            self._channel.send(messages.StepOutputs(outputs))
-
-    def _tell_stats(self, core: EngineCore) -> None:
-        self._told_at = time.monotonic()
-        self._channel.send(messages.Stats(core.tier_stats()))
-
-    def _end(self, core: EngineCore, drain_timeout_s: float | None) -> None:
-        """Abort what runs, tell its streams, and let the core write what was promised."""
-        core.abort_all()
-        self._send_outputs(core.step())
-        self._tell_stats(core)
-        core.close(drain_timeout_s=drain_timeout_s, progress=self._report)
-        self._push_everything()
 
     def _report(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if now - self._reported_at >= PROGRESS_INTERVAL_S or 0 < total <= done:
             self._reported_at = now
             self._channel.send(messages.ProgressReport(stage, done, total))
-
-    def _push_everything(self) -> None:
-        """Let what is queued go out; a server that does not read is not waited for for long."""
-        give_up_at = time.monotonic() + FAREWELL_S
-        while self._channel.has_queued and time.monotonic() < give_up_at:
-            time.sleep(UNSENT_WAIT_S)
 
 
 def main() -> int:

@@ -21,10 +21,12 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
 from tieredkv.engine.request import Request
+from tieredkv.errors import RequestError
 from tieredkv.types import BlockHash
 
 WINDOW = 16
 MAX_PASSES = 8
+MAX_RETRY_AFTER_S = 60
 
 
 class RequestQueue:
@@ -57,17 +59,24 @@ class RequestQueue:
         window.sort(key=lambda each: -_num_shared(each.prefix.hashes, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
-    def is_full_for(self, tenant: str, most: int) -> bool:
-        """Return whether so many wait, and the tenant has its equal share of them already.
+    def check_room(self, tenant: str, most: int) -> None:
+        """Refuse a request if so many wait, and its tenant has its equal share of them already.
 
         Whoever has less still gets in, so that twice as many wait at the very most.
+
+        Raises:
+            RequestError: tells when to ask again.
         """
         share = most // len({*self._queues, tenant})
-        return len(self) >= most and len(self._queues.get(tenant, ())) >= share
+        if len(self) >= most and len(self._queues.get(tenant, ())) >= share:
+            text = f"The queue is full: {len(self)} requests are waiting"
+            error = RequestError(text, code="queue_full", status=429)
+            error.retry_after_s = min(1 + int(self.waited_s), MAX_RETRY_AFTER_S)
+            raise error
 
     def append(self, request: Request) -> None:
         """Queue a request behind the others of its tenant; before them if it was preempted."""
-        tenant = request.tenant
+        tenant = request.asked.tenant
         if tenant not in self._queues:
             self._queues[tenant] = OrderedDict()
             self._tokens[tenant] = max(self._tokens[tenant], self._level)
@@ -80,18 +89,19 @@ class RequestQueue:
         self._oldest(turn).num_passes += 1
         request.num_passes = 0
         self._level = self._tokens[turn]
-        self._tokens[request.tenant] += request.num_tokens
-        self._last[request.tenant] = request.prefix.hashes
+        self._tokens[request.asked.tenant] += request.num_tokens
+        self._last[request.asked.tenant] = request.prefix.hashes
         if not request.table_key:
             self.waited_s = time.monotonic() - request.added_at
         self.remove(request)
 
     def remove(self, request: Request) -> None:
         """Take out a request."""
-        del self._queues[request.tenant][request]
-        if not self._queues[request.tenant]:
-            del self._queues[request.tenant]
-            self._last.pop(request.tenant, None)
+        tenant = request.asked.tenant
+        del self._queues[tenant][request]
+        if not self._queues[tenant]:
+            del self._queues[tenant]
+            self._last.pop(tenant, None)
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))

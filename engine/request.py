@@ -1,14 +1,15 @@
 """One request: its tokens, how far they are computed, and what it holds in the cache."""
 
+import contextlib
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from tieredkv.cache.tiered import Prefix
-from tieredkv.engine.messages import RequestUsage, TokenLogprob
+from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampler import SamplerState, Scores
 from tieredkv.engine.step_buffers import pending
 from tieredkv.errors import RequestError
@@ -28,27 +29,25 @@ class Request:
     The last `num_pending_tokens` were sampled on the device and have not been seen here yet.
 
     Attributes:
-        token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
+        asked: what was asked for.
         max_output_tokens: tokens that it may generate at most.
-        tenant: whose API key it is.
+        token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
         slot: its place among the running requests, -1 while it is none of them.
         table_key: unique to its present block table, or the last one; 0 before the first.
         num_passes: requests admitted before it while it was the oldest of the tenant in turn.
         added_at, admitted_at: when it was queued, and when it first left the queue.
         touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
-        prompt_logprobs: alternatives wanted with each token of the prompt; None for none of it.
         prompt_scores: of the prompt's tokens behind the first, chunk by chunk.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
 
-    request_id: str
-    token_ids: list[int]
-    num_prompt_tokens: int
+    asked: EngineRequest
     prefix: Prefix
     sampler: SamplerState
     max_output_tokens: int
-    tenant: str = ""
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
     slot: int = -1
     table_key: int = 0
     num_pending_tokens: int = 0
@@ -57,10 +56,18 @@ class Request:
     added_at: float = field(default_factory=time.monotonic)
     admitted_at: float = 0.0
     touched_at: float = 0.0
-    prompt_logprobs: int | None = None
     prompt_scores: list[Scores] = field(default_factory=list)
     own_hashes: set[BlockHash] = field(default_factory=set)
     usage: RequestUsage | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.asked.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+
+    @property
+    def request_id(self) -> str:
+        """Unique among the requests in flight."""
+        return self.asked.request_id
 
     @property
     def is_running(self) -> bool:
@@ -80,10 +87,8 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether more than the newest token is still to be computed."""
-        return (
-            self.num_computed_tokens < self.num_tokens - 1
-            or self.num_tokens == self.num_prompt_tokens
-        )
+        num_tokens = self.num_tokens
+        return num_tokens == self.num_prompt_tokens or num_tokens - self.num_computed_tokens > 1
 
     @property
     def is_long_enough(self) -> bool:
@@ -93,7 +98,7 @@ class Request:
     @property
     def num_unscored_tokens(self) -> int:
         """Tokens to be computed next whose logits tell of the prompt's own tokens."""
-        if self.prompt_logprobs is None or self.usage is not None:
+        if self.asked.prompt_logprobs is None or self.usage is not None:
             return 0
         return self.num_prompt_tokens - 1 - self.num_computed_tokens
 
@@ -104,7 +109,7 @@ class Request:
 
     def take_scores(self) -> list[TokenLogprob]:
         """Return the log-probabilities of the prompt's tokens, where wanted."""
-        if self.prompt_logprobs is None:
+        if self.asked.prompt_logprobs is None:
             return []
         scores, self.prompt_scores = self.prompt_scores, []
         first = TokenLogprob(token_id=self.token_ids[0], logprob=None)
@@ -115,13 +120,16 @@ class Request:
         self.token_ids[-self.num_pending_tokens] = token_id
         self.num_pending_tokens -= 1
 
-    def measure_usage(self, block_size: int, num_recomputed_tokens: int) -> RequestUsage:
+    def measure_usage(
+        self, block_size: int, num_recomputed_tokens: int, why_missed: Callable[[Prefix, int], str]
+    ) -> RequestUsage:
         """Count the prompt's tokens by the tier that they were found in.
 
         Args:
             block_size: tokens a block.
             num_recomputed_tokens: cached tokens that were computed again all the same, at the end
                 of a wholly cached prompt; they are not counted as cached.
+            why_missed: tells why a block of the chain was not found.
         """
         sources = self.prefix.sources[: self.num_prompt_tokens // block_size]
         if self.own_hashes:
@@ -139,50 +147,38 @@ class Request:
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens_by_tier=counts,
             written_tokens=written,
-            miss_token=block_size * num_found,
             recomputed_tokens=block_size * len(sources) - sum(counts.values()) - written,
             queue_s=self.admitted_at - self.added_at,
+            miss_token=block_size * num_found,
+            miss_reason=why_missed(self.prefix, num_found) if written else None,
         )
 
 
-def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
-    """Refuse a prompt that cannot be served.
+def pack_prompt(
+    token_ids: Sequence[int], max_model_len: int, vocab_size: int, *, field: str = "prompt"
+) -> "array[int]":
+    """Return a prompt that can be served, packed as it is hashed; `field` is what it is called.
 
     Raises:
-        RequestError: it is empty, or leaves no room for an answer.
+        RequestError: it is empty, leaves no room for an answer, or has an unknown token.
     """
-    if not num_tokens:
-        raise RequestError("The prompt is empty", param="prompt", code="invalid_value")
-    if num_tokens >= max_model_len:
-        raise RequestError(
-            f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
-            f"has {num_tokens} tokens and at least one must be generated",
-            param="prompt",
-            code="context_length_exceeded",
+    text, code, packed = "", "invalid_value", array("I")
+    if not token_ids:
+        text = f"Invalid '{field}': the prompt is empty. At least one token is needed."
+    elif len(token_ids) >= max_model_len:
+        code = "context_length_exceeded"
+        text = (
+            f"This model's maximum context length is {max_model_len} tokens. However, your "
+            f"{field} resulted in {len(token_ids)} tokens and at least one must be generated. "
+            f"Please reduce the length of the {field}."
         )
-
-
-def pack_prompt(token_ids: Sequence[int], vocab_size: int) -> "array[int]":
-    """Return a prompt, which is not empty, packed as it is hashed.
-
-    Raises:
-        RequestError: a token is no integer, or outside the vocabulary.
-    """
-    try:
-        packed = array("I", list(token_ids))
-        is_known = np.frombuffer(packed, dtype=np.uint32).max() < vocab_size
-    except TypeError as error:
-        raise RequestError(
-            "Token ids must be integers", param="prompt", code="invalid_value"
-        ) from error
-    except OverflowError:
-        is_known = False
-    if not is_known:
-        highest, lowest = max(token_ids), min(token_ids)
-        raise RequestError(
-            f"Token id {highest if lowest >= 0 else lowest} is outside the vocabulary of "
-            f"{vocab_size} tokens",
-            param="prompt",
-            code="invalid_value",
-        )
+    else:
+        with contextlib.suppress(OverflowError):  # an id is negative, or far too large
+            packed = array("I", token_ids)
+        if not packed or np.frombuffer(packed, dtype=np.uint32).max() >= vocab_size:
+            unknown = next(each for each in token_ids if not 0 <= each < vocab_size)
+            vocabulary = f"the model's vocabulary of {vocab_size} tokens"
+            text = f"Invalid '{field}': token id {unknown} is not in {vocabulary}."
+    if text:
+        raise RequestError(text, param=field, code=code)
     return packed

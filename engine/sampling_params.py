@@ -1,6 +1,6 @@
 """How one request wants its tokens chosen; checked when it is made, never changed after."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, with_config
@@ -78,9 +78,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         """Check every value against its range and bring it to its field's type."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
         try:
-            checked = _FIELDS.validate_python(given)
+            checked = _FIELDS.validate_python(
+                {name: getattr(self, name) for name in self.__slots__}
+            )
         except ValidationError as error:
             raise in_openai_words(error) from None
         for name, value in checked.items():

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
@@ -55,34 +55,32 @@ class ScheduledRow(NamedTuple):
     row: BatchRow
 
 
+@dataclass(kw_only=True)
 class Scheduler:
     """Holds the queue and the running requests.
 
     Invariants (`check`): a running request has a block table that covers what it has computed; a
     waiting one has none; nobody is in both; no two share a slot; none was passed too often.
+
+    Attributes:
+        max_num_batched_tokens: prompt tokens of a step.
+        max_num_alone_tokens: of one whose only request has nobody beside it.
+        is_short: see `schedule`.
     """
 
-    def __init__(
-        self,
-        cache: TieredCache,
-        *,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        max_num_alone_tokens: int | None = None,
-        hash_algo: HashAlgo,
-    ) -> None:
-        self.cache = cache
-        self._block_size = block_size
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
-        self._max_num_alone_tokens = max_num_alone_tokens or max_num_batched_tokens
-        self._hash_algo = hash_algo
-        self.waiting = RequestQueue()
-        self.running: list[Request] = []
-        self.num_preemptions = 0
-        self.is_short = False
-        self._free_slots = list(range(max_num_seqs))[::-1]
+    cache: TieredCache
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_alone_tokens: int
+    hash_algo: HashAlgo
+    waiting: RequestQueue = field(default_factory=RequestQueue)
+    running: list[Request] = field(default_factory=list)
+    num_preemptions: int = 0
+    is_short: bool = False
+
+    def __post_init__(self) -> None:
+        self._free_slots = list(range(self.max_num_seqs))[::-1]
         self._table_keys = itertools.count(1)
 
     def add(self, request: Request) -> None:
@@ -108,7 +106,7 @@ class Scheduler:
         self.is_short = False
         # Long chunks are computed a little faster; nobody waits for the end of this one.
         is_alone = len(self.running) + len(self.waiting) == 1
-        budget = self._max_num_alone_tokens if is_alone else self._max_num_batched_tokens
+        budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
         has_room = True
@@ -135,8 +133,8 @@ class Scheduler:
         """Take in that a row was computed: publish the full blocks that it ended."""
         request, end = scheduled.request, scheduled.end
         prefix = request.prefix
-        first = scheduled.start // self._block_size
-        last = min(end // self._block_size, len(prefix.hashes))
+        first = scheduled.start // self.block_size
+        last = min(end // self.block_size, len(prefix.hashes))
         self.cache.complete(prefix, first, last)
         request.num_computed_tokens = max(request.num_computed_tokens, end)
         if scheduled.row.needs_logits:
@@ -144,19 +142,19 @@ class Scheduler:
 
     def seal_full_blocks(self, request: Request) -> None:
         """Hash and publish the blocks that generated tokens have filled."""
-        num_full = request.num_computed_tokens // self._block_size
+        num_full = request.num_computed_tokens // self.block_size
         for block_hash in self._hash_behind(request, num_full):
             self.cache.seal(request.prefix, block_hash)
 
     def _hash_behind(self, request: Request, num_blocks: int) -> list[BlockHash]:
         """Hash the blocks behind a request's chain, up to so many in all."""
-        prefix, size = request.prefix, self._block_size
+        prefix, size = request.prefix, self.block_size
         num_blocks = min(num_blocks, prefix.max_blocks)
         if len(prefix.hashes) >= num_blocks:
             return []
         tokens = request.token_ids[len(prefix.hashes) * size : num_blocks * size]
         parent = prefix.hashes[-1] if prefix.hashes else prefix.root
-        return chain_hashes(parent, tokens, size, algo=self._hash_algo)
+        return chain_hashes(parent, tokens, size, algo=self.hash_algo)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -166,22 +164,22 @@ class Scheduler:
             if request.num_passes > MAX_PASSES:
                 raise IntegrityError(f"waiting request {request.request_id} was passed too often")
         for request in self.running:
-            capacity = len(request.prefix.blocks) * self._block_size
+            capacity = len(request.prefix.blocks) * self.block_size
             if not request.is_running or capacity < request.num_computed_tokens:
                 raise IntegrityError(f"running request {request.request_id} outgrew its table")
         slots = self._free_slots + [request.slot for request in self.running]
-        if sorted(slots) != list(range(self._max_num_seqs)):
+        if sorted(slots) != list(range(self.max_num_seqs)):
             raise IntegrityError("slots are lost or shared")
 
     def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
         """Grow a request's table to its tokens, preempting others if nothing is free."""
-        num_blocks = -(-request.num_tokens // self._block_size)
+        num_blocks = -(-request.num_tokens // self.block_size)
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix):
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
-            if self._unprotect(self.waiting):  # what is queued comes after what runs
+            if self._unprotect_queued():  # what is queued comes after what runs
                 continue
             if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
                 continue
@@ -197,7 +195,7 @@ class Scheduler:
 
     def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
         """Return the next stretch of tokens that is neither ready, on its way, nor claimed."""
-        size, prefix = self._block_size, request.prefix
+        size, prefix = self.block_size, request.prefix
         num_chain = len(prefix.hashes)
         start = request.num_computed_tokens
         while start // size < num_chain and prefix.blocks[start // size].is_ready:
@@ -225,8 +223,8 @@ class Scheduler:
                 break
         if end <= start:
             return None
-        for index in range(start // size, min(-(-end // size), num_chain)):
-            claimed.add(prefix.blocks[index].block_id)
+        last = min(-(-end // size), num_chain)
+        claimed.update(block.block_id for block in prefix.blocks[start // size : last])
         row = BatchRow(
             token_ids=request.token_ids[start:end],
             start=start,
@@ -241,7 +239,7 @@ class Scheduler:
 
     def _admit(self, budget: int, claimed: set[int], scheduled: list[ScheduledRow]) -> None:
         num_admitted_tokens = 0
-        while self.waiting and len(self.running) < self._max_num_seqs and budget > 0:
+        while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
                 break
             request, *others = self.waiting.upcoming()
@@ -254,7 +252,7 @@ class Scheduler:
                 num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
-                if passing is None or not self._try_hard(passing):
+                if passing is None or not (self._try(passing) or self._try_hard(passing)):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
@@ -271,20 +269,17 @@ class Scheduler:
             for request in self.waiting.upcoming():
                 self.cache.protect(request.prefix)
 
-    def _try(self, request: Request) -> bool:
+    def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
-        return self.cache.admit(request.prefix, self._num_blocks(request))
+        return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
 
     def _try_hard(self, request: Request) -> bool:
         """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
-        if self._try(request):
-            return True
-        self._unprotect(self.waiting)
-        num_blocks = self._num_blocks(request)
-        return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
+        self._unprotect_queued()
+        return self._try(request, is_alone=not self.running)
 
     def _num_blocks(self, request: Request) -> int:
-        return request.num_tokens // self._block_size + 1
+        return request.num_tokens // self.block_size + 1
 
     def _victim(self) -> Request:
         """Return the newest running request of the tenant that holds most beyond its floor."""
@@ -294,7 +289,7 @@ class Scheduler:
             held[request.prefix.tenant] += len(request.prefix.blocks)
         return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
 
-    def _unprotect(self, requests: Iterable[Request]) -> bool:
+    def _unprotect_queued(self) -> bool:
         """Let go of what is held for queued requests, so that one before them can go on.
 
         Returns:
@@ -302,9 +297,9 @@ class Scheduler:
         """
         if not self.cache.num_held_blocks:
             return False
-        protected = [request for request in requests if request.prefix.is_protected]
-        for request in protected:
-            self.cache.unprotect(request.prefix)
+        protected = [request.prefix for request in self.waiting if request.prefix.is_protected]
+        for prefix in protected:
+            self.cache.unprotect(prefix)
         return bool(protected)
 
     def _stop_running(self, request: Request) -> None:
@@ -323,11 +318,11 @@ class Scheduler:
             found = zip(prefix.hashes, prefix.sources, prefix.blocks, strict=False)
             request.own_hashes.update(h for h, source, b in found if source is None and b.is_ready)
         if prefix.read_ends is not None:  # what it has computed itself is no hit
-            prefix.read_ends.append(request.num_computed_tokens // self._block_size)
+            prefix.read_ends.append(request.num_computed_tokens // self.block_size)
         self.cache.release(prefix)
         prefix.asked.clear()
         prefix.records.clear()
-        num_full = request.num_tokens // self._block_size
+        num_full = request.num_tokens // self.block_size
         prefix.hashes.extend(self._hash_behind(request, num_full))
         request.touched_at = 0.0
         request.num_computed_tokens = 0

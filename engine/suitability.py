@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 TESTED_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _STATIC_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
+_PROBE_TOKENS = 3
 _HARMLESS_OPTIONS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
 )
@@ -34,13 +35,22 @@ class AttentionShape(NamedTuple):
     head_dim: int
 
 
+Reasons = Iterator[tuple[object, str]]
+"""What can be said against a model: whether it holds, and how it is told."""
+
+
 def check_config(name: str, config: PreTrainedConfig) -> None:
     """Refuse a model whose config tells that its attention cannot be paged.
 
     Raises:
         ModelError: names the model and the reason.
     """
-    for holds, reason in _reasons(config, config.model_type):
+    _check(name, _config_reasons(config, config.model_type))
+
+
+def _check(name: str, reasons: Reasons) -> None:
+    """Raise the first of the reasons that holds; those behind it are not looked at."""
+    for holds, reason in reasons:
         if holds:
             raise _refused(name, reason)
 
@@ -49,9 +59,7 @@ def _refused(name: str, reason: object) -> ModelError:
     return ModelError(f"model `{name}` cannot be served: {reason}")
 
 
-def _reasons(config: PreTrainedConfig, kind: str) -> Iterator[tuple[object, str]]:
-    """Give what can be said against a config: whether it holds, and how it is told."""
-
+def _config_reasons(config: PreTrainedConfig, kind: str) -> Reasons:
     def told(field: str) -> Any:
         return getattr(config, field, None)
 
@@ -74,9 +82,8 @@ def _reasons(config: PreTrainedConfig, kind: str) -> Iterator[tuple[object, str]
     rope = told("rope_parameters")
     ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []
     for each in ropes:  # one for all layers, or one for each type of layer
-        rope_type = (
-            str(each.get("rope_type", "default")) if isinstance(each, Mapping) else "default"
-        )
+        table = each if isinstance(each, Mapping) else {}
+        rope_type = str(table.get("rope_type", "default"))
         what = f"its rope of type `{rope_type}` depends on the sequence's length or is not known"
         yield rope_type not in _STATIC_ROPES, what
 
@@ -89,26 +96,19 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
             something other than plain causal attention of one shape.
     """
     calls: list[AttentionCall] = []
-    num_tokens = 3
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     try:
         with torch.device("meta"), torch.inference_mode():
             ours = copy.deepcopy(config)  # which is left changed
             model = auto.from_config(ours, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
-            tokens = torch.zeros(1, num_tokens, dtype=torch.int32)
+            tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)
             options = {"use_cache": False, "logits_to_keep": last, CONTEXT_ARGUMENT: calls}
-            out = model.eval()(input_ids=tokens, position_ids=tokens, **options)
-    except ModelError as error:
-        raise _refused(name, error) from error
+            logits = model.eval()(input_ids=tokens, position_ids=tokens, **options).logits
     except Exception as error:  # modelling code may raise anything when it meets what it cannot do
-        what = f"a run of `{config.model_type}` without weights failed: {error!r}"
-        raise _refused(name, what) from error
-    if reason := _probe_refusal(calls, num_tokens, config):
-        raise _refused(name, reason)
-    if tuple(out.logits.shape) != (1, 1, config.vocab_size):
-        reason = f"`{config.model_type}` does not give logits of chosen tokens only"
-        raise _refused(name, reason)
+        failed = f"a run of `{config.model_type}` without weights failed: {error!r}"
+        raise _refused(name, error if isinstance(error, ModelError) else failed) from error
+    _check(name, _probe_reasons(config, config.model_type, calls, tuple(logits.shape)))
     if config.model_type not in TESTED_MODEL_TYPES:
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))
         fits = "model `%s`: `%s` fits, but only %s are tested"
@@ -117,28 +117,27 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
     return AttentionShape(len(calls), first.query_shape[1], first.key_shape[1], first.key_shape[3])
 
 
-def _probe_refusal(
-    calls: list[AttentionCall], num_tokens: int, config: PreTrainedConfig
-) -> str | None:
-    if not calls:
-        return f"`{config.model_type}` does not use transformers' attention interface"
-    if [call.layer for call in calls] != list(range(len(calls))):
-        return "its layers do not attend one by one"
-    if len(calls) != config.num_hidden_layers:
-        return f"{len(calls)} of its {config.num_hidden_layers} layers attend"
+def _probe_reasons(
+    config: PreTrainedConfig, kind: str, calls: list[AttentionCall], logits: tuple[int, ...]
+) -> Reasons:
+    yield not calls, f"`{kind}` does not use transformers' attention interface"
+    layers, num_layers = [call.layer for call in calls], config.num_hidden_layers
+    yield layers != list(range(len(calls))), "its layers do not attend one by one"
+    yield len(calls) != num_layers, f"{len(calls)} of its {num_layers} layers attend"
     for call in calls:
         _, num_heads, _, head_dim = call.query_shape
-        num_kv_heads = call.key_shape[1]
-        shapes = [(1, n, num_tokens, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads)]
+        num_kv_heads, layer = call.key_shape[1], f"layer {call.layer}"
+        all_heads = (num_heads, num_kv_heads, num_kv_heads)
         asked = [call.query_shape, call.key_shape, call.value_shape]
-        if asked != shapes or num_heads % num_kv_heads:
-            keys = f"keys {call.key_shape} and values {call.value_shape}"
-            return f"layer {call.layer} attends with queries {call.query_shape}, {keys}"
-        if (call.query_shape, call.key_shape) != (calls[0].query_shape, calls[0].key_shape):
-            return f"layers 0 and {call.layer} differ in their attention heads"
-        if not call.is_causal:
-            return f"the attention of layer {call.layer} is not causal"
+        fits = asked == [(1, heads, _PROBE_TOKENS, head_dim) for heads in all_heads]
+        keys = f"keys {call.key_shape} and values {call.value_shape}"
+        what = f"{layer} attends with queries {call.query_shape}, {keys}"
+        yield not fits or num_heads % num_kv_heads, what
+        is_alike = asked[:2] == [calls[0].query_shape, calls[0].key_shape]
+        yield not is_alike, f"layers 0 and {call.layer} differ in their attention heads"
+        yield not call.is_causal, f"the attention of {layer} is not causal"
         for option, value in call.options.items():
-            if option not in _HARMLESS_OPTIONS and value is not None and value is not False:
-                return f"layer {call.layer} asks for `{option}`, which is not paged"
-    return None
+            is_asked = option not in _HARMLESS_OPTIONS and value is not None and value is not False
+            yield is_asked, f"{layer} asks for `{option}`, which is not paged"
+    what = f"`{kind}` does not give logits of chosen tokens only"
+    yield logits != (1, 1, config.vocab_size), what

@@ -21,9 +21,12 @@ from typing import Any, cast
 import xxhash
 
 from tieredkv.errors import RequestError
-from tieredkv.types import TENANT_BYTES, BlockHash, HashAlgo
+from tieredkv.types import TENANT_BYTES, BlockHash, HashAlgo, KVSpec
 
 IDENTITY_VERSION = b"tieredkv/1"
+LAYOUT = "block-contiguous/1"
+"""How `KVSpec` lays keys and values out in a block."""
+
 MAX_SALT_CHARS = 128
 
 _TAG_PARENT = 0x20
@@ -80,16 +83,10 @@ def tenant_digest(tenant: str, *, algo: HashAlgo = "sha256") -> bytes:
 
 
 def model_root(
-    *,
-    fingerprint: bytes,
-    kv_dtype: str,
-    layout: str,
-    block_size: int,
-    namespace: bytes,
-    algo: HashAlgo = "sha256",
+    fingerprint: bytes, kv: KVSpec, namespace: bytes, *, algo: HashAlgo, layout: str = LAYOUT
 ) -> BlockHash:
     """Return the parent of every chain's first block; it is of the one rank that there is."""
-    model: _Fields = {0x10: fingerprint, 0x11: kv_dtype, 0x12: layout, 0x13: block_size}
+    model: _Fields = {0x10: fingerprint, 0x11: kv.dtype, 0x12: layout, 0x13: kv.block_size}
     tp_rank, tp_size = 0, 1
     where: _Fields = {0x14: tp_rank, 0x15: tp_size, 0x16: namespace}
     return BlockHash(_digest(algo, b"root", model | where))

@@ -107,11 +107,13 @@ def test_a_sliding_window_is_refused_with_its_size(generate: Run, tmp_path: Path
 def test_a_prompt_longer_than_the_context_names_both_lengths(generate: Run) -> None:
     message = refusal(generate("--max-model-len", 128), 2)
     assert "maximum context length is 128 tokens" in message
-    assert "your prompt has 200 tokens" in message
+    assert "your prompt resulted in 200 tokens" in message
 
 
 def test_an_empty_prompt_is_refused(generate: Run) -> None:
-    assert refusal(generate(prompt=""), 2) == "The prompt is empty"
+    assert refusal(generate(prompt=""), 2) == (
+        "Invalid 'prompt': the prompt is empty. At least one token is needed."
+    )
 
 
 def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> None:
@@ -121,6 +123,11 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> Non
         [output] = llm.generate(TEXT, GREEDY)
         assert len(output.token_ids) == 4
         llm.core.cache.check()
+
+
+def test_prompts_of_the_python_api_are_never_too_many(tmp_path: Path) -> None:
+    with LLM("tiny-random", device_size="2MiB", host_size="2MiB", max_num_queued_reqs=2) as llm:
+        assert len(llm.generate([TEXT] * 5, GREEDY)) == 5
 
 
 def test_an_unknown_retention_lists_the_known_ones(generate: Run, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -40,14 +39,7 @@ def prompt(seed: int, num_tokens: int = 10 * SIZE + 3) -> list[int]:
 
 def serve(llm: LLM, tokens: list[int], **asked: Any) -> Answer:
     """Serve one prompt with fields of `EngineRequest`, and check every invariant."""
-    request = llm.make_request(tokens, asked.pop("params", FIRST))
-    request = msgspec.structs.replace(request, **asked)
-    answer = Answer(request, llm.tokenizer)
-    llm.core.add_request(request)
-    while answer.finish_reason is None:
-        for output in llm.core.step():
-            answer.take(output)
-        llm.core.wait(0.05)
+    [answer] = llm.serve([llm.make_request(tokens, asked.pop("params", FIRST), **asked)])
     llm.core.cache.check()
     return answer
 

@@ -45,7 +45,7 @@ def test_what_lived_too_long_in_memory_has_expired() -> None:
 
 def test_what_made_room_was_evicted_from_the_tier_that_it_left_last() -> None:
     with LLM("tiny-random", **SMALL) as llm:
-        assert llm.core.demote(Tier.HOST)
+        assert llm.demote(Tier.HOST)
         serve(llm, prompt(1, 100))
         for seed in range(2, 8):
             serve(llm, prompt(seed, 400))

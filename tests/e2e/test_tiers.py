@@ -304,6 +304,6 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(disk_dir: str) ->
 
 def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     one(llm, prompt(15))
-    assert llm.core.demote(Tier.DISK)
+    assert llm.demote(Tier.DISK)
     assert llm.core.tiers.device.num_cached == 0
     assert llm.core.tiers.host.num_cached == 0

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec.structs import replace
 from transformers import LlamaForCausalLM
 
 from tests.e2e.test_claims import serve
@@ -73,17 +72,18 @@ def test_scored_prompts_beside_others_and_after_a_preemption_are_the_same() -> N
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     with LLM("tiny-random", **sizes) as llm:
         alone = [serve(llm, ids, params=params, prompt_logprobs=0) for ids in prompts]
-        requests = [llm.make_request(ids, params) for ids in prompts]
-        requests = [replace(it, prompt_logprobs=i % 2 or None) for i, it in enumerate(requests)]
-        answers = {it.request_id: Answer(it, llm.tokenizer) for it in requests}
-        for request in requests:
-            llm.core.add_request(request)
-        llm._run(answers)
+        counts = [i % 2 or None for i in range(len(prompts))]
+        answers = llm.serve(
+            [
+                llm.make_request(ids, params, prompt_logprobs=count)
+                for ids, count in zip(prompts, counts, strict=True)
+            ]
+        )
         stats: Any = llm.tier_stats()
         assert stats["counters"]["preemptions"]
-    for expected, told in zip(alone, answers.values(), strict=True):
+    for expected, told in zip(alone, answers, strict=True):
         assert told.token_ids == expected.token_ids
         wanted = [it.logprob for it in expected.logprobs[1:]]
         got = [it.logprob for it in told.logprobs[1:]]
         assert got == pytest.approx(wanted, abs=1e-3) or not told.logprobs
-    assert [bool(it.logprobs) for it in answers.values()] == [False, True, False, True]
+    assert [bool(it.logprobs) for it in answers] == [False, True, False, True]

@@ -1,6 +1,7 @@
 """Who is admitted next, counted in admissions and steps, never in seconds."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 
@@ -8,6 +9,7 @@ from tests.engine.test_scheduler import SIZE, Loop
 from tests.fake_store import Rig
 from tieredkv.engine.queue import MAX_PASSES, WINDOW, RequestQueue
 from tieredkv.engine.request import Request
+from tieredkv.errors import RequestError
 
 
 def one_at_a_time() -> Loop:
@@ -180,5 +182,9 @@ def test_a_full_queue_refuses_who_has_its_share(queued: Sequence[str], refused: 
     ]
     queue = loop.scheduler.waiting
     assert len(queue) == len(requests)
-    assert [tenant for tenant in "ab" if queue.is_full_for(tenant, 8)] == list(refused)
-    assert not queue.is_full_for("c", 8)
+    queue.waited_s = 2.5
+    for tenant in "ab":
+        with pytest.raises(RequestError) if tenant in refused else nullcontext() as caught:
+            queue.check_room(tenant, 8)
+        assert caught is None or (caught.value.status, caught.value.retry_after_s) == (429, 3)
+    queue.check_room("c", 8)

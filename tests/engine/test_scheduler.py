@@ -8,6 +8,7 @@ from tests.fake_store import Rig, root_of
 from tieredkv.cache import tiered
 from tieredkv.cache.tiered import Prefix
 from tieredkv.engine import scheduler
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
@@ -31,11 +32,11 @@ class Loop:
     ) -> None:
         self.rig = rig
         self.scheduler = Scheduler(
-            rig.cache,
+            cache=rig.cache,
             block_size=SIZE,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_alone_tokens=max_num_alone_tokens,
+            max_num_alone_tokens=max_num_alone_tokens or max_num_batched_tokens,
             hash_algo="sha256",
         )
         self.finished: list[str] = []
@@ -51,13 +52,12 @@ class Loop:
         hashes = chain_hashes(root, token_ids, SIZE, algo="sha256")
         params = SamplingParams(max_tokens=max_tokens)
         request = Request(
-            request_id=name,
-            token_ids=token_ids,
-            num_prompt_tokens=num_tokens,
+            EngineRequest(
+                request_id=name, prompt_token_ids=token_ids, params=params, tenant=tenant
+            ),
             prefix=Prefix(
                 root=root, namespace=tenant.encode() or b"ns", hashes=hashes, retention="24h"
             ),
-            tenant=tenant,
             sampler=SamplerState(params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids),
             max_output_tokens=max_tokens,
         )

@@ -31,6 +31,7 @@ from tieredkv.cache.directory import Directory
 from tieredkv.cache.tiered import Prefix, TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
@@ -110,10 +111,11 @@ class _Host:
         )
         self.cache = TieredCache(self.tiers, device_reserve_blocks=1)
         self.scheduler = Scheduler(
-            self.cache,
+            cache=self.cache,
             block_size=block_size,
             max_num_seqs=256,
             max_num_batched_tokens=num_prompt_tokens,
+            max_num_alone_tokens=num_prompt_tokens,
             hash_algo="sha256",
         )
         self.block_size = block_size
@@ -129,9 +131,7 @@ class _Host:
         hashes = chain_hashes(ROOT, token_ids, self.block_size)
         marks.append(time.perf_counter())
         request = Request(
-            request_id="r",
-            token_ids=list(token_ids),
-            num_prompt_tokens=len(token_ids),
+            EngineRequest(request_id="r", prompt_token_ids=token_ids, params=PARAMS),
             prefix=Prefix(root=ROOT, namespace=b"", hashes=hashes, retention="in_memory"),
             sampler=SamplerState(PARAMS, 0),
             max_output_tokens=1,
@@ -148,7 +148,7 @@ class _Host:
         marks.append(time.perf_counter())
         for row in rows:
             self.scheduler.complete(row)
-        usage = request.measure_usage(self.block_size, 0)
+        usage = request.measure_usage(self.block_size, 0, self.cache.why_missed)
         self.cache.touch(request.prefix)
         marks.append(time.perf_counter())
         self.scheduler.remove(request)

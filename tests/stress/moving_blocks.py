@@ -167,7 +167,7 @@ class Moving(Bench):
     def to_host(self) -> None:
         """Cancel what runs and empty the device tier."""
         self.settle()
-        if not self.core.demote(Tier.HOST):
+        if not self.core.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
             raise TieredKVError("Not everything could be demoted to host memory; see the log")
 
     def have(self, ids: Sequence[str], count: int) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tieredkv.errors import RequestError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest
-from tieredkv.types import BlockHash, HashAlgo
+from tieredkv.types import BlockHash, HashAlgo, KVSpec
 
 ALGOS: list[HashAlgo] = ["sha256", "xxh3_128"]
 PLAIN: dict[HashAlgo, Callable[[bytes], bytes]] = {
@@ -41,7 +41,19 @@ def make_root(namespace: bytes = b"\x02" * 32) -> Root:
     )
 
 
-ROOT = model_root(**make_root())
+def root_of(root: Root, algo: HashAlgo = "sha256") -> BlockHash:
+    spec = KVSpec(
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        dtype=root["kv_dtype"],
+        block_size=root["block_size"],
+    )
+    given = root["fingerprint"], spec, root["namespace"]
+    return model_root(*given, layout=root["layout"], algo=algo)
+
+
+ROOT = root_of(make_root())
 token_ids = st.integers(0, 2**32 - 1)
 texts = st.text(max_size=6)
 namespaces = st.tuples(
@@ -88,7 +100,7 @@ def test_hashes_that_name_blocks_on_disk_stay_what_they_are(
     algo: HashAlgo, namespace: str, root: str, hashes: list[str]
 ) -> None:
     digest = namespace_digest("tenant", "salt", "key", algo=algo)
-    parent = model_root(**make_root(digest), algo=algo)
+    parent = root_of(make_root(digest), algo)
     chain = chain_hashes(parent, range(40), 16, algo=algo)
     assert (digest.hex(), parent.hex(), [h.hex() for h in chain]) == (namespace, root, hashes)
 
@@ -110,7 +122,7 @@ def test_what_is_hashed_is_each_field_with_its_tag_and_length(algo: HashAlgo) ->
         + field(0x15, struct.pack("<Q", 1))
         + field(0x16, b"\x02" * 32)
     )
-    assert model_root(**make_root(), algo=algo) == PLAIN[algo](root)
+    assert root_of(make_root(), algo) == PLAIN[algo](root)
     tokens = [0, 1, 256, 2**32 - 1]
     block = field(0x20, ROOT) + field(0x21, struct.pack("<4I", *tokens))
     assert chain_hashes(ROOT, tokens, 4, algo=algo) == [PLAIN[algo](block)]
@@ -121,8 +133,8 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
         "from tieredkv.hashing import *\n"
         "for algo in ('sha256', 'xxh3_128'):\n"
         "    ns = namespace_digest('t', 's', 'k', algo=algo)\n"
-        "    root = model_root(fingerprint=b'f', kv_dtype='d', layout='l', block_size=16,\n"
-        "                      namespace=ns, algo=algo)\n"
+        "    root = model_root(b'f', KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype='d',\n"
+        "                      block_size=16), ns, algo=algo)\n"
         "    print(chain_hashes(root, range(64), 16, algo=algo)[-1].hex())"
     )
     outputs = {
@@ -137,14 +149,8 @@ def test_hashes_are_equal_in_a_process_with_another_hash_seed() -> None:
     }
     expected = ""
     for algo in ALGOS:
-        root = model_root(
-            fingerprint=b"f",
-            kv_dtype="d",
-            layout="l",
-            block_size=16,
-            namespace=namespace_digest("t", "s", "k", algo=algo),
-            algo=algo,
-        )
+        spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, dtype="d", block_size=16)
+        root = model_root(b"f", spec, namespace_digest("t", "s", "k", algo=algo), algo=algo)
         expected += chain_hashes(root, range(64), 16, algo=algo)[-1].hex()
         expected += "\n"
     assert outputs == {expected}
@@ -170,7 +176,7 @@ def test_a_root_of_another_model_layout_or_namespace_differs(
     algo: HashAlgo, change: dict[str, Any]
 ) -> None:
     changed: Any = {**make_root(), **change}
-    assert model_root(**changed, algo=algo) != model_root(**make_root(), algo=algo)
+    assert root_of(changed, algo) != root_of(make_root(), algo)
 
 
 @pytest.mark.parametrize("algo", ALGOS)
@@ -178,7 +184,7 @@ def test_a_root_of_another_model_layout_or_namespace_differs(
 def test_two_roots_are_equal_only_if_all_their_ingredients_are(
     algo: HashAlgo, a: Root, b: Root
 ) -> None:
-    assert (model_root(**a, algo=algo) == model_root(**b, algo=algo)) == (a == b)
+    assert (root_of(a, algo) == root_of(b, algo)) == (a == b)
 
 
 @given(texts)
@@ -187,7 +193,7 @@ def test_text_cannot_move_from_one_field_of_a_root_to_the_next(text: str) -> Non
     for cut in range(len(text) + 1):
         root = make_root()
         root["kv_dtype"], root["layout"] = text[:cut], text[cut:]
-        hashes.add(model_root(**root))
+        hashes.add(root_of(root))
     assert len(hashes) == len(text) + 1
 
 

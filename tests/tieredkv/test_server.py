@@ -11,12 +11,13 @@ from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage, TokenLogprob
+from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
 from tieredkv.server import openai_api as requests
-from tieredkv.server.asked import WHOLE, Rules, check_prompt, fitted
+from tieredkv.server.asked import WHOLE, Rules, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
@@ -341,12 +342,12 @@ def test_messages_take_the_form_that_templates_know() -> None:
 )
 def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str) -> None:
     with pytest.raises(RequestError) as caught:
-        check_prompt("prompt", prompt, 8, 9)
+        pack_prompt(prompt, 8, 9)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
 def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
-    check_prompt("prompt", [1] * 7, 8, 9)
+    pack_prompt([1] * 7, 8, 9)
 
 
 PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [

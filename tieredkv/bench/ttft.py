@@ -102,7 +102,6 @@ def measure(spec: Spec, lengths: list[int], arms: list[str]) -> Samples:
                     what = f"A prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 samples.setdefault((arm, length), []).append(sample)
-                llm.core.evict_behind(llm.make_request(prompt, PARAMS), num_tokens=length)
             _demote(llm, TIER_OF_ARM["restart"] if "restart" in spec.arms else None)
             llm.core.evict()
     return samples
@@ -124,14 +123,15 @@ def _serve(llm: LLM, prompt: list[int]) -> Sample:
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     before = raw.own_bytes(pid, "read")
     core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
-    [output] = llm.generate(prompt, PARAMS)
+    length = len(prompt) - SUFFIX_TOKENS
+    [output] = llm.serve([llm.make_request(prompt, PARAMS, cacheable_tokens=length)])
     return Sample(
         ttft_ms=output.ttft_s * 1e3,
         by_tier=output.usage.cached_tokens_by_tier,
         token_ids=output.token_ids,
         logits=torch.stack(logits).numpy(),
         bytes_from_disk=raw.own_bytes(pid, "read") - before,
-        kv_digest=core.kv_digest(llm.make_request(prompt[:-SUFFIX_TOKENS], PARAMS)),
+        kv_digest=core.kv_digest(llm.make_request(prompt[:length], PARAMS)),
     )
 
 

@@ -1,6 +1,7 @@
 """`tieredkv serve` and `generate`: a model for many clients, or for a prompt at once."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -9,7 +10,7 @@ import tieredkv
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
+from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings, Settings
 
 LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
 
@@ -83,6 +84,7 @@ def generate(
             raise usage_error("Give a PROMPT, or pipe one in.")
         prompts = (sys.stdin.read(),)
     set_up_logging("WARNING")
+    _check_prompts(prompts, loaded.settings)
     cache_salt, seed = options.pop("cache_salt"), options.pop("sampling_seed")
     params = tieredkv.SamplingParams(seed=seed, **options)
     with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
@@ -109,3 +111,15 @@ def generate(
         click.echo(output["text"])
         told = as_text(output["usage"])
         click.echo(f"[{told}, first after {output['ttft_ms']:.0f} ms]", err=True)
+
+
+def _check_prompts(prompts: Sequence[str], settings: Settings) -> None:
+    """Refuse prompts that are empty or too long for the model, before anything is allocated."""
+    from tieredkv.engine.loader import find_model, load_tokenizer
+    from tieredkv.engine.request import pack_prompt
+
+    found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+    limit = min(settings.max_model_len or found.max_model_len, found.max_model_len)
+    tokenizer = load_tokenizer(settings.model)
+    for prompt in prompts:
+        pack_prompt(tokenizer.encode(prompt), limit, found.vocab_size)

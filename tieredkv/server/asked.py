@@ -18,6 +18,7 @@ from pydantic import Field
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage
+from tieredkv.engine.request import pack_prompt
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
@@ -207,7 +208,7 @@ class Asked:
             raise RequestError(text, param="n", code="invalid_value")
         requests, params = [], self.plan.params
         for prompt in self.prompts:
-            check_prompt(self.prompt_field, prompt, info.max_model_len, info.vocab_size)
+            pack_prompt(prompt, info.max_model_len, info.vocab_size, field=self.prompt_field)
             request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
             for j in range(self.n):
                 seed = None if params.seed is None else (params.seed + j) % MAX_SEED
@@ -251,22 +252,3 @@ class PlainRequest(ApiRequest):
     async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""
         raise NotImplementedError
-
-
-def check_prompt(what: str, prompt: list[int], max_model_len: int, vocab_size: int) -> None:
-    """Refuse a prompt that is empty, leaves no room for an answer, or has unknown ids."""
-    text, code = f"Invalid '{what}': ", "invalid_value"
-    if not prompt:
-        text += "the prompt is empty. At least one token is needed."
-    elif len(prompt) >= max_model_len:
-        code = "context_length_exceeded"
-        text = (
-            f"This model's maximum context length is {max_model_len} tokens. However, your "
-            f"{what} resulted in {len(prompt)} tokens and at least one must be generated. "
-            f"Please reduce the length of the {what}."
-        )
-    elif bad := [id for id in (min(prompt), max(prompt)) if not 0 <= id < vocab_size]:
-        text += f"token id {bad[0]} is not in the model's vocabulary of {vocab_size} tokens."
-    else:
-        return
-    raise RequestError(text, param=what, code=code)

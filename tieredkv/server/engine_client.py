@@ -18,6 +18,7 @@ from tieredkv.engine import messages
 from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.messages import Refused
 from tieredkv.storage.process import bury, start_process
 from tieredkv.types import Progress
 
@@ -94,11 +95,11 @@ class EngineClient:
         if self.is_alive and not self._is_stopping:
             self._channel.send(messages.Shares(shares))
 
-    def stop(self, drain_timeout_s: float) -> None:
+    def stop(self) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
         if self.is_alive and not self._is_stopping:
             self._is_stopping = True
-            self._channel.send(messages.Shutdown(drain_timeout_s))
+            self._channel.send(messages.Shutdown())
 
     def kill(self) -> None:
         """End an engine that is still starting and has promised nothing."""
@@ -106,7 +107,7 @@ class EngineClient:
 
     async def shutdown(self, drain_timeout_s: float) -> int:
         """Stop, wait for the engine's end, and return its exit code."""
-        self.stop(drain_timeout_s)
+        self.stop()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
         self._mark_dead()
@@ -124,21 +125,20 @@ class EngineClient:
 
     def _take(self, message: ToServer) -> None:
         match message:
-            case messages.StepOutputs(outputs):
+            case messages.StepOutputs(outputs, stats):
+                self.stats = stats or self.stats
                 for output in outputs:
                     pick = self._takers.pop if output.finish_reason else self._takers.get
                     if (take := pick(output.request_id, None)) is not None:
                         take(output)
-            case messages.Stats(tiers):
-                self.stats = tiers
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case EngineInfo():
                 self.info = message
                 if not self._ready.done():
                     self._ready.set_result(message)
-            case messages.StartFailed(error_type, text):
-                self._ready.set_exception(errors.named(error_type, text))
+            case Refused(kind, text):  # said instead of `EngineInfo`
+                self._ready.set_exception(errors.named(kind, text))
 
     def _mark_dead(self) -> None:
         self._loop.remove_reader(self._channel)

@@ -199,7 +199,7 @@ class Server:
 
         def end() -> None:
             # Both at once: the engine's last word to each request is what ends its stream.
-            engine.stop(self.settings.drain_timeout)
+            engine.stop()
             http.should_exit = True
 
         self._end = end
