@@ -24,7 +24,8 @@ from msgspec.structs import replace
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
-from tieredkv.cache.tiered import BlockClaim, Prefix, TieredCache
+from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -161,8 +162,8 @@ class EngineCore:
         transfer = BlockTransfer[Any](copier, early_bytes=late_layer(spec) * layer_bytes)
         digest = partial(tenant_digest, algo=settings.hash_algo)
         self.tiers = Tiers(
-            device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
-            host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.on_evict("host", h)),
+            device=BlockPool(num_blocks),
+            host=BlockPool(num_pages),
             directory=Directory(self._policies),
             transfer=transfer,
             store=self._store,
@@ -507,7 +508,8 @@ class EngineCore:
 
     def _answer_control(self) -> None:
         """Serve what an operator asked the store's worker about VRAM and host memory."""
-        for event in self.cache.take_control_requests():
+        while self.cache.control_requests:
+            event = self.cache.control_requests.popleft()
             assert self._store is not None
             if event.call.verb == "df":
                 answer = self.tier_stats()

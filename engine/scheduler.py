@@ -325,7 +325,6 @@ class Scheduler:
         if prefix.read_ends is not None:  # what it has computed itself is no hit
             prefix.read_ends.append(request.num_computed_tokens // self._block_size)
         self.cache.release(prefix)
-        prefix.asked.clear()
         prefix.records.clear()
         num_full = request.num_tokens // self._block_size
         prefix.hashes.extend(self._hash_behind(request, num_full))

@@ -6,15 +6,16 @@ somebody else owns. It knows hashes as opaque keys; it does not know tokens, byt
 Called by the engine's thread only.
 """
 
-import math
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One slot of a pool.
 
@@ -27,24 +28,17 @@ class Block:
         tenant: whose the content is.
     """
 
-    __slots__ = ("block_hash", "block_id", "is_ready", "pin_count", "ref_count", "tenant")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.pin_count = 0
-        self.block_hash: BlockHash | None = None
-        self.is_ready = False
-        self.tenant = b""
+    block_id: int
+    ref_count: int = 0
+    pin_count: int = 0
+    block_hash: BlockHash | None = None
+    is_ready: bool = False
+    tenant: bytes = b""
 
     def __repr__(self) -> str:
         name = self.block_hash.hex()[:12] if self.block_hash is not None else "-"
         ready = "ready" if self.is_ready else "not ready"
         return f"Block({self.block_id}, {name}, ref_count={self.ref_count}, {ready})"
-
-
-def _ignore_eviction(_block: Block, _block_hash: BlockHash) -> None:
-    pass
 
 
 class BlockPool:
@@ -63,34 +57,31 @@ class BlockPool:
         4. a free block is either empty or hashed and ready, and in the part of its kind;
         5. hashed blocks are counted to their tenants.
 
-    Args:
-        num_blocks: how many.
-        on_evict: called with a block and the hash it loses when `allocate` reuses it.
-
     Attributes:
+        num_blocks: all blocks of the pool.
+        on_evict: called with a block and the hash it loses when `allocate` reuses it.
         protected: what is to be evicted last; a change counts for a block from its next use on.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
         num_kept: how many of them the last `allocate` left to their tenants.
     """
 
     def __init__(
-        self, num_blocks: int, *, on_evict: Callable[[Block, BlockHash], None] = _ignore_eviction
+        self,
+        num_blocks: int,
+        *,
+        on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None,
     ) -> None:
-        self._on_evict = on_evict
-        self.protected: Collection[BlockHash] = ()
+        self.num_blocks = num_blocks
+        self.on_evict = on_evict
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = OrderedDict.fromkeys(self._blocks)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._last: OrderedDict[Block, None] = OrderedDict()
-        self.num_kept = 0
+        self.protected: Collection[BlockHash] = ()
         self.floors: dict[bytes, int] = {}
-        self._num_of: dict[bytes, int] = defaultdict(int)  # hashed blocks by tenant
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks of the pool."""
-        return len(self._blocks)
+        self.num_kept = 0
+        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
 
     @property
     def num_empty(self) -> int:
@@ -110,7 +101,7 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that somebody uses."""
-        return len(self._blocks) - self.num_free
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
@@ -149,26 +140,12 @@ class BlockPool:
             Blocks with ref_count 1 and no hash; None if there are too few. Then nothing has
             changed but that blocks of floors, which are passed over, have become the youngest.
         """
-        victims: list[Block] = []
-        kept: list[Block] = []
         self.num_kept = 0
-        num_needed = count - self.num_empty
-        if num_needed > self.num_evictable and not is_partial:
+        num_needed = max(0, count - self.num_empty)
+        is_hopeless = num_needed > self.num_evictable and not is_partial
+        victims = [] if is_hopeless else self._victims(num_needed, tenant, can_evict)
+        if len(victims) < num_needed and not is_partial:
             return None
-        if num_needed > 0:
-            spare = self._spare(tenant)
-            for block in self._candidates(num_needed, kept):
-                if spare[block.tenant] <= 0:
-                    kept.append(block)
-                elif not block.pin_count and (can_evict is None or can_evict(block)):
-                    victims.append(block)
-                    spare[block.tenant] -= 1
-                    if len(victims) == num_needed:
-                        break
-            self.num_kept = len(kept)
-            self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
-            if len(victims) < num_needed and not is_partial:
-                return None
         taken = list(islice(self._empty, count - len(victims)))
         for block in taken:
             del self._empty[block]
@@ -177,7 +154,7 @@ class BlockPool:
             block_hash = block.block_hash
             assert block_hash is not None, block
             self._unindex(block)
-            self._on_evict(block, block_hash)
+            self.on_evict(block, block_hash)
         taken.extend(victims)
         for block in taken:
             block.ref_count = 1
@@ -199,30 +176,16 @@ class BlockPool:
         self._num_of[tenant] += 1
         return block
 
-    def mark_ready(self, block: Block) -> None:
-        """Note that the content of a used block has arrived."""
-        assert block.ref_count > 0, block
-        block.is_ready = True
-
-    def acquire(self, block: Block) -> None:
-        """Add a user to a block that is in the index or in use."""
-        if block.ref_count == 0:
-            self._unlink(block)
-        block.ref_count += 1
+    def acquire(self, blocks: Iterable[Block]) -> None:
+        """Add a user to blocks that are in the index or in use."""
+        for block in blocks:
+            if not block.ref_count:
+                self._unlink(block)
+            block.ref_count += 1
 
     def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
         """Return the block of each hash, ready or not; None for those that are not in the index."""
         return list(map(self._index.get, hashes))
-
-    def acquire_chain(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
-        """Add a user to every block of a chain that is in the index; None stands for the others."""
-        found = self.find(hashes)
-        for block in found:
-            if block is not None:
-                if not block.ref_count:
-                    self._unlink(block)
-                block.ref_count += 1
-        return found
 
     def missing(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Return the hashes that are not in the index, in order."""
@@ -269,7 +232,7 @@ class BlockPool:
         """Forget a hash; a block in use is freed when its last user ends."""
         block = self._index.get(block_hash)
         if block is not None:
-            self.acquire(block)
+            self.acquire([block])
             self._unindex(block)
             self.release([block])
         return block
@@ -293,8 +256,29 @@ class BlockPool:
         for block_hash, block in self._index.items():
             if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
-        if +Counter(self._num_of) != Counter(block.tenant for block in hashed):
+        if +self._num_of != Counter(block.tenant for block in hashed):
             raise IntegrityError("blocks are not counted to their tenants")
+
+    def _victims(
+        self, num_needed: int, tenant: bytes | None, can_evict: Callable[[Block], bool] | None
+    ) -> list[Block]:
+        """Choose so many blocks to evict, or fewer; what floors keep becomes the youngest."""
+        victims: list[Block] = []
+        kept: list[Block] = []
+        floors = self.floors if tenant is not None else {}
+        spare = {other: self._num_of[other] - floors[other] for other in floors if other != tenant}
+        for block in self._candidates(num_needed, kept):
+            if len(victims) == num_needed:
+                break
+            if spare.get(block.tenant, 1) <= 0:
+                kept.append(block)
+            elif not block.pin_count and (can_evict is None or can_evict(block)):
+                victims.append(block)
+                if block.tenant in spare:
+                    spare[block.tenant] -= 1
+        self.num_kept = len(kept)
+        self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
+        return victims
 
     def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
         """Yield what may be evicted; of what is protected, only as much as the rest cannot give.
@@ -304,12 +288,6 @@ class BlockPool:
         yield from self._evictable
         num_others = len(self._evictable) - len(kept)
         yield from islice(self._last, max(0, num_needed - num_others))
-
-    def _spare(self, tenant: bytes | None) -> dict[bytes, float]:
-        """Count for each tenant what may be taken from it."""
-        floors = self.floors if tenant is not None else {}
-        spare = {other: self._num_of[other] - floors[other] for other in floors if other != tenant}
-        return defaultdict(lambda: math.inf, spare)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""

@@ -6,7 +6,7 @@ import pytest
 
 from tests.fake_store import Rig, root_of
 from tieredkv.cache import tiered
-from tieredkv.cache.tiered import Prefix
+from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState

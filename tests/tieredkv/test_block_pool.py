@@ -34,7 +34,7 @@ def fill(pool: BlockPool, *names: str) -> list[Block]:
     chain = take(pool, len(names))
     for block, text in zip(chain, names, strict=True):
         assert pool.insert(block, name(text)) is block
-        pool.mark_ready(block)
+        block.is_ready = True
     return chain
 
 
@@ -192,25 +192,25 @@ def test_a_block_that_is_being_filled_is_found_and_not_ready(pool: BlockPool) ->
     pool.insert(block, name("a"))
     assert pool.lookup(name("a")) is block
     assert not block.is_ready
-    pool.mark_ready(block)
+    block.is_ready = True
     assert block.is_ready
 
 
 def test_a_shared_block_is_evictable_after_its_last_user_only(pool: BlockPool) -> None:
     chain = fill(pool, "a")
-    pool.acquire(chain[0])
+    pool.acquire([chain[0]])
     pool.release(chain)
     assert (pool.num_evictable, chain[0].ref_count) == (0, 1)
     pool.release(chain)
     assert ids(pool.evictable()) == [0]
-    pool.acquire(chain[0])
+    pool.acquire([chain[0]])
     assert (pool.num_evictable, pool.num_used, chain[0].ref_count) == (0, 1, 1)
     assert chain[0].is_ready
 
 
 def test_a_block_acquired_from_the_middle_leaves_the_others_in_order(pool: BlockPool) -> None:
     chain = keep(pool, "a0", "a1", "a2", "a3")
-    pool.acquire(chain[2])
+    pool.acquire([chain[2]])
     assert ids(pool.evictable()) == [3, 1, 0]
     pool.release([chain[2]])
     assert ids(pool.evictable()) == [3, 1, 0, 2]
@@ -278,7 +278,7 @@ def test_a_block_released_before_it_was_ready_forgets_its_hash(
 ) -> None:
     (block,) = take(pool, 1)
     pool.insert(block, name("a"))
-    pool.acquire(block)
+    pool.acquire([block])
     pool.release([block])
     assert pool.lookup(name("a")) is block
     pool.release([block])
@@ -302,7 +302,7 @@ def test_a_dropped_block_that_nobody_uses_is_empty_at_once(
 
 def test_a_block_dropped_in_use_is_freed_when_its_last_user_ends(pool: BlockPool) -> None:
     (block,) = fill(pool, "a")
-    pool.acquire(block)
+    pool.acquire([block])
     assert pool.drop(name("a")) is block
     assert pool.lookup(name("a")) is None
     assert (block.is_ready, pool.num_used, pool.num_cached) == (True, 1, 0)
@@ -460,14 +460,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark_ready(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.used()))
-        self.pool.mark_ready(self.blocks[block_id])
+        self.blocks[block_id].is_ready = True
         self.ready.add(block_id)
 
     @precondition(lambda self: self.used() or self.evictable)
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.used() + self.evictable))
-        self.pool.acquire(self.blocks[block_id])
+        self.pool.acquire([self.blocks[block_id]])
         self.users[block_id] += 1
         if block_id in self.evictable:
             self.evictable.remove(block_id)

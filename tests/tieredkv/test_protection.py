@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_store import START, Rig, chain_of
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.tiered import BlockClaim, Prefix
+from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies
 from tieredkv.types import BlockHash, Tier
 
@@ -41,7 +41,7 @@ def filled_pool(protected: set[BlockHash], *names: str) -> BlockPool:
     for block_hash in hashes(*names):
         [block] = pool.allocate(1) or []
         pool.insert(block, block_hash)
-        pool.mark_ready(block)
+        block.is_ready = True
         pool.release([block])
         pool.check()
     return pool
@@ -76,7 +76,8 @@ def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
     pool.touch(hashes("b", "c"))
     assert order(pool) == "dcba"
     pool.check()
-    chain = [block for block in pool.acquire_chain(hashes("a", "d")) if block]
+    chain = [block for block in pool.find(hashes("a", "d")) if block]
+    pool.acquire(chain)
     assert order(pool) == "cb"
     pool.release(chain)
     assert order(pool) == "cbda"
@@ -219,7 +220,7 @@ def test_protection_that_comes_while_a_block_is_written_reaches_the_disk() -> No
     rig.turn(3)
     assert len(rig.store.jobs) == 1
     prefix = rig.prefix("kept", 1)
-    prefix.asked.update(prefix.hashes)
+    prefix.records.update(dict.fromkeys(prefix.hashes))
     prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60)]
     serve(rig, prefix)
     rig.store.is_held = False

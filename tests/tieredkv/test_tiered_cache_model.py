@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fake_store import Rig
 from tieredkv.cache import tiered
-from tieredkv.cache.tiered import Prefix
+from tieredkv.cache.prefix import Prefix
 
 CHAINS = st.tuples(st.sampled_from("abc"), st.integers(1, 5))
 

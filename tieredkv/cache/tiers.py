@@ -4,15 +4,16 @@ import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from tieredkv.block_pool import BlockPool
+from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.departed import Departed
 from tieredkv.cache.directory import Directory
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Tiers:
         given_shares: of each tier, by tenant, as the operator wants it; others share the rest.
         shares: those of now; empty while one tenant has all.
         departed: why blocks have left.
+        pools: of the two RAM tiers.
     """
 
     device: BlockPool
@@ -74,7 +76,14 @@ class Tiers:
     given_shares: Mapping[bytes, float] = field(default_factory=dict)
     shares: dict[bytes, float] = field(default_factory=dict)
     departed: Departed = field(default_factory=Departed)
+    pools: dict[Tier, BlockPool] = field(init=False)
     _seen: dict[bytes, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
+        for tier, pool in self.pools.items():
+            pool.protected = self.directory.protected
+            pool.on_evict = partial(self._on_evict, tier)
 
     def note_tenant(self, tenant: bytes) -> None:
         """Note whose request has come: in every tier, each tenant of the last hour has a floor."""
@@ -87,37 +96,29 @@ class Tiers:
         equal = rest / max(1, len(self._seen.keys() - self.given_shares))
         shares = {**dict.fromkeys(self._seen, equal), **self.given_shares}
         self.shares = shares if len(shares) > 1 else {}
-        for pool in (self.device, self.host):
+        for pool in self.pools.values():
             pool.set_floors(self.shares)
         if self.store is not None:
             self.store.shares = self.shares
-
-    def __post_init__(self) -> None:
-        self.device.protected = self.host.protected = self.directory.protected
-
-    def forget_if_absent(self, block_hash: BlockHash) -> None:
-        """Drop the entry once neither RAM tier holds the block's bytes."""
-        if not self.is_in_ram(block_hash):
-            self.directory.forget(block_hash)
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
 
-    def on_evict(self, tier: str, block_hash: BlockHash) -> None:
-        """Count a copy that made room for another, and forget a block that has no other."""
-        self.counters.evictions[f"{tier},capacity"] += 1
-        entry = self.directory.get(block_hash)
-        self.forget_if_absent(block_hash)
-        if entry is not None and self.directory.get(block_hash) is None:
-            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
-            self.departed.note(block_hash, reason, entry.disk_expires_at)
-
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
-        for tier, pool in (("device", self.device), ("host", self.host)):
+        for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
         self.directory.forget(block_hash)
         self.departed.note(block_hash, "expired" if reason == "ttl" else "admin")
+
+    def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
+        """Count a copy that made room for another, and forget a block that has no other."""
+        self.counters.evictions[f"{tier},capacity"] += 1
+        entry = self.directory.get(block_hash)
+        if entry is not None and not self.is_in_ram(block_hash):
+            self.directory.forget(block_hash)
+            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
+            self.departed.note(block_hash, reason, entry.disk_expires_at)
