@@ -170,14 +170,12 @@ class EngineCore:
             clock=self._clock,
             block_bytes=spec.block_bytes,
             given_shares={digest(t): share for t, share in settings.tenant_shares.items()},
-        )
-        self.cache = TieredCache(
-            self.tiers,
             can_load=settings.restore != "compute",
             is_write_behind=settings.disk_write == "write_behind",
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
         )
+        self.cache = TieredCache(self.tiers)
         self.scheduler = Scheduler(
             self.cache,
             block_size=spec.block_size,

@@ -284,16 +284,14 @@ class Rig:
             store=self.store if has_store else None,
             clock=self.clock,
             block_bytes=BLOCK_BYTES,
-        )
-        for pool, memory in self.memories:
-            pool.on_evict = self._poisoned(memory, pool.on_evict)
-        self.cache = TieredCache(
-            self.tiers,
             can_load=can_load,
             is_write_behind=is_write_behind,
             device_reserve_blocks=reserve,
             load_timeout_s=load_timeout_s,
         )
+        for pool, memory in self.memories:
+            pool.on_evict = self._poisoned(memory, pool.on_evict)
+        self.cache = TieredCache(self.tiers)
         self.num_computed = 0
 
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:

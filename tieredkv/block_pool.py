@@ -59,6 +59,7 @@ class BlockPool:
 
     Attributes:
         num_blocks: all blocks of the pool.
+        can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
         protected: what is to be evicted last; a change counts for a block from its next use on.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
@@ -73,6 +74,7 @@ class BlockPool:
     ) -> None:
         self.num_blocks = num_blocks
         self.on_evict = on_evict
+        self.can_evict: Callable[[Block], bool] = lambda _block: True
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = OrderedDict.fromkeys(self._blocks)
@@ -121,19 +123,13 @@ class BlockPool:
         self.floors = {tenant: int(share * self.num_blocks) for tenant, share in shares.items()}
 
     def allocate(
-        self,
-        count: int,
-        *,
-        tenant: bytes | None = None,
-        can_evict: Callable[[Block], bool] | None = None,
-        is_partial: bool = False,
+        self, count: int, *, tenant: bytes | None = None, is_partial: bool = False
     ) -> list[Block] | None:
         """Take blocks for new content: empty ones first, then the least recently used.
 
         Args:
             count: how many.
             tenant: for whom; it takes no block of another's floor. None for all the same.
-            can_evict: asked of each cached block in turn; those it refuses keep their place.
             is_partial: fewer will do.
 
         Returns:
@@ -143,7 +139,7 @@ class BlockPool:
         self.num_kept = 0
         num_needed = max(0, count - self.num_empty)
         is_hopeless = num_needed > self.num_evictable and not is_partial
-        victims = [] if is_hopeless else self._victims(num_needed, tenant, can_evict)
+        victims = [] if is_hopeless else self._victims(num_needed, tenant)
         if len(victims) < num_needed and not is_partial:
             return None
         taken = list(islice(self._empty, count - len(victims)))
@@ -259,9 +255,7 @@ class BlockPool:
         if +self._num_of != Counter(block.tenant for block in hashed):
             raise IntegrityError("blocks are not counted to their tenants")
 
-    def _victims(
-        self, num_needed: int, tenant: bytes | None, can_evict: Callable[[Block], bool] | None
-    ) -> list[Block]:
+    def _victims(self, num_needed: int, tenant: bytes | None) -> list[Block]:
         """Choose so many blocks to evict, or fewer; what floors keep becomes the youngest."""
         victims: list[Block] = []
         kept: list[Block] = []
@@ -272,7 +266,7 @@ class BlockPool:
                 break
             if spare.get(block.tenant, 1) <= 0:
                 kept.append(block)
-            elif not block.pin_count and (can_evict is None or can_evict(block)):
+            elif not block.pin_count and self.can_evict(block):
                 victims.append(block)
                 if block.tenant in spare:
                     spare[block.tenant] -= 1

@@ -104,8 +104,9 @@ class _Host:
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,
+            device_reserve_blocks=1,
         )
-        self.cache = TieredCache(self.tiers, device_reserve_blocks=1)
+        self.cache = TieredCache(self.tiers)
         self.scheduler = Scheduler(
             self.cache,
             block_size=block_size,

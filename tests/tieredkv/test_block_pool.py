@@ -107,13 +107,15 @@ def test_a_block_that_held_nothing_whole_is_reused_before_cached_ones(pool: Bloc
     assert ids(take(pool, 3)) == [0, 1, 5]
 
 
-@pytest.mark.parametrize("can_evict", [None, lambda block: block.block_id != 1])
+@pytest.mark.parametrize("refused", [None, 1])
 def test_an_allocation_that_does_not_fit_changes_nothing(
-    pool: BlockPool, evicted: Evicted, can_evict: Callable[[Block], bool] | None
+    pool: BlockPool, evicted: Evicted, refused: int | None
 ) -> None:
+    pool.can_evict = lambda block: block.block_id != refused
     keep(pool, "a0", "a1")
     used = take(pool, 1)
-    assert pool.allocate(6 if can_evict is None else 5, can_evict=can_evict) is None
+    assert pool.allocate(6 if refused is None else 5) is None
+    pool.can_evict = lambda _block: True
     assert evicted == []
     assert (pool.num_empty, pool.num_evictable, pool.num_used, pool.num_cached) == (3, 2, 1, 2)
     assert ids(pool.evictable()) == [1, 0]
@@ -125,7 +127,9 @@ def test_what_can_evict_refuses_keeps_its_place_and_order(
     pool: BlockPool, evicted: Evicted
 ) -> None:
     keep(pool, "a0", "a1", "a2", "a3", "a4", "a5")
-    taken = pool.allocate(2, can_evict=lambda block: block.block_id not in (5, 3))
+    pool.can_evict = lambda block: block.block_id not in (5, 3)
+    taken = pool.allocate(2)
+    pool.can_evict = lambda _block: True
     assert ids(taken) == [4, 2]
     assert [lost for _, lost in evicted] == [name("a4"), name("a2")]
     assert ids(pool.evictable()) == [5, 3, 1, 0]
@@ -140,10 +144,11 @@ def test_only_blocks_that_are_needed_are_asked_about(pool: BlockPool) -> None:
         asked.append(block.block_id)
         return True
 
-    assert pool.allocate(3, can_evict=can_evict) is not None
-    assert pool.allocate(0, can_evict=can_evict) == []
+    pool.can_evict = can_evict
+    assert pool.allocate(3) is not None
+    assert pool.allocate(0) == []
     assert asked == []
-    assert pool.allocate(2, can_evict=can_evict) is not None
+    assert pool.allocate(2) is not None
     assert asked == [2, 1]
 
 
@@ -426,8 +431,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(count=st.integers(0, 9), refused=st.none() | st.sets(st.integers(0, 7), max_size=3))
     def allocate(self, count: int, refused: set[int] | None) -> None:
         self.evicted.clear()
-        can_evict = None if refused is None else (lambda block: block.block_id not in refused)
-        blocks = self.pool.allocate(count, can_evict=can_evict)
+        self.pool.can_evict = lambda block: block.block_id not in (refused or ())
+        blocks = self.pool.allocate(count)
         barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
         candidates = self.empty + [i for i in self.evictable if i not in barred]
         if len(candidates) < count:

@@ -91,11 +91,12 @@ def test_a_protected_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> 
     def is_clean(block: object) -> bool:
         return getattr(block, "block_hash", None) not in dirty
 
-    assert pool.allocate(2, can_evict=is_clean) is None
+    pool.can_evict = is_clean
+    assert pool.allocate(2) is None
     dirty.discard(hashes("c")[0])
-    assert pool.allocate(1, can_evict=is_clean) is not None
+    assert pool.allocate(1) is not None
     assert order(pool) == "dab"
-    assert len(pool.allocate(3, can_evict=is_clean, is_partial=True) or []) == 2
+    assert len(pool.allocate(3, is_partial=True) or []) == 2
     assert order(pool) == "d"
 
 

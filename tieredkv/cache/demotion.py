@@ -1,9 +1,8 @@
 """Takes blocks down: device block to host page, host page to disk, ahead of need.
 
-A block is clean when evicting it loses nothing that was promised: its copy is below already, or no
-retention lets it go further down. Demotion keeps enough clean blocks at the old end of each pool,
-so that an allocation neither waits for PCIe nor for the disk. What cannot be demoted in time is
-dropped, oldest first, and counted.
+Demotion keeps enough clean blocks (see `Tiers`) at the old end of each pool, so that an allocation
+neither waits for PCIe nor for the disk. What cannot be demoted in time is dropped, oldest first,
+and counted.
 
 Called by the engine's thread only.
 """
@@ -45,22 +44,14 @@ class Demoter:
     the cap.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        *,
-        device_reserve_blocks: int,
-        is_write_behind: bool,
-        poll: Callable[[], None],
-    ) -> None:
+    def __init__(self, tiers: Tiers, poll: Callable[[], None]) -> None:
         self._tiers = tiers
         self._poll = poll
         # NOTE: of the host no more than half, or its pages would push one another out for ever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
-        self._device_reserve = min(device_reserve_blocks, most)
+        self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._is_write_behind = is_write_behind
         self._behind: Waiting = {}
         self._fresh: Waiting = {}
         self._num_copying = 0
@@ -72,19 +63,6 @@ class Demoter:
         """Whether nothing is on its way down."""
         return not (self._num_copying or self._writing or self._behind)
 
-    def is_device_clean(self, block: Block) -> bool:
-        """Return whether a device block may be evicted without losing what was promised."""
-        directory, host = self._tiers.directory, self._tiers.host
-        entry = directory.get(block.block_hash)
-        if entry is None or entry.is_droppable or not directory.may_enter(entry, Tier.HOST):
-            return True
-        page = host.lookup(entry.block_hash)
-        return page is not None and page.is_ready
-
-    def is_host_clean(self, page: Block) -> bool:
-        """Return whether a host page may be evicted without losing what was promised."""
-        return not self._is_owed_to_disk(page.block_hash)
-
     def note_change(self) -> None:
         """Look at the reserves again at the next `pump`: blocks were allocated or released."""
         self._is_stale = True
@@ -95,14 +73,14 @@ class Demoter:
             self._fresh.setdefault(entry.block_hash)
             if len(self._fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
                 del self._fresh[next(iter(self._fresh))]
-            if self._is_write_behind:
+            if self._tiers.is_write_behind:
                 self._behind.setdefault(entry.block_hash)
         self._is_stale = True
 
     def pump(self) -> None:
         """Top up both reserves; a few microseconds when nothing has changed."""
         if self._behind:
-            self._advance(self._behind, self._is_owed_to_disk, 2 * self._write_cap)
+            self._advance(self._behind, self._tiers.is_owed_to_disk, 2 * self._write_cap)
         if not self._is_stale:
             return
         self._is_stale = False
@@ -119,13 +97,11 @@ class Demoter:
 
     def demote(self, num_blocks: int) -> int:
         """Start copying the dirty ones of the oldest `num_blocks` device blocks; count them."""
-        oldest = islice(self._tiers.device.evictable(), num_blocks)
-        return self._copy_out([block for block in oldest if not self.is_device_clean(block)])
+        return self._copy_out(_dirty(self._tiers.device, num_blocks))
 
     def write(self, num_pages: int) -> int:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
-        oldest = islice(self._tiers.host.evictable(), num_pages)
-        return self._write_out([page for page in oldest if not self.is_host_clean(page)])
+        return self._write_out(_dirty(self._tiers.host, num_pages))
 
     def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
@@ -168,9 +144,9 @@ class Demoter:
         At least a reserve of them: the next allocation must not wait in its turn.
         """
         at_most = max(num_blocks, self._device_reserve)
-        for block in islice(self._tiers.device.evictable(), at_most):
+        for block in _dirty(self._tiers.device, at_most):
             entry = self._tiers.directory.get(block.block_hash)
-            if entry is not None and not block.pin_count and not self.is_device_clean(block):
+            if entry is not None and not block.pin_count:
                 entry.is_droppable = True
                 self._tiers.counters.demotions_dropped += 1
 
@@ -190,16 +166,15 @@ class Demoter:
         is_to_disk = to is Tier.DISK
         while True:
             self._poll()
-            moved = _drop_clean(device, self.is_device_clean)
-            moved += _drop_clean(host, self.is_host_clean) if is_to_disk else 0
+            moved = _drop_clean(device) + (_drop_clean(host) if is_to_disk else 0)
             started = self.demote(device.num_blocks)
             if is_to_disk or (not started and device.num_evictable):
                 started += self.write(host.num_blocks)
             left = device.num_evictable + (host.num_evictable if is_to_disk else 0)
-            is_moving = bool(self._num_copying or self._writing)
             if not left and not self._num_copying:
                 return True
-            if time.monotonic() >= deadline or not (moved or started or is_moving):
+            is_stuck = not (moved or started or self._num_copying or self._writing)
+            if is_stuck or time.monotonic() >= deadline:
                 return False
             if not moved:
                 time.sleep(POLL_S)
@@ -219,7 +194,7 @@ class Demoter:
         entries = self._tiers.directory.entries()
         for entry in entries:
             entry.is_droppable = False
-        entries = [entry for entry in entries if self._is_owed_to_disk(entry.block_hash)]
+        entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
         recency = {entry.block_hash: entry.last_used for entry in entries}
         for entry in sorted(entries, key=lambda entry: -entry.position):
             if entry.parent_hash in recency:  # a chain is as new as its newest block
@@ -229,7 +204,7 @@ class Demoter:
         wanted = dict.fromkeys(entry.block_hash for entry in entries)
         while wanted and time.monotonic() < deadline:
             self._poll()
-            self._advance(wanted, self._is_owed_to_disk, 2 * self._write_cap)
+            self._advance(wanted, self._tiers.is_owed_to_disk, 2 * self._write_cap)
             if not (
                 self._num_copying or self._writing
             ):  # host pages that come later are in the way
@@ -249,15 +224,7 @@ class Demoter:
     def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM has the block, and evicting it there would lose it."""
         block = self._tiers.device.lookup(block_hash)
-        return block is not None and block.is_ready and not self.is_device_clean(block)
-
-    def _is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
-        """Return whether the disk has yet to be given the block, and nobody gave that up."""
-        tiers = self._tiers
-        entry = tiers.directory.get(block_hash)
-        if tiers.store is None or entry is None or entry.is_on_disk or entry.is_droppable:
-            return False
-        return tiers.directory.disk_deadline(entry, tiers.clock.now()) is not None
+        return block is not None and block.is_ready and not self._tiers.device.can_evict(block)
 
     def _advance(self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int) -> None:
         """Move the first of `wanted` one step down; those that are owed no more leave."""
@@ -284,9 +251,7 @@ class Demoter:
         pairs: list[tuple[Block, Block]] = []
         for tenant, group in groupby(wanted, key=attrgetter("tenant")):
             each = list(group)
-            pages = tiers.host.allocate(
-                len(each), tenant=tenant, can_evict=self.is_host_clean, is_partial=True
-            )
+            pages = tiers.host.allocate(len(each), tenant=tenant, is_partial=True)
             pairs += zip(each, pages or [], strict=False)
         for block, page in pairs:
             assert block.block_hash is not None, block
@@ -319,8 +284,14 @@ class Demoter:
         return len(items)
 
 
-def _drop_clean(pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
+def _dirty(pool: BlockPool, num_oldest: int) -> list[Block]:
+    """Return those of the oldest blocks that nobody uses whose eviction would lose something."""
+    oldest = islice(pool.evictable(), num_oldest)
+    return [block for block in oldest if not pool.can_evict(block)]
+
+
+def _drop_clean(pool: BlockPool) -> int:
     """Evict the clean blocks of a pool that nobody uses; return how many."""
     before = pool.num_evictable
-    pool.release(pool.allocate(pool.num_blocks, can_evict=is_clean, is_partial=True) or [])
+    pool.release(pool.allocate(pool.num_blocks, is_partial=True) or [])
     return before - pool.num_evictable

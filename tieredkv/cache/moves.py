@@ -26,24 +26,10 @@ class BlockMover:
         control_requests: what the store's worker wants to know for an operator.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        *,
-        is_write_behind: bool,
-        device_reserve_blocks: int,
-        load_timeout_s: float,
-    ) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         self.tiers = tiers
-        self.demoter = Demoter(
-            tiers,
-            device_reserve_blocks=device_reserve_blocks,
-            is_write_behind=is_write_behind,
-            poll=self.poll,
-        )
-        self.promoter = Promoter(
-            tiers, load_timeout_s=load_timeout_s, is_host_clean=self.demoter.is_host_clean
-        )
+        self.promoter = Promoter(tiers)
+        self.demoter = Demoter(tiers, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
         self._handlers: dict[type, Callable[[Any], object]] = {
             PageLoaded: self.promoter.on_page_loaded,

@@ -64,12 +64,8 @@ class Promoter:
     page; reads stay within the cap; no block both waits for a page and is copied to.
     """
 
-    def __init__(
-        self, tiers: Tiers, *, load_timeout_s: float, is_host_clean: Callable[[Block], bool]
-    ) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._is_host_clean = is_host_clean
-        self._load_timeout_s = load_timeout_s
         self._promotions: dict[Block, Promotion] = {}
         self._to_read: deque[Promotion] = deque()
         self._reads: dict[BlockHash, _Read] = {}
@@ -102,7 +98,7 @@ class Promoter:
     def start(self, block: Block, block_hash: BlockHash, record: bytes | None) -> None:
         """Begin to fill a device block from the page being read for it or, with a record, anew."""
         self._tiers.device.acquire([block])
-        give_up_at = time.monotonic() + self._load_timeout_s
+        give_up_at = time.monotonic() + self._tiers.load_timeout_s
         promotion = self._promotions[block] = Promotion(block, block_hash, record, give_up_at)
         if self._join(promotion):
             return
@@ -230,7 +226,7 @@ class Promoter:
     ) -> Block | None:
         record = decode_record(block_hash, sealed).record
         host, tenant = self._tiers.host, record.namespace[:TENANT_BYTES]
-        pages = host.allocate(1, can_evict=self._is_host_clean, tenant=tenant)
+        pages = host.allocate(1, tenant=tenant)
         if pages is None:
             return None
         (page,) = pages
@@ -251,7 +247,7 @@ class Promoter:
         now = time.monotonic()
         if now < self._look_again_at:
             return
-        self._look_again_at = now + min(LOOK_AGAIN_S, self._load_timeout_s / 10)
+        self._look_again_at = now + min(LOOK_AGAIN_S, self._tiers.load_timeout_s / 10)
         for promotion in list(self._promotions.values()):
             if promotion.block.ref_count == 1:
                 self._settle(promotion)

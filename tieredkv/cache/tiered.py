@@ -41,22 +41,8 @@ class TieredCache(BlockMover):
     Invariants (`check`): those of what moves; queued requests protect at most half of each pool.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        *,
-        can_load: bool = True,
-        is_write_behind: bool = False,
-        device_reserve_blocks: int = 64,
-        load_timeout_s: float = 30.0,
-    ) -> None:
-        super().__init__(
-            tiers,
-            is_write_behind=is_write_behind,
-            device_reserve_blocks=device_reserve_blocks,
-            load_timeout_s=load_timeout_s,
-        )
-        self._can_load = can_load
+    def __init__(self, tiers: Tiers) -> None:
+        super().__init__(tiers)
         self._lookups: dict[int, Prefix] = {}
         self._overdue: set[int] = set()
         self._num_held: Counter[BlockPool] = Counter()
@@ -181,7 +167,7 @@ class TieredCache(BlockMover):
         tiers, block_hash = self.tiers, prefix.hashes[index]
         if index < prefix.num_present:
             return "behind_lookback"
-        if not self._can_load and tiers.host.lookup(block_hash) is not None:
+        if not self.tiers.can_load and tiers.host.lookup(block_hash) is not None:
             return "slower_than_recomputing"
         return tiers.departed.reason(block_hash, tiers.clock.now())
 
@@ -263,7 +249,7 @@ class TieredCache(BlockMover):
         While an answer is overdue nobody else waits for one: a disk that hangs costs one timeout.
         """
         tiers, records = self.tiers, prefix.records
-        if tiers.store is None or not self._can_load or self._overdue:
+        if tiers.store is None or not self.tiers.can_load or self._overdue:
             return
         if prefix.lookup_job is not None:
             return
@@ -309,7 +295,7 @@ class TieredCache(BlockMover):
         copies: list[tuple[Block, Block]] = []
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
         hashes = prefix.hashes[: len(chain)]
-        pages = tiers.host.find(hashes) if self._can_load else [None] * len(chain)
+        pages = tiers.host.find(hashes) if self.tiers.can_load else [None] * len(chain)
         for block, block_hash, page in zip(chain, hashes, pages, strict=True):
             record = records.get(block_hash) if records else None
             source: Tier | None = Tier.HOST if record is None else Tier.DISK
@@ -323,7 +309,7 @@ class TieredCache(BlockMover):
                     copies.append((page, block))
                 elif page is None and (not record or (expiry_of(block_hash, record) or 0) <= now):
                     source = None
-                elif self._can_load:
+                elif self.tiers.can_load:
                     self.promoter.start(block, block_hash, record)
                 else:
                     source = None
@@ -344,7 +330,7 @@ class TieredCache(BlockMover):
             return prefix.hashes
         tiers, hashes = self.tiers, prefix.hashes
         missing = tiers.device.missing(hashes)
-        if self._can_load:
+        if self.tiers.can_load:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
@@ -373,9 +359,7 @@ class TieredCache(BlockMover):
     def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
         device, demoter = self.tiers.device, self.demoter
-        take = partial(
-            device.allocate, num_blocks, tenant=prefix.tenant, can_evict=demoter.is_device_clean
-        )
+        take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
         blocks = take()
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
             take = partial(take, tenant=None)

@@ -52,13 +52,20 @@ def count_failure(failures: Counter[str], reason: str, text: str) -> None:
 
 @dataclass(slots=True)
 class Tiers:
-    """The tiers of one engine.
+    """The tiers of one engine, and what may move between them.
+
+    A block is clean when evicting it loses nothing that was promised: its copy is below already, or
+    no retention lets it go further down.
 
     Attributes:
         device, host: pools of block-sized slots; the host pool's block ids are arena pages.
         transfer: copies between them; its tags are lists of promotions or of demoted blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
+        can_load: whether blocks come up at all; else they are computed.
+        is_write_behind: write to disk soon after computing, not only on eviction.
+        device_reserve_blocks: device blocks to be kept clean ahead of need.
+        load_timeout_s: a block that has not come from disk by then is computed.
         given_shares: of each tier, by tenant, as the operator wants it; others share the rest.
         shares: those of now; empty while one tenant has all.
         departed: why blocks have left.
@@ -72,6 +79,10 @@ class Tiers:
     store: StoreClient | None
     clock: Clock
     block_bytes: int
+    can_load: bool = True
+    is_write_behind: bool = False
+    device_reserve_blocks: int = 64
+    load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     given_shares: Mapping[bytes, float] = field(default_factory=dict)
     shares: dict[bytes, float] = field(default_factory=dict)
@@ -84,6 +95,7 @@ class Tiers:
         for tier, pool in self.pools.items():
             pool.protected = self.directory.protected
             pool.on_evict = partial(self._on_evict, tier)
+        self.device.can_evict, self.host.can_evict = self._is_device_clean, self._is_host_clean
 
     def note_tenant(self, tenant: bytes) -> None:
         """Note whose request has come: in every tier, each tenant of the last hour has a floor."""
@@ -105,6 +117,23 @@ class Tiers:
         """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
+
+    def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
+        """Return whether the disk has yet to be given the block, and nobody gave that up."""
+        entry = self.directory.get(block_hash)
+        if self.store is None or entry is None or entry.is_on_disk or entry.is_droppable:
+            return False
+        return self.directory.disk_deadline(entry, self.clock.now()) is not None
+
+    def _is_device_clean(self, block: Block) -> bool:
+        entry = self.directory.get(block.block_hash)
+        if entry is None or entry.is_droppable or not self.directory.may_enter(entry, Tier.HOST):
+            return True
+        page = self.host.lookup(entry.block_hash)
+        return page is not None and page.is_ready
+
+    def _is_host_clean(self, page: Block) -> bool:
+        return not self.is_owed_to_disk(page.block_hash)
 
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
