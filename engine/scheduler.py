@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
@@ -181,8 +180,6 @@ class Scheduler:
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
-            if self._unprotect(self.waiting):  # what is queued comes after what runs
-                continue
             if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
                 continue
             if not may_preempt:
@@ -251,7 +248,7 @@ class Scheduler:
                 self.cache.protect(request.prefix)
                 if self.cache.is_room_coming(request.prefix):
                     break
-                num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
+                num_free = self.cache.tiers.device.num_free
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
                 if passing is None or not self._try_hard(passing):
@@ -276,10 +273,9 @@ class Scheduler:
         return self.cache.admit(request.prefix, self._num_blocks(request))
 
     def _try_hard(self, request: Request) -> bool:
-        """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
+        """Take what is left even of others' floors, if nobody runs."""
         if self._try(request):
             return True
-        self._unprotect(self.waiting)
         num_blocks = self._num_blocks(request)
         return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
 
@@ -293,19 +289,6 @@ class Scheduler:
         for request in self.running:
             held[request.prefix.tenant] += len(request.prefix.blocks)
         return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
-
-    def _unprotect(self, requests: Iterable[Request]) -> bool:
-        """Let go of what is held for queued requests, so that one before them can go on.
-
-        Returns:
-            Whether anything was held.
-        """
-        if not self.cache.num_held_blocks:
-            return False
-        protected = [request for request in requests if request.prefix.is_protected]
-        for request in protected:
-            self.cache.unprotect(request.prefix)
-        return bool(protected)
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)

@@ -61,7 +61,7 @@ class BlockPool:
         num_blocks: all blocks of the pool.
         can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
-        protected: what is to be evicted last; a change counts for a block from its next use on.
+        protected: hashes to be evicted last; a change counts for a block from its next use on.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
         num_kept: how many of them the last `allocate` left to their tenants.
     """
@@ -80,7 +80,7 @@ class BlockPool:
         self._empty = OrderedDict.fromkeys(self._blocks)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._last: OrderedDict[Block, None] = OrderedDict()
-        self.protected: Collection[BlockHash] = ()
+        self.protected: tuple[Collection[BlockHash], ...] = ()
         self.floors: dict[bytes, int] = {}
         self.num_kept = 0
         self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
@@ -193,13 +193,13 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        evictable, protected = self._evictable, self.protected
+        evictable, has_protected = self._evictable, any(self.protected)
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if block.is_ready and block.block_hash is not None and not protected:
+            if block.is_ready and block.block_hash is not None and not has_protected:
                 evictable[block] = None
             else:
                 if not block.is_ready:
@@ -280,14 +280,16 @@ class BlockPool:
         What is not protected is waited for where it cannot go for now, but for the blocks kept.
         """
         yield from self._evictable
-        num_others = len(self._evictable) - len(kept)
-        yield from islice(self._last, max(0, num_needed - num_others))
+        for num_seen, block in enumerate(self._last, len(self._evictable)):
+            if num_seen - len(kept) >= num_needed:
+                break
+            yield block
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            most = len(self._blocks) // 2
-            is_last = block.block_hash in self.protected and len(self._last) < most
+            is_wanted = any(block.block_hash in each for each in self.protected)
+            is_last = is_wanted and len(self._last) < self.num_blocks // 2
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False

@@ -145,7 +145,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(stage: str, is_shared
         assert rig.transfer.has_pending
     rig.cache.release(prefix)
     rig.turn()
-    assert (prefix.blocks, prefix.held) == ([], {})
+    assert (prefix.blocks, prefix.wanted) == ([], [])
     loans = rig.store.pending_pages
     if not rig.transfer.has_pending and other is None:
         assert rig.tiers.device.num_used == 0, "device blocks wait for a read that nobody wants"
@@ -249,11 +249,44 @@ def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None
     for name in "abc":
         rig.run(name, 4)
     queued = [rig.queue(name, 4) for name in "abc"]
-    assert [sum(map(len, prefix.held.values())) for prefix in queued] == [4, 4, 0]
+    last = [block.block_hash for block in rig.tiers.device.evictable()][-8:]
+    assert last == chain_of("a", 4)[::-1] + chain_of("b", 4)[::-1]
     rig.run("d", 8)
     assert rig.on_device("a", 4) == rig.on_device("b", 4) == [0, 1, 2, 3]
+    assert rig.on_device("c", 4) == []
     for prefix in queued:
         rig.cache.release(prefix)
+    assert not rig.tiers.wanted
+    rig.run("e", 12)
+    assert rig.on_device("a", 4) == [], "nobody wants it any longer"
+    rig.check_nothing_is_held()
+
+
+def test_what_two_queued_requests_want_is_protected_until_both_are_gone() -> None:
+    rig = Rig(num_blocks=16, has_store=False)
+    rig.run("a", 4)
+    first, second = rig.queue("a", 4), rig.queue("a", 4)
+    rig.cache.release(first)
+    rig.run("b", 8)
+    rig.run("c", 12)
+    assert rig.on_device("a", 4) == [0, 1, 2, 3]
+    rig.cache.release(second)
+    rig.run("d", 16)
+    assert rig.on_device("a", 4) == []
+    rig.check_nothing_is_held()
+
+
+def test_a_running_request_takes_what_queued_ones_want_when_nothing_else_is_left() -> None:
+    rig = Rig(num_blocks=8, has_store=False)
+    rig.run("a", 4)
+    queued = rig.queue("a", 4)
+    running = rig.start("b", 4)
+    rig.compute(running)
+    while not rig.cache.extend(running):
+        rig.turn()
+    assert rig.on_device("a", 4) == [0, 1, 2], "no more of it than is needed"
+    rig.cache.release(running)
+    rig.cache.release(queued)
     rig.check_nothing_is_held()
 
 
@@ -264,7 +297,7 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
         rig.store.put(name, 8)
         queued.append(rig.queue(name, 8))
         rig.turn(2)
-    assert 0 < sum(len(prefix.held[rig.tiers.host]) for prefix in queued) <= 8
+    assert 0 < sum(prefix.num_prefetched for prefix in queued) <= 8
     assert rig.tiers.host.num_used <= 8
     for prefix in queued:
         while not rig.admit(prefix):

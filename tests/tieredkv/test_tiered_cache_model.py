@@ -154,8 +154,6 @@ class TieredCacheMachine(RuleBasedStateMachine):
         for prefix in self.running:
             self.rig.finish(prefix)
         for prefix in self.waiting:
-            self.rig.cache.unprotect(prefix)
-        for prefix in self.waiting:
             for _ in range(50):
                 if self.rig.admit(prefix):
                     break

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tieredkv.block_pool import Block, BlockPool
+from tieredkv.block_pool import Block
 from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 
@@ -42,7 +42,8 @@ class Prefix:
             while there is none.
         lookup_job, lookup_give_up_at: the question to the disk that has no answer yet.
         num_present: blocks of its head that were in the tiers, where `read_ends` are given.
-        held: blocks of each pool that are held for it while it waits.
+        wanted: blocks that are evicted last, while it waits.
+        num_prefetched: pages that were taken to read some of them into.
         refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
             was no room for it; it is not looked up again before they change.
     """
@@ -61,18 +62,14 @@ class Prefix:
     lookup_job: int | None = None
     lookup_give_up_at: float = 0.0
     num_present: int = 0
-    held: dict[BlockPool, list[Block]] = field(default_factory=dict)
+    wanted: list[BlockHash] = field(default_factory=list)
+    num_prefetched: int = 0
     refused_at: tuple[int, int, int, bool] | None = None
 
     @property
     def tenant(self) -> bytes:
         """Whose it is."""
         return self.namespace[:TENANT_BYTES]
-
-    @property
-    def is_protected(self) -> bool:
-        """Whether something is held for it while it waits."""
-        return any(self.held.values())
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield the claims and, of these ascending indices of blocks, those that each covers."""

@@ -107,21 +107,18 @@ class Promoter:
         else:
             self._fail(promotion, "evicted")
 
-    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> list[Block]:
-        """Start reading blocks that a queued request wants; return their pages."""
-        pages: list[Block] = []
+    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> int:
+        """Start reading blocks that a queued request wants; return how many."""
         items: list[LentPage] = []
         for block_hash, record in records.items():
             if self._tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
-            if len(pages) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
+            if len(items) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
                 break
-            page = self._begin_read(block_hash, record, items)
-            if page is None:
+            if not self._begin_read(block_hash, record, items):
                 break
-            pages.append(page)
         self._submit(items)
-        return pages
+        return len(items)
 
     def pump(self) -> bool:
         """Start the reads and copies that there is room for; give up what is late or unwanted.
@@ -135,7 +132,7 @@ class Promoter:
             promotion = self._to_read[0]
             if self._is_under_way(promotion) and not self._join(promotion):
                 assert promotion.record is not None
-                if self._begin_read(promotion.block_hash, promotion.record, items) is None:
+                if not self._begin_read(promotion.block_hash, promotion.record, items):
                     break
                 self._join(promotion)
             self._to_read.popleft()
@@ -221,21 +218,20 @@ class Promoter:
             return False
         return True
 
-    def _begin_read(
-        self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]
-    ) -> Block | None:
+    def _begin_read(self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]) -> bool:
+        """Take a page to read a block into, if there is one."""
         record = decode_record(block_hash, sealed).record
         host, tenant = self._tiers.host, record.namespace[:TENANT_BYTES]
         pages = host.allocate(1, tenant=tenant)
         if pages is None:
-            return None
+            return False
         (page,) = pages
         host.insert(page, block_hash, tenant)
         self._reads[block_hash] = _Read(page, record)
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)
         items.append(LentPage(wanted, page.block_id))
-        return page
+        return True
 
     def _submit(self, items: list[LentPage]) -> None:
         if items:

@@ -16,16 +16,13 @@ Called by the engine's thread only.
 
 import time
 from array import array
-from collections import Counter
-from collections.abc import Sequence
 from functools import partial
 
-from tieredkv.block_pool import Block, BlockPool
+from tieredkv.block_pool import Block
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.moves import BlockMover
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiers import Tiers
-from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import expiry_of
 from tieredkv.storage.messages import LookupDone
 from tieredkv.storage.results import TouchItem
@@ -38,14 +35,14 @@ PATIENCE_S = 0.25
 class TieredCache(BlockMover):
     """Finds and keeps the blocks of all requests.
 
-    Invariants (`check`): those of what moves; queued requests protect at most half of each pool.
+    Invariants (`check`): those of what moves.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         super().__init__(tiers)
         self._lookups: dict[int, Prefix] = {}
         self._overdue: set[int] = set()
-        self._num_held: Counter[BlockPool] = Counter()
+        self._num_prefetched = 0
         self._short_since: dict[Prefix, float] = {}
         self._handlers[LookupDone] = self._on_lookup_done
 
@@ -76,33 +73,20 @@ class TieredCache(BlockMover):
         return True
 
     def protect(self, prefix: Prefix) -> None:
-        """Hold what a queued request wants against eviction, up to half of each pool in all.
-
-        Nothing is held while an allocation waits for room: what is queued comes after it.
-        """
-        if prefix.is_protected or prefix.blocks or self._short_since:
+        """Have what a queued request wants evicted last, as far as half of each pool allows."""
+        head = prefix.hashes[:1]  # without it a chain is hardly ever cached
+        copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
+        if prefix.wanted or prefix.blocks or not any((*copies, *map(prefix.records.get, head))):
             return
-        device, host = self.tiers.device, self.tiers.host
-        head = prefix.hashes[:1]
-        if not any(device.find(head) + host.find(head)):
-            return  # without its head a chain is hardly ever cached
         self.expire_due()
-        readable = self._readable(prefix)
-        self._hold(prefix, device, device.find(readable), device.num_blocks // 2)
-        self._hold(prefix, host, host.find(device.missing(readable)), host.num_blocks // 4)
+        prefix.wanted = self._readable(prefix)[:]
+        self.tiers.want(prefix.wanted)
 
-    @property
-    def num_held_blocks(self) -> int:
-        """Device blocks that are held for queued requests."""
-        return self._num_held[self.tiers.device]
-
-    def unprotect(self, prefix: Prefix) -> None:
-        """Let go of what was held for a queued request; it may still be found later."""
-        for pool, blocks in prefix.held.items():
-            pool.release(blocks[::-1])
-            self._num_held[pool] -= len(blocks)
-        prefix.held = {}
-        self.demoter.note_change()
+    def _unprotect(self, prefix: Prefix) -> None:
+        self.tiers.want_no_more(prefix.wanted)
+        prefix.wanted = []
+        self._num_prefetched -= prefix.num_prefetched
+        prefix.num_prefetched = 0
 
     # Admission
 
@@ -130,9 +114,7 @@ class TieredCache(BlockMover):
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
-            if any(block.block_hash is None for block in prefix.held.get(device, ())):
-                self.unprotect(prefix)  # expired or evicted by hand: of no use, and in the way
-            elif not self.is_room_coming(prefix):
+            if not self.is_room_coming(prefix):
                 prefix.refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             return False
         prefix.refused_at = None
@@ -145,7 +127,7 @@ class TieredCache(BlockMover):
             fresh.reverse()
         prefix.blocks.extend(fresh)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
-        self.unprotect(prefix)
+        self._unprotect(prefix)
         self.promoter.pump()
         return True
 
@@ -175,30 +157,47 @@ class TieredCache(BlockMover):
 
     def complete(self, prefix: Prefix, first: int, last: int) -> None:
         """Publish the full blocks `[first, last)` of the chain: their last token was computed."""
-        computed = [index for index in range(first, last) if not prefix.blocks[index].is_ready]
+        blocks, hashes = prefix.blocks, prefix.hashes
+        computed = [index for index in range(first, last) if not blocks[index].is_ready]
+        if not computed:
+            return
         for index in computed:
-            prefix.blocks[index].is_ready = True
+            blocks[index].is_ready = True
             prefix.sources[index] = None
-        if computed:
-            hashed = [index for index in computed if prefix.blocks[index].block_hash is not None]
-            self._add_computed(prefix, hashed)
+        hashed = [index for index in computed if blocks[index].block_hash is not None]
+        now = self.tiers.clock.now()
+        entries = [
+            Entry(
+                block_hash=hashes[index],
+                parent_hash=hashes[index - 1] if index else prefix.root,
+                root=prefix.root,
+                namespace=prefix.namespace,
+                position=index,
+                computed_at=now,
+                last_used=now,
+                claims=claim.retentions,
+                protect_until=claim.protect_until,
+            )
+            for claim, part in prefix.by_claim(hashed)
+            for index in part
+        ]
+        self.demoter.note_computed(self.tiers.directory.add_all(entries))
 
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain: generated tokens have filled it.
 
         Where another request computed the same block already, that one is shared and ours freed.
         """
-        tiers, index = self.tiers, len(prefix.hashes)
+        device, index = self.tiers.device, len(prefix.hashes)
         block = prefix.blocks[index]
         prefix.hashes.append(block_hash)
         prefix.sources.append(None)
-        known = tiers.device.insert(block, block_hash, prefix.tenant)
+        known = device.insert(block, block_hash, prefix.tenant)
         if known is block:
-            block.is_ready = True
-            self._add_computed(prefix, [index])
+            self.complete(prefix, index, index + 1)
         elif known.is_ready:
-            tiers.device.acquire([known])
-            tiers.device.release([block])
+            device.acquire([known])
+            device.release([block])
             prefix.blocks[index] = known
             prefix.block_ids[index] = known.block_id
 
@@ -225,7 +224,7 @@ class TieredCache(BlockMover):
             self._lookups.pop(prefix.lookup_job, None)
             prefix.lookup_job = None
         self._short_since.pop(prefix, None)
-        self.unprotect(prefix)
+        self._unprotect(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
         prefix.blocks = []
@@ -233,13 +232,6 @@ class TieredCache(BlockMover):
         prefix.sources = []
         self.promoter.note_release()
         self.demoter.note_change()
-
-    def check(self) -> None:
-        """Raise IntegrityError if an invariant of the class docstring is broken."""
-        super().check()
-        for pool in self.tiers.pools.values():
-            if self._num_held[pool] > pool.num_blocks // 2:
-                raise IntegrityError(f"{self._num_held[pool]} blocks held for the queue")
 
     # Inside
 
@@ -270,20 +262,13 @@ class TieredCache(BlockMover):
         prefix.lookup_job = None
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
         if event.found and not prefix.blocks:
-            host, found = self.tiers.host, event.found
-            most = host.num_blocks // 4
-            wanted = {each: found[each] for each in self._readable(prefix) if each in found}
-            pages = self.promoter.prefetch(wanted, max_pages=most - self._num_held[host])
-            self._hold(prefix, host, pages, most)
-
-    def _hold(
-        self, prefix: Prefix, pool: BlockPool, blocks: Sequence[Block | None], most: int
-    ) -> None:
-        """Hold blocks for a queued request, the first of them, up to so many for all."""
-        held = [block for block in blocks if block is not None][: most - self._num_held[pool]]
-        pool.acquire(held)
-        prefix.held.setdefault(pool, []).extend(held)
-        self._num_held[pool] += len(held)
+            self._unprotect(prefix)
+            readable, found = self._readable(prefix), event.found
+            most = self.tiers.host.num_blocks // 4 - self._num_prefetched
+            wanted = {each: found[each] for each in readable if each in found}
+            prefix.num_prefetched = self.promoter.prefetch(wanted, max_pages=most)
+            self._num_prefetched += prefix.num_prefetched
+            self.protect(prefix)
 
     def _take_chain(self, prefix: Prefix, chain: list[Block | None], fresh: list[Block]) -> None:
         """Fill a request's table from the blocks that were found and, from the end, fresh ones.
@@ -309,10 +294,8 @@ class TieredCache(BlockMover):
                     copies.append((page, block))
                 elif page is None and (not record or (expiry_of(block_hash, record) or 0) <= now):
                     source = None
-                elif self.tiers.can_load:
-                    self.promoter.start(block, block_hash, record)
                 else:
-                    source = None
+                    self.promoter.start(block, block_hash, record)
             blocks.append(block)
             sources.append(source)
         for block_hash in prefix.hashes[len(chain) :]:
@@ -334,27 +317,6 @@ class TieredCache(BlockMover):
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
-
-    def _add_computed(self, prefix: Prefix, indices: Sequence[int]) -> None:
-        """Enter blocks that were computed just now."""
-        now = self.tiers.clock.now()
-        hashes = prefix.hashes
-        entries = [
-            Entry(
-                block_hash=hashes[index],
-                parent_hash=hashes[index - 1] if index else prefix.root,
-                root=prefix.root,
-                namespace=prefix.namespace,
-                position=index,
-                computed_at=now,
-                last_used=now,
-                claims=claim.retentions,
-                protect_until=claim.protect_until,
-            )
-            for claim, part in prefix.by_claim(indices)
-            for index in part
-        ]
-        self.demoter.note_computed(self.tiers.directory.add_all(entries))
 
     def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
         """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -70,6 +70,7 @@ class Tiers:
         shares: those of now; empty while one tenant has all.
         departed: why blocks have left.
         pools: of the two RAM tiers.
+        wanted: blocks that queued requests want, and how many of them; evicted last.
     """
 
     device: BlockPool
@@ -88,12 +89,13 @@ class Tiers:
     shares: dict[bytes, float] = field(default_factory=dict)
     departed: Departed = field(default_factory=Departed)
     pools: dict[Tier, BlockPool] = field(init=False)
+    wanted: Counter[BlockHash] = field(default_factory=Counter)
     _seen: dict[bytes, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         for tier, pool in self.pools.items():
-            pool.protected = self.directory.protected
+            pool.protected = self.directory.protected, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
         self.device.can_evict, self.host.can_evict = self._is_device_clean, self._is_host_clean
 
@@ -112,6 +114,21 @@ class Tiers:
             pool.set_floors(self.shares)
         if self.store is not None:
             self.store.shares = self.shares
+
+    def want(self, hashes: Sequence[BlockHash]) -> None:
+        """Note that a queued request wants blocks: they become the youngest of what goes last."""
+        self.wanted.update(hashes)
+        for pool in self.pools.values():
+            pool.touch(hashes)
+
+    def want_no_more(self, hashes: Sequence[BlockHash]) -> None:
+        """Undo a `want`: the blocks become the youngest of all, if nobody else wants them."""
+        self.wanted.subtract(hashes)
+        for block_hash in hashes:
+            if not self.wanted[block_hash]:
+                del self.wanted[block_hash]
+        for pool in self.pools.values():
+            pool.touch(hashes)
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
