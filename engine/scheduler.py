@@ -251,7 +251,7 @@ class Scheduler:
                 num_free = self.cache.tiers.device.num_free
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
-                if passing is None or not self._try_hard(passing):
+                if passing is None or not self._try(passing, is_alone=not self.running):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
@@ -268,16 +268,9 @@ class Scheduler:
             for request in self.waiting.upcoming():
                 self.cache.protect(request.prefix)
 
-    def _try(self, request: Request) -> bool:
+    def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
-        return self.cache.admit(request.prefix, self._num_blocks(request))
-
-    def _try_hard(self, request: Request) -> bool:
-        """Take what is left even of others' floors, if nobody runs."""
-        if self._try(request):
-            return True
-        num_blocks = self._num_blocks(request)
-        return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
+        return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
 
     def _num_blocks(self, request: Request) -> int:
         return request.num_tokens // self._block_size + 1

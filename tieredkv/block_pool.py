@@ -110,6 +110,11 @@ class BlockPool:
         """Hashed blocks, used or not."""
         return len(self._index)
 
+    @property
+    def num_protectable(self) -> int:
+        """Blocks for which there is room among those that are evicted last."""
+        return self.num_blocks // 2 - len(self._last)
+
     def lookup(self, block_hash: BlockHash) -> Block | None:
         """Return the block of this hash, ready or not; no side effect."""
         return self._index.get(block_hash)
@@ -289,7 +294,7 @@ class BlockPool:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
             is_wanted = any(block.block_hash in each for each in self.protected)
-            is_last = is_wanted and len(self._last) < self.num_blocks // 2
+            is_last = is_wanted and self.num_protectable > 0
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False

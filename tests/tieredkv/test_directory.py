@@ -1,7 +1,5 @@
 """What the RAM tiers hold and until when."""
 
-import dataclasses
-
 import pytest
 
 from tieredkv.cache.directory import Directory, Entry
@@ -159,7 +157,7 @@ def test_check_finds_an_entry_that_the_sweep_would_miss() -> None:
 def test_check_finds_an_entry_under_another_key() -> None:
     directory = make_directory()
     entry = directory.add(make_entry(1))
-    entry.block_hash = dataclasses.replace(make_entry(2)).block_hash
+    entry.block_hash = make_entry(2).block_hash
     with pytest.raises(IntegrityError, match="another key"):
         directory.check()
 

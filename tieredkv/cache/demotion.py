@@ -163,21 +163,19 @@ class Demoter:
             Whether everything has gone; False when the deadline came first.
         """
         device, host = self._tiers.device, self._tiers.host
-        is_to_disk = to is Tier.DISK
-        while True:
+        pools = [device, host] if to is Tier.DISK else [device]
+        while self._num_copying or any(pool.num_evictable for pool in pools):
             self._poll()
-            moved = _drop_clean(device) + (_drop_clean(host) if is_to_disk else 0)
+            moved = sum(map(_drop_clean, pools))
             started = self.demote(device.num_blocks)
-            if is_to_disk or (not started and device.num_evictable):
+            if to is Tier.DISK or (not started and device.num_evictable):
                 started += self.write(host.num_blocks)
-            left = device.num_evictable + (host.num_evictable if is_to_disk else 0)
-            if not left and not self._num_copying:
-                return True
             is_stuck = not (moved or started or self._num_copying or self._writing)
             if is_stuck or time.monotonic() >= deadline:
                 return False
             if not moved:
                 time.sleep(POLL_S)
+        return True
 
     def drain(
         self, *, deadline: float, on_progress: Callable[[int, int], None] = lambda _done, _of: None

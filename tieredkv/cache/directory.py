@@ -6,8 +6,9 @@ Called by the engine's thread only.
 
 import heapq
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, fields
 from typing import Any
+
+import msgspec
 
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
@@ -17,8 +18,7 @@ from tieredkv.types import BlockHash, BlockRecord, Tier
 SLACK = 64
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(msgspec.Struct, gc=False):
     """Identity and retention of one full block that VRAM or host memory holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Entry:
         return self.computed_at, self.last_used, self.protect_until
 
 
-_SHARED = [field.name for field in fields(Entry) if field.name in BlockRecord.__struct_fields__]
+_SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
 
 
 def _shared(block: Entry | BlockRecord) -> dict[str, Any]:

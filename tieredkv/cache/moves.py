@@ -5,6 +5,7 @@ Called by the engine's thread only.
 
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from tieredkv.cache.demotion import Demoter
@@ -46,8 +47,8 @@ class BlockMover:
                 waits for the others holds up whoever shares it, so it is for an idle device.
         """
         transfer, store = self.tiers.transfer, self.tiers.store
-        for copies in transfer.poll_usable() if may_start_early else ():
-            self.promoter.on_usable(copies)
+        for _, block in chain(*transfer.poll_usable()) if may_start_early else ():
+            block.is_ready = True
         promoted, demoted = transfer.poll()
         for copies in promoted:
             self.promoter.on_copied(copies)

@@ -168,14 +168,10 @@ class Promoter:
             self._settle(promotion, page)
         tiers.host.release([page])
 
-    def on_usable(self, copies: Copies) -> None:
-        """Hand over blocks whose first layers are in VRAM; the late ones are waited for there."""
-        for _, block in copies:
-            block.is_ready = True
-
     def on_copied(self, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
-        self.on_usable(copies)
+        for _, block in copies:
+            block.is_ready = True
         self._copying.difference_update(block for _, block in copies)
         self._tiers.device.release(block for _, block in reversed(copies))
         self._tiers.host.release(page for page, _ in reversed(copies))

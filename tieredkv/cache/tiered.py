@@ -16,6 +16,7 @@ Called by the engine's thread only.
 
 import time
 from array import array
+from collections.abc import Iterator
 from functools import partial
 
 from tieredkv.block_pool import Block
@@ -40,8 +41,7 @@ class TieredCache(BlockMover):
 
     def __init__(self, tiers: Tiers) -> None:
         super().__init__(tiers)
-        self._lookups: dict[int, Prefix] = {}
-        self._overdue: set[int] = set()
+        self._lookups: dict[int, Prefix | None] = {}  # None where the answer is overdue
         self._num_prefetched = 0
         self._short_since: dict[Prefix, float] = {}
         self._handlers[LookupDone] = self._on_lookup_done
@@ -66,21 +66,22 @@ class TieredCache(BlockMover):
             return True
         if time.monotonic() < prefix.lookup_give_up_at:
             return False
-        del self._lookups[prefix.lookup_job]
-        self._overdue.add(prefix.lookup_job)
+        self._lookups[prefix.lookup_job] = None
         prefix.lookup_job = None
         self.tiers.counters.load_failures["lookup_timeout"] += 1
         return True
 
     def protect(self, prefix: Prefix) -> None:
-        """Have what a queued request wants evicted last, as far as half of each pool allows."""
+        """Have what a queued request wants evicted last, up to half of each pool in all."""
+        if prefix.wanted or prefix.blocks:
+            return
+        room = max(pool.num_protectable for pool in self.tiers.pools.values())
         head = prefix.hashes[:1]  # without it a chain is hardly ever cached
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
-        if prefix.wanted or prefix.blocks or not any((*copies, *map(prefix.records.get, head))):
-            return
-        self.expire_due()
-        prefix.wanted = self._readable(prefix)[:]
-        self.tiers.want(prefix.wanted)
+        if room and any((*copies, *map(prefix.records.get, head))):
+            self.expire_due()
+            prefix.wanted = self._readable(prefix)[:room]
+            self.tiers.want(prefix.wanted)
 
     def _unprotect(self, prefix: Prefix) -> None:
         self.tiers.want_no_more(prefix.wanted)
@@ -117,15 +118,13 @@ class TieredCache(BlockMover):
             if not self.is_room_coming(prefix):
                 prefix.refused_at = device.num_free, device.num_cached, num_blocks, is_alone
             return False
-        prefix.refused_at = None
+        prefix.refused_at, rest = None, iter(fresh)
         if len(found) == len(prefix.hashes) and all(block.is_ready for block in found):
             prefix.blocks = found
             prefix.sources = [Tier.DEVICE] * len(found)
         else:
-            fresh.reverse()
-            self._take_chain(prefix, chain, fresh)
-            fresh.reverse()
-        prefix.blocks.extend(fresh)
+            self._take_chain(prefix, chain, rest)
+        prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
         self._unprotect(prefix)
         self.promoter.pump()
@@ -241,9 +240,8 @@ class TieredCache(BlockMover):
         While an answer is overdue nobody else waits for one: a disk that hangs costs one timeout.
         """
         tiers, records = self.tiers, prefix.records
-        if tiers.store is None or not self.tiers.can_load or self._overdue:
-            return
-        if prefix.lookup_job is not None:
+        is_overdue = None in self._lookups.values()
+        if tiers.store is None or not tiers.can_load or prefix.lookup_job is not None or is_overdue:
             return
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
         unknown = tiers.host.missing(tiers.device.missing(prefix.hashes[:end]))
@@ -255,7 +253,6 @@ class TieredCache(BlockMover):
             self._lookups[prefix.lookup_job] = prefix
 
     def _on_lookup_done(self, event: LookupDone) -> None:
-        self._overdue.discard(event.job)
         prefix = self._lookups.pop(event.job, None)
         if prefix is None:
             return
@@ -270,8 +267,10 @@ class TieredCache(BlockMover):
             self._num_prefetched += prefix.num_prefetched
             self.protect(prefix)
 
-    def _take_chain(self, prefix: Prefix, chain: list[Block | None], fresh: list[Block]) -> None:
-        """Fill a request's table from the blocks that were found and, from the end, fresh ones.
+    def _take_chain(
+        self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]
+    ) -> None:
+        """Fill a request's table from the blocks that were found and fresh ones.
 
         Fresh blocks are filled from the fastest tier that has them, if any does; those behind
         `chain`, where no hit may end, are computed.
@@ -288,7 +287,7 @@ class TieredCache(BlockMover):
                 if block.is_ready or not self.promoter.is_loading(block):
                     source = Tier.DEVICE
             else:
-                block = fresh.pop()
+                block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     copies.append((page, block))
@@ -299,7 +298,7 @@ class TieredCache(BlockMover):
             blocks.append(block)
             sources.append(source)
         for block_hash in prefix.hashes[len(chain) :]:
-            blocks.append(fresh.pop())
+            blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # known already, it stays private
         self.promoter.copy(copies)

@@ -97,7 +97,8 @@ class Tiers:
         for tier, pool in self.pools.items():
             pool.protected = self.directory.protected, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
-        self.device.can_evict, self.host.can_evict = self._is_device_clean, self._is_host_clean
+        self.device.can_evict = self._is_device_clean
+        self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
 
     def note_tenant(self, tenant: bytes) -> None:
         """Note whose request has come: in every tier, each tenant of the last hour has a floor."""
@@ -116,10 +117,10 @@ class Tiers:
             self.store.shares = self.shares
 
     def want(self, hashes: Sequence[BlockHash]) -> None:
-        """Note that a queued request wants blocks: they become the youngest of what goes last."""
+        """Note that a queued request wants blocks: those there is room for are evicted last."""
         self.wanted.update(hashes)
         for pool in self.pools.values():
-            pool.touch(hashes)
+            pool.touch(hashes[: pool.num_protectable])
 
     def want_no_more(self, hashes: Sequence[BlockHash]) -> None:
         """Undo a `want`: the blocks become the youngest of all, if nobody else wants them."""
@@ -148,9 +149,6 @@ class Tiers:
             return True
         page = self.host.lookup(entry.block_hash)
         return page is not None and page.is_ready
-
-    def _is_host_clean(self, page: Block) -> bool:
-        return not self.is_owed_to_disk(page.block_hash)
 
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
