@@ -54,11 +54,13 @@ class BlockPool:
         2. the free list holds exactly the blocks with ref_count 0, but for pinned ones that lost
            their hash: those come back with `unpin`;
         3. the index maps exactly the hashed blocks, each under its own hash;
-        4. a free block is either empty or hashed and ready, and in the part of its kind;
+        4. a free block is either empty or hashed and ready, and in the part of its kind; that of
+           the protected ones is no larger than it may be;
         5. hashed blocks are counted to their tenants.
 
     Attributes:
         num_blocks: all blocks of the pool.
+        most_protected: how many blocks may be held back to be evicted last.
         can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
         protected: hashes to be evicted last; a change counts for a block from its next use on.
@@ -73,6 +75,7 @@ class BlockPool:
         on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.most_protected = num_blocks // 2
         self.on_evict = on_evict
         self.can_evict: Callable[[Block], bool] = lambda _block: True
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -111,9 +114,9 @@ class BlockPool:
         return len(self._index)
 
     @property
-    def num_protectable(self) -> int:
-        """Blocks for which there is room among those that are evicted last."""
-        return self.num_blocks // 2 - len(self._last)
+    def num_protected(self) -> int:
+        """Those of the evictable blocks that are evicted last."""
+        return len(self._last)
 
     def lookup(self, block_hash: BlockHash) -> Block | None:
         """Return the block of this hash, ready or not; no side effect."""
@@ -251,6 +254,8 @@ class BlockPool:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} is evictable but was never filled")
+        if self.num_protected > self.most_protected:
+            raise IntegrityError(f"{self.num_protected} blocks are held back")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
@@ -294,7 +299,7 @@ class BlockPool:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
             is_wanted = any(block.block_hash in each for each in self.protected)
-            is_last = is_wanted and self.num_protectable > 0
+            is_last = is_wanted and self.num_protected < self.most_protected
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False

@@ -306,6 +306,23 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
     rig.check_nothing_is_held()
 
 
+def test_prefetch_takes_no_page_that_one_before_it_in_the_queue_wants() -> None:
+    rig = Rig(num_blocks=16, num_pages=8)
+    rig.run("a", 4)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.store.put("b", 2)
+    others = rig.tiers.host.allocate(4)
+    assert others is not None
+    queued = [rig.queue(name, length) for name, length in (("a", 4), ("b", 2))]
+    rig.turn(2)
+    assert (rig.on_host("a", 4), rig.store.loaded) == ([0, 1, 2, 3], [])
+    rig.tiers.host.release(others)
+    for prefix in queued:
+        assert rig.admit(prefix)
+        assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
 def test_prefetch_leaves_room_for_what_an_admitted_request_reads() -> None:
     rig = Rig(num_blocks=64, num_pages=16)
     rig.store.put("admitted", 8)

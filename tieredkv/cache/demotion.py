@@ -203,9 +203,8 @@ class Demoter:
         while wanted and time.monotonic() < deadline:
             self._poll()
             self._advance(wanted, self._tiers.is_owed_to_disk, 2 * self._write_cap)
-            if not (
-                self._num_copying or self._writing
-            ):  # host pages that come later are in the way
+            is_moving = self._num_copying or self._writing
+            if not is_moving:  # host pages that come later stand in the way
                 self.write(self._tiers.host.num_blocks)
             on_progress(len(entries) - len(wanted), len(entries))
             time.sleep(POLL_S)

@@ -109,11 +109,14 @@ class Promoter:
 
     def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> int:
         """Start reading blocks that a queued request wants; return how many."""
+        host = self._tiers.host
         items: list[LentPage] = []
         for block_hash, record in records.items():
-            if self._tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
+            if host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
             if len(items) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
+                break
+            if host.num_free <= host.num_protected:  # for others that came before
                 break
             if not self._begin_read(block_hash, record, items):
                 break

@@ -75,7 +75,8 @@ class TieredCache(BlockMover):
         """Have what a queued request wants evicted last, up to half of each pool in all."""
         if prefix.wanted or prefix.blocks:
             return
-        room = max(pool.num_protectable for pool in self.tiers.pools.values())
+        pools = self.tiers.pools.values()
+        room = max(pool.most_protected - pool.num_protected for pool in pools)
         head = prefix.hashes[:1]  # without it a chain is hardly ever cached
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
         if room and any((*copies, *map(prefix.records.get, head))):
@@ -259,12 +260,14 @@ class TieredCache(BlockMover):
         prefix.lookup_job = None
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
         if event.found and not prefix.blocks:
-            self._unprotect(prefix)
+            self.tiers.want_no_more(prefix.wanted)
+            prefix.wanted = []
             readable, found = self._readable(prefix), event.found
             most = self.tiers.host.num_blocks // 4 - self._num_prefetched
             wanted = {each: found[each] for each in readable if each in found}
-            prefix.num_prefetched = self.promoter.prefetch(wanted, max_pages=most)
-            self._num_prefetched += prefix.num_prefetched
+            num_prefetched = self.promoter.prefetch(wanted, max_pages=most)
+            prefix.num_prefetched += num_prefetched
+            self._num_prefetched += num_prefetched
             self.protect(prefix)
 
     def _take_chain(

@@ -120,7 +120,7 @@ class Tiers:
         """Note that a queued request wants blocks: those there is room for are evicted last."""
         self.wanted.update(hashes)
         for pool in self.pools.values():
-            pool.touch(hashes[: pool.num_protectable])
+            pool.touch(hashes[: pool.most_protected - pool.num_protected])
 
     def want_no_more(self, hashes: Sequence[BlockHash]) -> None:
         """Undo a `want`: the blocks become the youngest of all, if nobody else wants them."""
