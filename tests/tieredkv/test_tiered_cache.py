@@ -308,7 +308,7 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
 
 def test_prefetch_takes_no_page_that_one_before_it_in_the_queue_wants() -> None:
     rig = Rig(num_blocks=16, num_pages=8)
-    rig.run("a", 4)
+    rig.run("a", 4, "in_memory")
     assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
     rig.store.put("b", 2)
     others = rig.tiers.host.allocate(4)
