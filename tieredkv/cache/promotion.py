@@ -114,11 +114,9 @@ class Promoter:
         for block_hash, record in records.items():
             if host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
-            if len(items) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
-                break
-            if host.num_free <= host.num_protected:  # for others that came before
-                break
-            if not self._begin_read(block_hash, record, items):
+            is_full = len(items) >= max_pages or self._num_inbound() >= self._inbound_cap // 2
+            are_others_wanted = host.num_free <= host.num_protected
+            if is_full or are_others_wanted or not self._begin_read(block_hash, record, items):
                 break
         self._submit(items)
         return len(items)
