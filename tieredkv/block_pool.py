@@ -63,7 +63,8 @@ class BlockPool:
         most_protected: how many blocks may be held back to be evicted last.
         can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
-        protected: hashes to be evicted last; a change counts for a block from its next use on.
+        protected, wanted: hashes to be evicted last, by claims and by queued requests; a change
+            counts for a block from its next use on.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
         num_kept: how many of them the last `allocate` left to their tenants.
     """
@@ -83,7 +84,8 @@ class BlockPool:
         self._empty = OrderedDict.fromkeys(self._blocks)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._last: OrderedDict[Block, None] = OrderedDict()
-        self.protected: tuple[Collection[BlockHash], ...] = ()
+        self.protected: Collection[BlockHash] = ()
+        self.wanted: Collection[BlockHash] = ()
         self.floors: dict[bytes, int] = {}
         self.num_kept = 0
         self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
@@ -201,7 +203,7 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        evictable, has_protected = self._evictable, any(self.protected)
+        evictable, has_protected = self._evictable, self.protected or self.wanted
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
@@ -298,7 +300,7 @@ class BlockPool:
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            is_wanted = any(block.block_hash in each for each in self.protected)
+            is_wanted = block.block_hash in self.protected or block.block_hash in self.wanted
             is_last = is_wanted and self.num_protected < self.most_protected
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there

@@ -37,7 +37,7 @@ def hashes(*names: str) -> list[BlockHash]:
 def filled_pool(protected: set[BlockHash], *names: str) -> BlockPool:
     """A pool of blocks that nobody uses, the first released the oldest."""
     pool = BlockPool(len(names))
-    pool.protected = (protected,)
+    pool.protected = protected
     for block_hash in hashes(*names):
         [block] = pool.allocate(1) or []
         pool.insert(block, block_hash)

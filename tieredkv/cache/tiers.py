@@ -95,7 +95,7 @@ class Tiers:
     def __post_init__(self) -> None:
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         for tier, pool in self.pools.items():
-            pool.protected = self.directory.protected, self.wanted
+            pool.protected, pool.wanted = self.directory.protected, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
@@ -138,8 +138,8 @@ class Tiers:
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the disk has yet to be given the block, and nobody gave that up."""
-        entry = self.directory.get(block_hash)
-        if self.store is None or entry is None or entry.is_on_disk or entry.is_droppable:
+        entry = self.directory.get(block_hash) if self.store is not None else None
+        if entry is None or entry.is_on_disk or entry.is_droppable:
             return False
         return self.directory.disk_deadline(entry, self.clock.now()) is not None
 
