@@ -22,7 +22,8 @@ import xxhash
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
-from tieredkv.cache.tiered import BlockClaim, Prefix, TieredCache
+from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
@@ -145,22 +146,20 @@ class EngineCore:
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
         self.tiers = Tiers(
-            device=BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.on_evict("device", h)),
-            host=BlockPool(num_pages, on_evict=lambda _b, h: self.tiers.on_evict("host", h)),
+            device=BlockPool(num_blocks),
+            host=BlockPool(num_pages),
             directory=Directory(self._policies),
             transfer=BlockTransfer[Any](copier, early_bytes=early_bytes),
             store=store,
             clock=Clock(settings.clock_offset_file),
             block_bytes=spec.block_bytes,
-        )
-        self.give_shares(settings.tenant_shares)
-        self.cache = TieredCache(
-            self.tiers,
             can_load=settings.restore != "compute",
             is_write_behind=settings.disk_write == "write_behind",
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
         )
+        self.give_shares(settings.tenant_shares)
+        self.cache = TieredCache(self.tiers)
         self.scheduler = Scheduler(
             cache=self.cache,
             block_size=spec.block_size,
@@ -451,7 +450,8 @@ class EngineCore:
 
     def _answer_control(self) -> None:
         """Serve what an operator asked the store's worker about VRAM and host memory."""
-        for event in self.cache.take_control_requests():
+        while self.cache.control_requests:
+            event = self.cache.control_requests.popleft()
             if event.call.verb == "df":
                 answer = self.tier_stats()
             else:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tieredkv.cache.tiered import Prefix
+from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampler import SamplerState, Scores
 from tieredkv.engine.step_buffers import pending

@@ -179,8 +179,6 @@ class Scheduler:
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
-            if self._unprotect_queued():  # what is queued comes after what runs
-                continue
             if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
                 continue
             if not may_preempt:
@@ -249,10 +247,10 @@ class Scheduler:
                 self.cache.protect(request.prefix)
                 if self.cache.is_room_coming(request.prefix):
                     break
-                num_free = self.cache.tiers.device.num_free + self.cache.num_held_blocks
+                num_free = self.cache.tiers.device.num_free
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
-                if passing is None or not (self._try(passing) or self._try_hard(passing)):
+                if passing is None or not self._try(passing, is_alone=not self.running):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
@@ -273,11 +271,6 @@ class Scheduler:
         """Give a request its blocks, with room for the next token, if they are there."""
         return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
 
-    def _try_hard(self, request: Request) -> bool:
-        """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
-        self._unprotect_queued()
-        return self._try(request, is_alone=not self.running)
-
     def _num_blocks(self, request: Request) -> int:
         return request.num_tokens // self.block_size + 1
 
@@ -288,19 +281,6 @@ class Scheduler:
         for request in self.running:
             held[request.prefix.tenant] += len(request.prefix.blocks)
         return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
-
-    def _unprotect_queued(self) -> bool:
-        """Let go of what is held for queued requests, so that one before them can go on.
-
-        Returns:
-            Whether anything was held.
-        """
-        if not self.cache.num_held_blocks:
-            return False
-        protected = [request.prefix for request in self.waiting if request.prefix.is_protected]
-        for prefix in protected:
-            self.cache.unprotect(prefix)
-        return bool(protected)
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
@@ -320,7 +300,6 @@ class Scheduler:
         if prefix.read_ends is not None:  # what it has computed itself is no hit
             prefix.read_ends.append(request.num_computed_tokens // self.block_size)
         self.cache.release(prefix)
-        prefix.asked.clear()
         prefix.records.clear()
         num_full = request.num_tokens // self.block_size
         prefix.hashes.extend(self._hash_behind(request, num_full))

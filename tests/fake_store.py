@@ -15,7 +15,8 @@ import torch
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Directory, Entry
-from tieredkv.cache.tiered import Prefix, TieredCache
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.kernels.copies import BlockCopier
@@ -29,6 +30,7 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
 BLOCK_BYTES = 64
 POISON = 0xEE
+OnEvict = Callable[[Block, BlockHash], None]
 START = 1_800_000_000.0
 DAY_S = 86_400.0
 
@@ -275,21 +277,21 @@ class Rig:
         self.store = FakeStore(self.arena_bytes, self.clock)
         self.transfer = FakeTransfer(self.device_bytes, self.arena_bytes)
         self.tiers = Tiers(
-            device=BlockPool(num_blocks, on_evict=self._on_evict(self.device_bytes)),
-            host=BlockPool(num_pages, on_evict=self._on_evict(self.arena_bytes)),
+            device=BlockPool(num_blocks),
+            host=BlockPool(num_pages),
             directory=Directory(RetentionPolicies(policies)),
             transfer=self.transfer,
             store=self.store if has_store else None,
             clock=self.clock,
             block_bytes=BLOCK_BYTES,
-        )
-        self.cache = TieredCache(
-            self.tiers,
             can_load=can_load,
             is_write_behind=is_write_behind,
             device_reserve_blocks=reserve,
             load_timeout_s=load_timeout_s,
         )
+        for pool, memory in self.memories:
+            pool.on_evict = self._poisoned(memory, pool.on_evict)
+        self.cache = TieredCache(self.tiers)
         self.num_computed = 0
 
     def prefix(self, name: str, length: int, retention: str = "24h") -> Prefix:
@@ -381,10 +383,7 @@ class Rig:
         """Verify every invariant, and the bytes of everything that may be served."""
         self.cache.check()
         self.store.check()
-        for pool, memory in (
-            (self.tiers.device, self.device_bytes),
-            (self.tiers.host, self.arena_bytes),
-        ):
+        for pool, memory in self.memories:
             for entry in self.tiers.directory.entries():
                 block = pool.lookup(entry.block_hash)
                 if block is not None and block.is_ready:
@@ -417,7 +416,7 @@ class Rig:
     def run_without_disk(self, name: str, length: int, retention: str = "24h") -> int:
         """As `run`, for a chain that the disk is not asked for: it may hang."""
         prefix = self.prefix(name, length, retention)
-        prefix.asked.update(prefix.hashes)
+        prefix.records.update(dict.fromkeys(prefix.hashes))
         for _ in range(1000):
             if self.admit(prefix):
                 return self.finish(prefix)
@@ -431,10 +430,15 @@ class Rig:
         assert entry is not None
         return entry
 
-    def _on_evict(self, memory: torch.Tensor) -> Callable[[Block, BlockHash], None]:
+    @property
+    def memories(self) -> list[tuple[BlockPool, torch.Tensor]]:
+        """The RAM tiers' pools, each with the memory that its ids are indices into."""
+        return [(self.tiers.device, self.device_bytes), (self.tiers.host, self.arena_bytes)]
+
+    def _poisoned(self, memory: torch.Tensor, then: OnEvict) -> OnEvict:
         def on_evict(block: Block, block_hash: BlockHash) -> None:
             memory[block.block_id] = POISON
-            self.tiers.forget_if_absent(block_hash)
+            then(block, block_hash)
 
         return on_evict
 

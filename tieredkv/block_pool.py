@@ -6,15 +6,16 @@ somebody else owns. It knows hashes as opaque keys; it does not know tokens, byt
 Called by the engine's thread only.
 """
 
-import math
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
 
 
+@dataclass(slots=True, eq=False)
 class Block:
     """One slot of a pool.
 
@@ -27,24 +28,17 @@ class Block:
         tenant: whose the content is.
     """
 
-    __slots__ = ("block_hash", "block_id", "is_ready", "pin_count", "ref_count", "tenant")
-
-    def __init__(self, block_id: int) -> None:
-        self.block_id = block_id
-        self.ref_count = 0
-        self.pin_count = 0
-        self.block_hash: BlockHash | None = None
-        self.is_ready = False
-        self.tenant = b""
+    block_id: int
+    ref_count: int = 0
+    pin_count: int = 0
+    block_hash: BlockHash | None = None
+    is_ready: bool = False
+    tenant: bytes = b""
 
     def __repr__(self) -> str:
         name = self.block_hash.hex()[:12] if self.block_hash is not None else "-"
         ready = "ready" if self.is_ready else "not ready"
         return f"Block({self.block_id}, {name}, ref_count={self.ref_count}, {ready})"
-
-
-def _ignore_eviction(_block: Block, _block_hash: BlockHash) -> None:
-    pass
 
 
 class BlockPool:
@@ -60,37 +54,41 @@ class BlockPool:
         2. the free list holds exactly the blocks with ref_count 0, but for pinned ones that lost
            their hash: those come back with `unpin`;
         3. the index maps exactly the hashed blocks, each under its own hash;
-        4. a free block is either empty or hashed and ready, and in the part of its kind;
+        4. a free block is either empty or hashed and ready, and in the part of its kind; that of
+           the protected ones is no larger than it may be;
         5. hashed blocks are counted to their tenants.
 
-    Args:
-        num_blocks: how many.
-        on_evict: called with a block and the hash it loses when `allocate` reuses it.
-
     Attributes:
-        protected: what is to be evicted last; a change counts for a block from its next use on.
+        num_blocks: all blocks of the pool.
+        most_protected: how many blocks may be held back to be evicted last.
+        can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
+        on_evict: called with a block and the hash it loses when `allocate` reuses it.
+        protected, wanted: hashes to be evicted last, by claims and by queued requests; a change
+            counts for a block from its next use on.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
         num_kept: how many of them the last `allocate` left to their tenants.
     """
 
     def __init__(
-        self, num_blocks: int, *, on_evict: Callable[[Block, BlockHash], None] = _ignore_eviction
+        self,
+        num_blocks: int,
+        *,
+        on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None,
     ) -> None:
-        self._on_evict = on_evict
-        self.protected: Collection[BlockHash] = ()
+        self.num_blocks = num_blocks
+        self.most_protected = num_blocks // 2
+        self.on_evict = on_evict
+        self.can_evict: Callable[[Block], bool] = lambda _block: True
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = OrderedDict.fromkeys(self._blocks)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._last: OrderedDict[Block, None] = OrderedDict()
-        self.num_kept = 0
+        self.protected: Collection[BlockHash] = ()
+        self.wanted: Collection[BlockHash] = ()
         self.floors: dict[bytes, int] = {}
-        self._num_of: dict[bytes, int] = defaultdict(int)  # hashed blocks by tenant
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks of the pool."""
-        return len(self._blocks)
+        self.num_kept = 0
+        self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
 
     @property
     def num_empty(self) -> int:
@@ -110,12 +108,17 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks that somebody uses."""
-        return len(self._blocks) - self.num_free
+        return self.num_blocks - self.num_free
 
     @property
     def num_cached(self) -> int:
         """Hashed blocks, used or not."""
         return len(self._index)
+
+    @property
+    def num_protected(self) -> int:
+        """Those of the evictable blocks that are evicted last."""
+        return len(self._last)
 
     def lookup(self, block_hash: BlockHash) -> Block | None:
         """Return the block of this hash, ready or not; no side effect."""
@@ -130,45 +133,25 @@ class BlockPool:
         self.floors = {tenant: int(share * self.num_blocks) for tenant, share in shares.items()}
 
     def allocate(
-        self,
-        count: int,
-        *,
-        tenant: bytes | None = None,
-        can_evict: Callable[[Block], bool] | None = None,
-        is_partial: bool = False,
+        self, count: int, *, tenant: bytes | None = None, is_partial: bool = False
     ) -> list[Block] | None:
         """Take blocks for new content: empty ones first, then the least recently used.
 
         Args:
             count: how many.
             tenant: for whom; it takes no block of another's floor. None for all the same.
-            can_evict: asked of each cached block in turn; those it refuses keep their place.
             is_partial: fewer will do.
 
         Returns:
             Blocks with ref_count 1 and no hash; None if there are too few. Then nothing has
             changed but that blocks of floors, which are passed over, have become the youngest.
         """
-        victims: list[Block] = []
-        kept: list[Block] = []
         self.num_kept = 0
-        num_needed = count - self.num_empty
-        if num_needed > self.num_evictable and not is_partial:
+        num_needed = max(0, count - self.num_empty)
+        is_hopeless = num_needed > self.num_evictable and not is_partial
+        victims = [] if is_hopeless else self._victims(num_needed, tenant)
+        if len(victims) < num_needed and not is_partial:
             return None
-        if num_needed > 0:
-            spare = self._spare(tenant)
-            for block in self._candidates(num_needed, kept):
-                if spare[block.tenant] <= 0:
-                    kept.append(block)
-                elif not block.pin_count and (can_evict is None or can_evict(block)):
-                    victims.append(block)
-                    spare[block.tenant] -= 1
-                    if len(victims) == num_needed:
-                        break
-            self.num_kept = len(kept)
-            self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
-            if len(victims) < num_needed and not is_partial:
-                return None
         taken = list(islice(self._empty, count - len(victims)))
         for block in taken:
             del self._empty[block]
@@ -177,7 +160,7 @@ class BlockPool:
             block_hash = block.block_hash
             assert block_hash is not None, block
             self._unindex(block)
-            self._on_evict(block, block_hash)
+            self.on_evict(block, block_hash)
         taken.extend(victims)
         for block in taken:
             block.ref_count = 1
@@ -199,30 +182,16 @@ class BlockPool:
         self._num_of[tenant] += 1
         return block
 
-    def mark_ready(self, block: Block) -> None:
-        """Note that the content of a used block has arrived."""
-        assert block.ref_count > 0, block
-        block.is_ready = True
-
-    def acquire(self, block: Block) -> None:
-        """Add a user to a block that is in the index or in use."""
-        if block.ref_count == 0:
-            self._unlink(block)
-        block.ref_count += 1
+    def acquire(self, blocks: Iterable[Block]) -> None:
+        """Add a user to blocks that are in the index or in use."""
+        for block in blocks:
+            if not block.ref_count:
+                self._unlink(block)
+            block.ref_count += 1
 
     def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
         """Return the block of each hash, ready or not; None for those that are not in the index."""
         return list(map(self._index.get, hashes))
-
-    def acquire_chain(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
-        """Add a user to every block of a chain that is in the index; None stands for the others."""
-        found = self.find(hashes)
-        for block in found:
-            if block is not None:
-                if not block.ref_count:
-                    self._unlink(block)
-                block.ref_count += 1
-        return found
 
     def missing(self, hashes: Iterable[BlockHash]) -> list[BlockHash]:
         """Return the hashes that are not in the index, in order."""
@@ -234,13 +203,13 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        evictable, protected = self._evictable, self.protected
+        evictable, has_protected = self._evictable, self.protected or self.wanted
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if block.is_ready and block.block_hash is not None and not protected:
+            if block.is_ready and block.block_hash is not None and not has_protected:
                 evictable[block] = None
             else:
                 if not block.is_ready:
@@ -269,7 +238,7 @@ class BlockPool:
         """Forget a hash; a block in use is freed when its last user ends."""
         block = self._index.get(block_hash)
         if block is not None:
-            self.acquire(block)
+            self.acquire([block])
             self._unindex(block)
             self.release([block])
         return block
@@ -287,14 +256,35 @@ class BlockPool:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} is evictable but was never filled")
+        if self.num_protected > self.most_protected:
+            raise IntegrityError(f"{self.num_protected} blocks are held back")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
         for block_hash, block in self._index.items():
             if block.block_hash != block_hash:
                 raise IntegrityError(f"{block} is not in the index under its hash")
-        if +Counter(self._num_of) != Counter(block.tenant for block in hashed):
+        if +self._num_of != Counter(block.tenant for block in hashed):
             raise IntegrityError("blocks are not counted to their tenants")
+
+    def _victims(self, num_needed: int, tenant: bytes | None) -> list[Block]:
+        """Choose so many blocks to evict, or fewer; what floors keep becomes the youngest."""
+        victims: list[Block] = []
+        kept: list[Block] = []
+        floors = self.floors if tenant is not None else {}
+        spare = {other: self._num_of[other] - floors[other] for other in floors if other != tenant}
+        for block in self._candidates(num_needed, kept):
+            if len(victims) == num_needed:
+                break
+            if spare.get(block.tenant, 1) <= 0:
+                kept.append(block)
+            elif not block.pin_count and self.can_evict(block):
+                victims.append(block)
+                if block.tenant in spare:
+                    spare[block.tenant] -= 1
+        self.num_kept = len(kept)
+        self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
+        return victims
 
     def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
         """Yield what may be evicted; of what is protected, only as much as the rest cannot give.
@@ -302,20 +292,16 @@ class BlockPool:
         What is not protected is waited for where it cannot go for now, but for the blocks kept.
         """
         yield from self._evictable
-        num_others = len(self._evictable) - len(kept)
-        yield from islice(self._last, max(0, num_needed - num_others))
-
-    def _spare(self, tenant: bytes | None) -> dict[bytes, float]:
-        """Count for each tenant what may be taken from it."""
-        floors = self.floors if tenant is not None else {}
-        spare = {other: self._num_of[other] - floors[other] for other in floors if other != tenant}
-        return defaultdict(lambda: math.inf, spare)
+        for num_seen, block in enumerate(self._last, len(self._evictable)):
+            if num_seen - len(kept) >= num_needed:
+                break
+            yield block
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            most = len(self._blocks) // 2
-            is_last = block.block_hash in self.protected and len(self._last) < most
+            is_wanted = block.block_hash in self.protected or block.block_hash in self.wanted
+            is_last = is_wanted and self.num_protected < self.most_protected
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False

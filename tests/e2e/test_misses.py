@@ -12,7 +12,7 @@ from tests.e2e.test_promises import flip_everywhere
 from tests.e2e.test_tiers import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
-from tieredkv.cache.departed import NUM_PLACES, Departed
+from tieredkv.cache.departed import NUM_REMEMBERED, Departed
 from tieredkv.engine.answer import Answer
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
@@ -107,13 +107,17 @@ def test_what_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -> None:
         assert missed(serve(llm, prompt(1, 100))) == ("admin", 0)
 
 
-def test_the_table_of_reasons_forgets_the_earlier_one_of_two_in_a_place() -> None:
-    table = Departed()
-    names = [BlockHash(bytes(24) + (5 + i * NUM_PLACES).to_bytes(8, "little")) for i in range(2)]
-    assert table.reason(names[0], 0) == "never_seen"
-    table.note(names[0], "evicted_disk", until=10)
-    assert [table.reason(names[0], now) for now in (9, 10)] == ["evicted_disk", "expired"]
-    table.clear_disk()
-    assert table.reason(names[0], 99) == "admin"
-    table.note(names[1], "corrupt")
-    assert [table.reason(name, 0) for name in names] == ["never_seen", "corrupt"]
+def test_the_reasons_of_the_blocks_that_left_last_are_remembered() -> None:
+    departed = Departed()
+    first, *others = (BlockHash(b"%032d" % number) for number in range(NUM_REMEMBERED + 1))
+    assert departed.reason(first, 0) == "never_seen"
+    departed.note(first, "evicted_disk", until=10)
+    assert [departed.reason(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
+    departed.clear_disk()
+    assert departed.reason(first, 99) == "admin"
+    for block_hash in others[:-1]:
+        departed.note(block_hash, "corrupt")
+    departed.note(first, "evicted_host")
+    departed.note(others[-1], "corrupt")
+    reasons = [departed.reason(each, 0) for each in (first, others[0], others[1], others[-1])]
+    assert reasons == ["evicted_host", "never_seen", "corrupt", "corrupt"]

@@ -1,6 +1,6 @@
 """What a request says of where its prompt came from."""
 
-from tieredkv.cache.tiered import Prefix
+from tieredkv.cache.prefix import Prefix
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState

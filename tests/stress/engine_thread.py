@@ -28,7 +28,8 @@ from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.directory import Directory
-from tieredkv.cache.tiered import Prefix, TieredCache
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.engine.messages import EngineRequest
@@ -96,20 +97,17 @@ class _Host:
 
     def __init__(self, num_blocks: int, block_size: int, num_prompt_tokens: int) -> None:
         memory = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
-        device, host = (
-            BlockPool(num_blocks, on_evict=lambda _b, h: self.tiers.forget_if_absent(h))
-            for _ in range(2)
-        )
         self.tiers = Tiers(
-            device=device,
-            host=host,
+            device=BlockPool(num_blocks),
+            host=BlockPool(num_blocks),
             directory=Directory(RetentionPolicies()),
             transfer=BlockTransfer[Any](_NoCopies(memory, memory)),
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,
+            device_reserve_blocks=1,
         )
-        self.cache = TieredCache(self.tiers, device_reserve_blocks=1)
+        self.cache = TieredCache(self.tiers)
         self.scheduler = Scheduler(
             cache=self.cache,
             block_size=block_size,

@@ -8,7 +8,7 @@ def filled_pool(length: int) -> BlockPool:
     pool = BlockPool(length)
     for number, block in enumerate(pool.allocate(length) or []):
         pool.insert(block, BlockHash(b"%d" % number))
-        pool.mark_ready(block)
+        block.is_ready = True
         pool.release([block])
     return pool
 
@@ -33,7 +33,7 @@ def test_a_pinned_block_that_lost_its_hash_is_empty_only_after_the_last_unpin() 
         pool.pin(block)
         pool.pin(block)
         if is_in_use:
-            pool.acquire(block)
+            pool.acquire([block])
         pool.drop(BlockHash(b"0"))
         pool.check()
         if is_in_use:

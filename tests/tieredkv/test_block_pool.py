@@ -34,7 +34,7 @@ def fill(pool: BlockPool, *names: str) -> list[Block]:
     chain = take(pool, len(names))
     for block, text in zip(chain, names, strict=True):
         assert pool.insert(block, name(text)) is block
-        pool.mark_ready(block)
+        block.is_ready = True
     return chain
 
 
@@ -107,13 +107,15 @@ def test_a_block_that_held_nothing_whole_is_reused_before_cached_ones(pool: Bloc
     assert ids(take(pool, 3)) == [0, 1, 5]
 
 
-@pytest.mark.parametrize("can_evict", [None, lambda block: block.block_id != 1])
+@pytest.mark.parametrize("refused", [None, 1])
 def test_an_allocation_that_does_not_fit_changes_nothing(
-    pool: BlockPool, evicted: Evicted, can_evict: Callable[[Block], bool] | None
+    pool: BlockPool, evicted: Evicted, refused: int | None
 ) -> None:
+    pool.can_evict = lambda block: block.block_id != refused
     keep(pool, "a0", "a1")
     used = take(pool, 1)
-    assert pool.allocate(6 if can_evict is None else 5, can_evict=can_evict) is None
+    assert pool.allocate(6 if refused is None else 5) is None
+    pool.can_evict = lambda _block: True
     assert evicted == []
     assert (pool.num_empty, pool.num_evictable, pool.num_used, pool.num_cached) == (3, 2, 1, 2)
     assert ids(pool.evictable()) == [1, 0]
@@ -125,7 +127,9 @@ def test_what_can_evict_refuses_keeps_its_place_and_order(
     pool: BlockPool, evicted: Evicted
 ) -> None:
     keep(pool, "a0", "a1", "a2", "a3", "a4", "a5")
-    taken = pool.allocate(2, can_evict=lambda block: block.block_id not in (5, 3))
+    pool.can_evict = lambda block: block.block_id not in (5, 3)
+    taken = pool.allocate(2)
+    pool.can_evict = lambda _block: True
     assert ids(taken) == [4, 2]
     assert [lost for _, lost in evicted] == [name("a4"), name("a2")]
     assert ids(pool.evictable()) == [5, 3, 1, 0]
@@ -140,10 +144,11 @@ def test_only_blocks_that_are_needed_are_asked_about(pool: BlockPool) -> None:
         asked.append(block.block_id)
         return True
 
-    assert pool.allocate(3, can_evict=can_evict) is not None
-    assert pool.allocate(0, can_evict=can_evict) == []
+    pool.can_evict = can_evict
+    assert pool.allocate(3) is not None
+    assert pool.allocate(0) == []
     assert asked == []
-    assert pool.allocate(2, can_evict=can_evict) is not None
+    assert pool.allocate(2) is not None
     assert asked == [2, 1]
 
 
@@ -192,25 +197,25 @@ def test_a_block_that_is_being_filled_is_found_and_not_ready(pool: BlockPool) ->
     pool.insert(block, name("a"))
     assert pool.lookup(name("a")) is block
     assert not block.is_ready
-    pool.mark_ready(block)
+    block.is_ready = True
     assert block.is_ready
 
 
 def test_a_shared_block_is_evictable_after_its_last_user_only(pool: BlockPool) -> None:
     chain = fill(pool, "a")
-    pool.acquire(chain[0])
+    pool.acquire([chain[0]])
     pool.release(chain)
     assert (pool.num_evictable, chain[0].ref_count) == (0, 1)
     pool.release(chain)
     assert ids(pool.evictable()) == [0]
-    pool.acquire(chain[0])
+    pool.acquire([chain[0]])
     assert (pool.num_evictable, pool.num_used, chain[0].ref_count) == (0, 1, 1)
     assert chain[0].is_ready
 
 
 def test_a_block_acquired_from_the_middle_leaves_the_others_in_order(pool: BlockPool) -> None:
     chain = keep(pool, "a0", "a1", "a2", "a3")
-    pool.acquire(chain[2])
+    pool.acquire([chain[2]])
     assert ids(pool.evictable()) == [3, 1, 0]
     pool.release([chain[2]])
     assert ids(pool.evictable()) == [3, 1, 0, 2]
@@ -278,7 +283,7 @@ def test_a_block_released_before_it_was_ready_forgets_its_hash(
 ) -> None:
     (block,) = take(pool, 1)
     pool.insert(block, name("a"))
-    pool.acquire(block)
+    pool.acquire([block])
     pool.release([block])
     assert pool.lookup(name("a")) is block
     pool.release([block])
@@ -302,7 +307,7 @@ def test_a_dropped_block_that_nobody_uses_is_empty_at_once(
 
 def test_a_block_dropped_in_use_is_freed_when_its_last_user_ends(pool: BlockPool) -> None:
     (block,) = fill(pool, "a")
-    pool.acquire(block)
+    pool.acquire([block])
     assert pool.drop(name("a")) is block
     assert pool.lookup(name("a")) is None
     assert (block.is_ready, pool.num_used, pool.num_cached) == (True, 1, 0)
@@ -426,8 +431,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(count=st.integers(0, 9), refused=st.none() | st.sets(st.integers(0, 7), max_size=3))
     def allocate(self, count: int, refused: set[int] | None) -> None:
         self.evicted.clear()
-        can_evict = None if refused is None else (lambda block: block.block_id not in refused)
-        blocks = self.pool.allocate(count, can_evict=can_evict)
+        self.pool.can_evict = lambda block: block.block_id not in (refused or ())
+        blocks = self.pool.allocate(count)
         barred = set(refused or ()) | {i for i, count in self.pins.items() if count}
         candidates = self.empty + [i for i in self.evictable if i not in barred]
         if len(candidates) < count:
@@ -460,14 +465,14 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def mark_ready(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.used()))
-        self.pool.mark_ready(self.blocks[block_id])
+        self.blocks[block_id].is_ready = True
         self.ready.add(block_id)
 
     @precondition(lambda self: self.used() or self.evictable)
     @rule(data=st.data())
     def acquire(self, data: st.DataObject) -> None:
         block_id = data.draw(st.sampled_from(self.used() + self.evictable))
-        self.pool.acquire(self.blocks[block_id])
+        self.pool.acquire([self.blocks[block_id]])
         self.users[block_id] += 1
         if block_id in self.evictable:
             self.evictable.remove(block_id)

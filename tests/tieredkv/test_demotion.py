@@ -123,7 +123,7 @@ def test_a_device_block_being_copied_out_is_not_reused_before_its_event() -> Non
     rig.cache.evict(lambda entry: True)
     rig.check()
     other = rig.prefix("b", 4)
-    other.asked.update(other.hashes)
+    other.records.update(dict.fromkeys(other.hashes))
     assert not rig.admit(other)
     rig.transfer.is_held = False
     rig.turn()
@@ -214,7 +214,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
         entry.is_droppable = False
     rig.clock.moment += 1
     prefix = rig.prefix("new", 8)
-    prefix.asked.update(prefix.hashes)
+    prefix.records.update(dict.fromkeys(prefix.hashes))
     assert rig.admit(prefix)
     rig.compute(prefix)
     rig.cache.release(prefix)

@@ -1,7 +1,5 @@
 """What the RAM tiers hold and until when."""
 
-import dataclasses
-
 import pytest
 
 from tieredkv.cache.directory import Directory, Entry
@@ -44,8 +42,8 @@ def test_a_block_keeps_the_longer_of_the_policies_that_asked_for_it() -> None:
     directory = make_directory()
     entry = directory.add(make_entry())
     assert directory.deadline(entry) == NOW + 600
-    directory.claim(entry, {"24h"}, NOW + 1)
-    directory.claim(entry, {"in_memory"}, NOW + 2)
+    directory.claim([entry], {"24h"}, NOW + 1)
+    directory.claim([entry], {"in_memory"}, NOW + 2)
     assert directory.deadline(entry) == NOW + DAY_S
     directory.check()
 
@@ -62,7 +60,7 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
     first = directory.add(make_entry(1))
     directory.add(make_entry(1))
     second = directory.add(make_entry(2))
-    directory.claim(second, {"in_memory"}, NOW + 500)
+    directory.claim([second], {"in_memory"}, NOW + 500)
     assert directory.due(NOW + 600) == [first]
     directory.forget(first.block_hash)
     directory.check()
@@ -101,7 +99,7 @@ def test_a_block_from_disk_counts_its_age_from_its_compute() -> None:
     directory = make_directory()
     entry = directory.add(directory.entry_of(make_record(computed_at=NOW - 5000)))
     assert entry.is_on_disk
-    directory.claim(entry, {"24h"}, NOW)
+    directory.claim([entry], {"24h"}, NOW)
     assert directory.deadline(entry) == NOW - 5000 + DAY_S
 
 
@@ -110,7 +108,7 @@ def test_a_record_of_an_unknown_retention_lives_as_long_as_the_record_says() -> 
     entry = directory.add(directory.entry_of(make_record(retention="7d")))
     assert directory.deadline(entry) == NOW + DAY_S
     assert directory.disk_deadline(entry, NOW) is None
-    directory.claim(entry, {"in_memory"}, NOW)
+    directory.claim([entry], {"in_memory"}, NOW)
     directory.check()
     assert directory.deadline(entry) == NOW + DAY_S, "a claim shortened its life"
 
@@ -121,7 +119,7 @@ def test_only_claims_that_allow_the_disk_open_it() -> None:
     assert directory.disk_deadline(entry, NOW) is None
     assert not directory.may_enter(entry, Tier.DISK)
     assert directory.may_enter(entry, Tier.HOST)
-    directory.claim(entry, {"24h"}, NOW + 10)
+    directory.claim([entry], {"24h"}, NOW + 10)
     assert directory.disk_deadline(entry, NOW + 10) == NOW + DAY_S
     assert directory.disk_deadline(entry, NOW + DAY_S) is None
 
@@ -135,7 +133,7 @@ def test_the_disk_is_told_of_a_retention_that_it_may_have() -> None:
     )
     directory = make_directory(week)
     entry = directory.add(make_entry(retention="24h"))
-    directory.claim(entry, {"week in RAM"}, NOW)
+    directory.claim([entry], {"week in RAM"}, NOW)
     assert directory.record(entry, size_bytes=64, expires_at=NOW + 1).retention == "24h"
     assert directory.disk_deadline(entry, NOW) == NOW + DAY_S
 
@@ -144,7 +142,7 @@ def test_a_new_claim_gives_a_block_that_could_not_be_written_another_chance() ->
     directory = make_directory()
     entry = directory.add(make_entry(retention="24h"))
     entry.is_droppable = True
-    directory.claim(entry, {"24h"}, NOW)
+    directory.claim([entry], {"24h"}, NOW)
     assert not entry.is_droppable
 
 
@@ -159,7 +157,7 @@ def test_check_finds_an_entry_that_the_sweep_would_miss() -> None:
 def test_check_finds_an_entry_under_another_key() -> None:
     directory = make_directory()
     entry = directory.add(make_entry(1))
-    entry.block_hash = dataclasses.replace(make_entry(2)).block_hash
+    entry.block_hash = make_entry(2).block_hash
     with pytest.raises(IntegrityError, match="another key"):
         directory.check()
 

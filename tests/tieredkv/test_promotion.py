@@ -3,7 +3,7 @@
 import time
 
 from tests.fake_store import Rig, chain_of
-from tieredkv.cache.tiered import Prefix
+from tieredkv.cache.prefix import Prefix
 from tieredkv.types import Tier
 
 
@@ -68,7 +68,7 @@ def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
     rig.cache.release(prefix)
     rig.cache.evict(lambda entry: True)
     other = rig.prefix("b", 4)
-    other.asked.update(other.hashes)
+    other.records.update(dict.fromkeys(other.hashes))
     assert not rig.admit(other)
     rig.transfer.is_held = False
     rig.turn()

@@ -4,7 +4,7 @@ import pytest
 
 from tests.fake_store import START, Rig, chain_of
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.tiered import BlockClaim, Prefix
+from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies
 from tieredkv.types import BlockHash, Tier
 
@@ -41,7 +41,7 @@ def filled_pool(protected: set[BlockHash], *names: str) -> BlockPool:
     for block_hash in hashes(*names):
         [block] = pool.allocate(1) or []
         pool.insert(block, block_hash)
-        pool.mark_ready(block)
+        block.is_ready = True
         pool.release([block])
         pool.check()
     return pool
@@ -76,7 +76,8 @@ def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
     pool.touch(hashes("b", "c"))
     assert order(pool) == "dcba"
     pool.check()
-    chain = [block for block in pool.acquire_chain(hashes("a", "d")) if block]
+    chain = [block for block in pool.find(hashes("a", "d")) if block]
+    pool.acquire(chain)
     assert order(pool) == "cb"
     pool.release(chain)
     assert order(pool) == "cbda"
@@ -90,12 +91,29 @@ def test_a_protected_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> 
     def is_clean(block: object) -> bool:
         return getattr(block, "block_hash", None) not in dirty
 
-    assert pool.allocate(2, can_evict=is_clean) is None
+    pool.can_evict = is_clean
+    assert pool.allocate(2) is None
     dirty.discard(hashes("c")[0])
-    assert pool.allocate(1, can_evict=is_clean) is not None
+    assert pool.allocate(1) is not None
     assert order(pool) == "dab"
-    assert len(pool.allocate(3, can_evict=is_clean, is_partial=True) or []) == 2
+    assert len(pool.allocate(3, is_partial=True) or []) == 2
     assert order(pool) == "d"
+
+
+def test_what_a_floor_keeps_of_the_protected_does_not_hide_what_may_be_taken() -> None:
+    pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
+    pool.drop(hashes("a")[0])
+    [block] = pool.allocate(1) or []
+    pool.insert(block, hashes("a")[0], b"quiet")
+    block.is_ready = True
+    pool.release([block])
+    pool.touch(hashes("b"))
+    pool.acquire(block for block in pool.find(hashes("c", "d")) if block)
+    assert order(pool) == "ab"
+    pool.floors = {b"quiet": 1}
+    assert pool.allocate(1, tenant=b"flood") is not None
+    assert order(pool) == "a"
+    pool.check()
 
 
 # --- the cache
@@ -219,7 +237,7 @@ def test_protection_that_comes_while_a_block_is_written_reaches_the_disk() -> No
     rig.turn(3)
     assert len(rig.store.jobs) == 1
     prefix = rig.prefix("kept", 1)
-    prefix.asked.update(prefix.hashes)
+    prefix.records.update(dict.fromkeys(prefix.hashes))
     prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60)]
     serve(rig, prefix)
     rig.store.is_held = False
@@ -292,7 +310,7 @@ def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() ->
         rig.cache.arrive(prefix)
         rig.turn(3)
         rig.cache.protect(prefix)
-        assert sum(map(len, prefix.held.values())) == 2
+        assert len(prefix.wanted) == 2
         rig.cache.release(prefix)
     assert len(rig.store.loaded) == 2
     rig.check_nothing_is_held()

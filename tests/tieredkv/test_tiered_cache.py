@@ -145,7 +145,7 @@ def test_a_cancelled_request_releases_exactly_what_it_held(stage: str, is_shared
         assert rig.transfer.has_pending
     rig.cache.release(prefix)
     rig.turn()
-    assert (prefix.blocks, prefix.held) == ([], {})
+    assert (prefix.blocks, prefix.wanted) == ([], [])
     loans = rig.store.pending_pages
     if not rig.transfer.has_pending and other is None:
         assert rig.tiers.device.num_used == 0, "device blocks wait for a read that nobody wants"
@@ -249,11 +249,44 @@ def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None
     for name in "abc":
         rig.run(name, 4)
     queued = [rig.queue(name, 4) for name in "abc"]
-    assert [sum(map(len, prefix.held.values())) for prefix in queued] == [4, 4, 0]
+    last = [block.block_hash for block in rig.tiers.device.evictable()][-8:]
+    assert last == chain_of("a", 4)[::-1] + chain_of("b", 4)[::-1]
     rig.run("d", 8)
     assert rig.on_device("a", 4) == rig.on_device("b", 4) == [0, 1, 2, 3]
+    assert rig.on_device("c", 4) == []
     for prefix in queued:
         rig.cache.release(prefix)
+    assert not rig.tiers.wanted
+    rig.run("e", 12)
+    assert rig.on_device("a", 4) == [], "nobody wants it any longer"
+    rig.check_nothing_is_held()
+
+
+def test_what_two_queued_requests_want_is_protected_until_both_are_gone() -> None:
+    rig = Rig(num_blocks=16, has_store=False)
+    rig.run("a", 4)
+    first, second = rig.queue("a", 4), rig.queue("a", 4)
+    rig.cache.release(first)
+    rig.run("b", 8)
+    rig.run("c", 12)
+    assert rig.on_device("a", 4) == [0, 1, 2, 3]
+    rig.cache.release(second)
+    rig.run("d", 16)
+    assert rig.on_device("a", 4) == []
+    rig.check_nothing_is_held()
+
+
+def test_a_running_request_takes_what_queued_ones_want_when_nothing_else_is_left() -> None:
+    rig = Rig(num_blocks=8, has_store=False)
+    rig.run("a", 4)
+    queued = rig.queue("a", 4)
+    running = rig.start("b", 4)
+    rig.compute(running)
+    while not rig.cache.extend(running):
+        rig.turn()
+    assert rig.on_device("a", 4) == [0, 1, 2], "no more of it than is needed"
+    rig.cache.release(running)
+    rig.cache.release(queued)
     rig.check_nothing_is_held()
 
 
@@ -264,11 +297,28 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
         rig.store.put(name, 8)
         queued.append(rig.queue(name, 8))
         rig.turn(2)
-    assert 0 < sum(len(prefix.held[rig.tiers.host]) for prefix in queued) <= 8
+    assert 0 < sum(prefix.num_prefetched for prefix in queued) <= 8
     assert rig.tiers.host.num_used <= 8
     for prefix in queued:
         while not rig.admit(prefix):
             rig.turn()
+        assert rig.finish(prefix) == 0
+    rig.check_nothing_is_held()
+
+
+def test_prefetch_takes_no_page_that_one_before_it_in_the_queue_wants() -> None:
+    rig = Rig(num_blocks=16, num_pages=8)
+    rig.run("a", 4, "in_memory")
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    rig.store.put("b", 2)
+    others = rig.tiers.host.allocate(4)
+    assert others is not None
+    queued = [rig.queue(name, length) for name, length in (("a", 4), ("b", 2))]
+    rig.turn(2)
+    assert (rig.on_host("a", 4), rig.store.loaded) == ([0, 1, 2, 3], [])
+    rig.tiers.host.release(others)
+    for prefix in queued:
+        assert rig.admit(prefix)
         assert rig.finish(prefix) == 0
     rig.check_nothing_is_held()
 
@@ -307,7 +357,7 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     rig.run("b", 4)
     rig.store.is_held = True
     prefix = rig.prefix("c", 4)
-    prefix.asked.update(prefix.hashes)
+    prefix.records.update(dict.fromkeys(prefix.hashes))
     rig.cache.arrive(prefix)
     give_up_at = time.monotonic() + 5
     while not rig.admit(prefix):
@@ -325,7 +375,7 @@ def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.Mon
     rig.run("b", 4)
     rig.store.is_held = True
     big = rig.prefix("big", 10)
-    big.asked.update(big.hashes)
+    big.records.update(dict.fromkeys(big.hashes))
     rig.cache.arrive(big)
     since = time.monotonic()
     for _ in range(10_000):
@@ -428,18 +478,17 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
     rig.check_nothing_is_held()
 
 
-def test_what_is_computed_while_the_old_copy_expires_starts_a_new_life() -> None:
+def test_what_is_computed_while_the_old_copy_expires_goes_with_it_and_is_then_as_new() -> None:
     rig = Rig(can_load=False, has_store=False)
     rig.run("a", 1, "in_memory")
     assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
     prefix = rig.start("a", 1, "in_memory")
     rig.clock.moment += 3600.0
     rig.finish(prefix)
-    assert rig.entry("a", 0).computed_at == rig.clock.moment
-    rig.clock.moment += 10.0
     rig.turn()
-    assert rig.on_host("a", 1) == []
-    assert rig.on_device("a", 1) == [0]
+    assert rig.on_host("a", 1) == rig.on_device("a", 1) == []
+    assert rig.run("a", 1, "in_memory") == 1
+    assert rig.entry("a", 0).computed_at == rig.clock.moment
 
 
 def test_in_memory_blocks_are_never_offered_to_the_store() -> None:
@@ -474,7 +523,7 @@ def test_an_evicted_block_is_gone_from_ram_and_a_write_in_flight_is_deleted_on_d
     assert rig.cache.evict(lambda entry: True) == 2
     rig.check()
     again = rig.prefix("a", 2, "in_memory")
-    again.asked.update(again.hashes)
+    again.records.update(dict.fromkeys(again.hashes))
     assert rig.admit(again)
     rig.compute(again)
     rig.store.is_held = False
@@ -521,13 +570,13 @@ def test_a_request_without_room_is_looked_up_again_when_something_changed(
     running = rig.start("a", 10)
     waiting = rig.queue("b", 10)
     looked_up: list[int] = []
-    acquire_chain = rig.tiers.device.acquire_chain
+    find = rig.tiers.device.find
 
     def record(hashes: list[BlockHash]) -> list[Block | None]:
-        looked_up.append(len(hashes))
-        return acquire_chain(hashes)
+        looked_up.extend([len(hashes)] if hashes else [])
+        return find(hashes)
 
-    monkeypatch.setattr(rig.tiers.device, "acquire_chain", record)
+    monkeypatch.setattr(rig.tiers.device, "find", record)
     for _ in range(5):
         assert not rig.admit(waiting)
         rig.turn()

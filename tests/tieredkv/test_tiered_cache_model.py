@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.fake_store import Rig
 from tieredkv.cache import tiered
-from tieredkv.cache.tiered import Prefix
+from tieredkv.cache.prefix import Prefix
 
 CHAINS = st.tuples(st.sampled_from("abc"), st.integers(1, 5))
 
@@ -153,8 +153,6 @@ class TieredCacheMachine(RuleBasedStateMachine):
         self.rig.store.is_held = self.rig.transfer.is_held = False
         for prefix in self.running:
             self.rig.finish(prefix)
-        for prefix in self.waiting:
-            self.rig.cache.unprotect(prefix)
         for prefix in self.waiting:
             for _ in range(50):
                 if self.rig.admit(prefix):

@@ -1,19 +1,17 @@
 """Takes blocks down: device block to host page, host page to disk, ahead of need.
 
-A block is clean when evicting it loses nothing that was promised: its copy is below already, or no
-retention lets it go further down. Demotion keeps enough clean blocks at the old end of each pool,
-so that an allocation neither waits for PCIe nor for the disk. What cannot be demoted in time is
-dropped, oldest first, and counted.
+Demotion keeps enough clean blocks (see `Tiers`) at the old end of each pool, so that an allocation
+neither waits for PCIe nor for the disk. What cannot be demoted in time is dropped, oldest first,
+and counted.
 
 Called by the engine's thread only.
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import groupby, islice
 from operator import attrgetter
+from typing import NamedTuple
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Entry
@@ -24,9 +22,11 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
 
 POLL_S = 0.0005
 
+Waiting = dict[BlockHash, None]
+"""Blocks that are to go down, in order, each once."""
 
-@dataclass(frozen=True, slots=True)
-class _Write:
+
+class _Write(NamedTuple):
     """One page lent to the store, and for whom: another entry of this hash may come meanwhile."""
 
     page: Block
@@ -37,146 +37,106 @@ class _Write:
 class Demoter:
     """Keeps a reserve of clean blocks in VRAM and in host memory.
 
+    A block is pinned while it is copied or written, so that its place in the order of eviction
+    stays.
+
     Invariants (`check`): a page being written is pinned; no more pages are lent for writing than
     the cap.
     """
 
-    def __init__(
-        self,
-        tiers: Tiers,
-        *,
-        device_reserve_blocks: int,
-        is_write_behind: bool,
-        poll: Callable[[], None],
-    ) -> None:
+    def __init__(self, tiers: Tiers, poll: Callable[[], None]) -> None:
         self._tiers = tiers
         self._poll = poll
         # NOTE: of the host no more than half, or its pages would push one another out for ever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
-        self._device_reserve = min(device_reserve_blocks, most)
+        self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._is_write_behind = is_write_behind
-        self._behind: dict[BlockHash, None] = {}  # in order, each once
-        self._fresh: dict[BlockHash, None] = {}  # likewise
-        self._copying: set[int] = set()
+        self._behind: Waiting = {}
+        self._fresh: Waiting = {}
+        self._num_copying = 0
         self._writing: dict[BlockHash, _Write] = {}
         self._is_stale = True
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way down."""
-        return not self._copying and not self._writing and not self._behind
-
-    @property
-    def num_under_way(self) -> int:
-        """Blocks being copied to the host or written to disk."""
-        return len(self._copying) + len(self._writing)
-
-    def is_device_clean(self, block: Block) -> bool:
-        """Return whether a device block may be evicted without losing what was promised."""
-        directory, host = self._tiers.directory, self._tiers.host
-        entry = directory.get(block.block_hash)
-        if entry is None or entry.is_droppable or not directory.may_enter(entry, Tier.HOST):
-            return True
-        page = host.lookup(entry.block_hash)
-        return page is not None and page.is_ready
-
-    def is_host_clean(self, page: Block) -> bool:
-        """Return whether a host page may be evicted without losing what was promised."""
-        tiers = self._tiers
-        entry = tiers.directory.get(page.block_hash)
-        return tiers.store is None or not self._is_owed(entry, tiers.clock.now())
+        return not (self._num_copying or self._writing or self._behind)
 
     def note_change(self) -> None:
         """Look at the reserves again at the next `pump`: blocks were allocated or released."""
         self._is_stale = True
 
-    def note_computed(self, entry: Entry) -> None:
-        """Note a block that was computed just now, for copies and writes ahead of need."""
-        self._fresh.setdefault(entry.block_hash)
-        if len(self._fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
-            del self._fresh[next(iter(self._fresh))]
+    def note_computed(self, entries: Iterable[Entry]) -> None:
+        """Note blocks that were computed just now, for copies and writes ahead of need."""
+        for entry in entries:
+            self._fresh.setdefault(entry.block_hash)
+            if len(self._fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
+                del self._fresh[next(iter(self._fresh))]
+            if self._tiers.is_write_behind:
+                self._behind.setdefault(entry.block_hash)
         self._is_stale = True
-        if self._is_write_behind and self._tiers.store is not None:
-            self._behind.setdefault(entry.block_hash)
 
     def pump(self) -> None:
         """Top up both reserves; a few microseconds when nothing has changed."""
         if self._behind:
-            self._persist_some(self._behind)
+            self._advance(self._behind, self._tiers.is_owed_to_disk, 2 * self._write_cap)
         if not self._is_stale:
             return
         self._is_stale = False
         device, host = self._tiers.device, self._tiers.host
         if device.num_empty < self._device_reserve:
             self.demote(self._device_reserve - device.num_empty)
+        # NOTE: where running requests hold nearly all blocks, those that end let go of many at
+        # once, and the next ones need them at once. Whole blocks never change, so copies of what
+        # is in use need not wait.
         if device.num_free < self._device_reserve:
-            self._demote_ahead()
+            self._advance(self._fresh, self._is_owed_to_host, 2 * self._device_reserve)
         if host.num_empty < self._host_reserve:
             self.write(self._host_reserve - host.num_empty)
 
     def demote(self, num_blocks: int) -> int:
         """Start copying the dirty ones of the oldest `num_blocks` device blocks; count them."""
-        oldest = islice(self._tiers.device.evictable(), num_blocks)
-        return self._copy_out([block for block in oldest if not self.is_device_clean(block)])
-
-    def _demote_ahead(self) -> None:
-        """Copy blocks that are still in use, oldest first, as many as the reserve.
-
-        NOTE: where running requests hold nearly all blocks, those that end let go of many at once,
-        and the next ones need them at once. Whole blocks never change, so copies need not wait.
-        """
-        dirty: list[Block] = []
-        done: list[BlockHash] = []
-        for block_hash in self._fresh:
-            block = self._tiers.device.lookup(block_hash)
-            if block is None or not block.is_ready or self.is_device_clean(block):
-                done.append(block_hash)
-            elif block.block_id not in self._copying:
-                dirty.append(block)
-                if len(dirty) == self._device_reserve:
-                    break
-        for block_hash in done:
-            del self._fresh[block_hash]
-        self._copy_out(dirty)
+        return self._copy_out(_dirty(self._tiers.device, num_blocks))
 
     def write(self, num_pages: int) -> int:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
-        oldest = islice(self._tiers.host.evictable(), num_pages)
-        return self._write_out([page for page in oldest if not self.is_host_clean(page)])
+        return self._write_out(_dirty(self._tiers.host, num_pages))
 
     def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
         tiers = self._tiers
+        self._num_copying -= len(pairs)
         for block, page in pairs:
-            self._copying.discard(block.block_id)
             tiers.device.unpin(block)
             if page.block_hash is not None:  # else expired or evicted by hand meanwhile
-                tiers.host.mark_ready(page)
+                page.is_ready = True
                 tiers.counters.demoted_host_blocks += 1
             tiers.host.release([page])
         self._is_stale = True
 
     def on_page_stored(self, event: PageStored) -> None:
         """Take a page back from the store: acknowledged on disk, or refused for a reason."""
-        tiers = self._tiers
-        write = self._writing.pop(BlockHash(event.block_hash))
-        assert write.page.block_id == event.page_id, (write.page.block_id, event.page_id)
-        entry = write.entry
-        tiers.host.unpin(write.page)
-        if event.ok:
-            tiers.counters.demoted_disk_blocks += 1
-            if tiers.directory.get(entry.block_hash) is entry:
-                self._settle_on_disk(entry, write.record)
-            else:  # expired or evicted by hand while it was written
-                assert tiers.store is not None
-                tiers.store.delete([entry.block_hash], "evicted")
-        else:
+        tiers, directory = self._tiers, self._tiers.directory
+        page, entry, record = self._writing.pop(BlockHash(event.block_hash))
+        assert page.block_id == event.page_id, (page.block_id, event.page_id)
+        assert tiers.store is not None
+        tiers.host.unpin(page)
+        self._is_stale = True
+        if not event.ok:
             text = "a block could not be written to disk (%s)"
             count_failure(tiers.counters.store_failures, event.reason, text)
             entry.is_droppable = True
-        self._is_stale = True
+            return
+        tiers.counters.demoted_disk_blocks += 1
+        if directory.get(entry.block_hash) is not entry:  # expired or evicted by hand meanwhile
+            tiers.store.delete([entry.block_hash], "evicted")
+            return
+        entry.disk_expires_at = record.expires_at
+        item = directory.touch_item(entry, tiers.clock.now())
+        told = record.expires_at, record.protect_until
+        if (entry.disk_expires_at, entry.protect_until) != told:  # a claim has come meanwhile
+            tiers.store.touch([item])
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
@@ -184,9 +144,9 @@ class Demoter:
         At least a reserve of them: the next allocation must not wait in its turn.
         """
         at_most = max(num_blocks, self._device_reserve)
-        for block in islice(self._tiers.device.evictable(), at_most):
+        for block in _dirty(self._tiers.device, at_most):
             entry = self._tiers.directory.get(block.block_hash)
-            if entry is not None and not block.pin_count and not self.is_device_clean(block):
+            if entry is not None and not block.pin_count:
                 entry.is_droppable = True
                 self._tiers.counters.demotions_dropped += 1
 
@@ -202,23 +162,20 @@ class Demoter:
         Returns:
             Whether everything has gone; False when the deadline came first.
         """
-        tiers = self._tiers
-        is_to_disk = to is Tier.DISK
-        while True:
+        device, host = self._tiers.device, self._tiers.host
+        pools = [device, host] if to is Tier.DISK else [device]
+        while self._num_copying or any(pool.num_evictable for pool in pools):
             self._poll()
-            moved = self._drop_clean(tiers.device, self.is_device_clean)
-            if is_to_disk:
-                moved += self._drop_clean(tiers.host, self.is_host_clean)
-            started = self.demote(tiers.device.num_blocks)
-            if is_to_disk or (started == 0 and tiers.device.num_evictable):
-                started += self.write(tiers.host.num_blocks)
-            is_host_done = not is_to_disk or not (self._writing or tiers.host.num_evictable)
-            if not self._copying and not tiers.device.num_evictable and is_host_done:
-                return True
-            if time.monotonic() >= deadline or not (moved or started or self.num_under_way):
+            moved = sum(map(_drop_clean, pools))
+            started = self.demote(device.num_blocks)
+            if to is Tier.DISK or (not started and device.num_evictable):
+                started += self.write(host.num_blocks)
+            is_stuck = not (moved or started or self._num_copying or self._writing)
+            if is_stuck or time.monotonic() >= deadline:
                 return False
             if not moved:
                 time.sleep(POLL_S)
+        return True
 
     def drain(
         self, *, deadline: float, on_progress: Callable[[int, int], None] = lambda _done, _of: None
@@ -232,14 +189,10 @@ class Demoter:
         Returns:
             How many blocks were not written.
         """
-        tiers = self._tiers
-        if tiers.store is None:
-            return 0
-        entries = tiers.directory.entries()
+        entries = self._tiers.directory.entries()
         for entry in entries:
             entry.is_droppable = False
-        now = tiers.clock.now()
-        entries = [entry for entry in entries if self._is_owed(entry, now)]
+        entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
         recency = {entry.block_hash: entry.last_used for entry in entries}
         for entry in sorted(entries, key=lambda entry: -entry.position):
             if entry.parent_hash in recency:  # a chain is as new as its newest block
@@ -249,9 +202,10 @@ class Demoter:
         wanted = dict.fromkeys(entry.block_hash for entry in entries)
         while wanted and time.monotonic() < deadline:
             self._poll()
-            self._persist_some(wanted)
-            if not self.num_under_way:  # host pages that come later stand in the way
-                self.write(tiers.host.num_blocks)
+            self._advance(wanted, self._tiers.is_owed_to_disk, 2 * self._write_cap)
+            is_moving = self._num_copying or self._writing
+            if not is_moving:  # host pages that come later stand in the way
+                self.write(self._tiers.host.num_blocks)
             on_progress(len(entries) - len(wanted), len(entries))
             time.sleep(POLL_S)
         return sum(not entry.is_on_disk for entry in entries)
@@ -264,98 +218,77 @@ class Demoter:
         if len(self._writing) > self._write_cap:
             raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
 
-    def _is_owed(self, entry: Entry | None, now: float) -> bool:
-        """Return whether the disk has yet to be given the block, and nobody gave that up."""
-        if entry is None or entry.is_on_disk or entry.is_droppable:
-            return False
-        return self._tiers.directory.disk_deadline(entry, now) is not None
+    def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
+        """Return whether VRAM has the block, and evicting it there would lose it."""
+        block = self._tiers.device.lookup(block_hash)
+        return block is not None and block.is_ready and not self._tiers.device.can_evict(block)
 
-    def _persist_some(self, wanted: dict[BlockHash, None]) -> None:
-        """Move the first of `wanted` one step nearer to disk; those that need no more leave."""
-        tiers = self._tiers
-        now = tiers.clock.now()
-        to_copy: list[Block] = []
-        to_write: list[Block] = []
-        for block_hash in list(islice(wanted, 2 * self._write_cap)):
-            if not self._is_owed(tiers.directory.get(block_hash), now):
-                del wanted[block_hash]
-                continue
-            page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
-            if page is not None and page.is_ready:
-                to_write.append(page)
-            elif page is None and block is not None and block.is_ready:
-                to_copy.append(block)
-        self._write_out(to_write)
-        self._copy_out(to_copy)
+    def _advance(self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int) -> None:
+        """Move the first of `wanted` one step down; those that are owed no more leave."""
+        owed: list[BlockHash] = []
+        done: list[BlockHash] = []
+        for block_hash in wanted:
+            (owed if is_owed(block_hash) else done).append(block_hash)
+            if len(owed) == at_most:
+                break
+        for block_hash in done:
+            del wanted[block_hash]
+        pages, blocks = self._tiers.host.find(owed), self._tiers.device.find(owed)
+        self._write_out([page for page in pages if page is not None and page.is_ready])
+        self._copy_out([block for block in blocks if block is not None and block.is_ready])
 
     def _copy_out(self, blocks: list[Block]) -> int:
         """Start copying device blocks into host pages, as many as there are pages for."""
         tiers = self._tiers
-        wanted = [
+        wanted = [  # the others' pages are being filled already, from here or disk
             block
-            for block in blocks  # the others' pages are being filled already, from here or disk
-            if block.block_id not in self._copying
-            and block.block_hash is not None
-            and tiers.host.lookup(block.block_hash) is None
+            for block in blocks
+            if block.block_hash is not None and tiers.host.lookup(block.block_hash) is None
         ]
         pairs: list[tuple[Block, Block]] = []
-        allocate = partial(tiers.host.allocate, can_evict=self.is_host_clean, is_partial=True)
         for tenant, group in groupby(wanted, key=attrgetter("tenant")):
             each = list(group)
-            pairs += zip(each, allocate(len(each), tenant=tenant) or [], strict=False)
+            pages = tiers.host.allocate(len(each), tenant=tenant, is_partial=True)
+            pairs += zip(each, pages or [], strict=False)
         for block, page in pairs:
             assert block.block_hash is not None, block
             tiers.device.pin(block)
             tiers.host.insert(page, block.block_hash, block.tenant)
-            self._copying.add(block.block_id)
+        self._num_copying += len(pairs)
         if pairs:
-            tiers.transfer.demote(
-                [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs], pairs
-            )
+            ids = [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs]
+            tiers.transfer.demote(ids, pairs)
         return len(pairs)
 
     def _write_out(self, pages: list[Block]) -> int:
         """Lend host pages to the store for writing, as many as the cap allows."""
-        tiers = self._tiers
-        if tiers.store is None:
-            return 0
-        now = tiers.clock.now()
+        tiers, directory, now = self._tiers, self._tiers.directory, self._tiers.clock.now()
         items: list[LentPage] = []
         for page in pages:
-            if len(self._writing) >= self._write_cap:
+            entry = directory.get(page.block_hash)
+            expires_at = entry and directory.disk_deadline(entry, now)
+            if not entry or not expires_at or entry.block_hash in self._writing:
+                continue
+            if len(self._writing) == self._write_cap:
                 break
-            entry = tiers.directory.get(page.block_hash)
-            if entry is None or entry.block_hash in self._writing:
-                continue
-            expires_at = tiers.directory.disk_deadline(entry, now)
-            if expires_at is None:
-                continue
+            record = directory.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)
-            record = tiers.directory.record(
-                entry, size_bytes=tiers.block_bytes, expires_at=expires_at
-            )
             self._writing[entry.block_hash] = _Write(page, entry, record)
             items.append(LentPage(record, page.block_id))
         if items:
+            assert tiers.store is not None
             tiers.store.store(items)
         return len(items)
 
-    def _settle_on_disk(self, entry: Entry, record: BlockRecord) -> None:
-        """Note an acknowledged copy; tell the disk at once if a claim has come in the meantime."""
-        tiers = self._tiers
-        assert tiers.store is not None
-        entry.disk_expires_at = record.expires_at
-        item = tiers.directory.touch_item(entry, tiers.clock.now())
-        told = record.expires_at, record.protect_until
-        if (entry.disk_expires_at, entry.protect_until) != told:
-            tiers.store.touch([item])
 
-    def _drop_clean(self, pool: BlockPool, is_clean: Callable[[Block], bool]) -> int:
-        """Forget clean blocks of a pool that nobody uses, oldest first; return how many."""
-        victims = [each for each in pool.evictable() if not each.pin_count and is_clean(each)]
-        for block in victims:
-            block_hash = block.block_hash
-            assert block_hash is not None, block
-            pool.drop(block_hash)
-            self._tiers.on_evict("device" if pool is self._tiers.device else "host", block_hash)
-        return len(victims)
+def _dirty(pool: BlockPool, num_oldest: int) -> list[Block]:
+    """Return those of the oldest blocks that nobody uses whose eviction would lose something."""
+    oldest = islice(pool.evictable(), num_oldest)
+    return [block for block in oldest if not pool.can_evict(block)]
+
+
+def _drop_clean(pool: BlockPool) -> int:
+    """Evict the clean blocks of a pool that nobody uses; return how many."""
+    before = pool.num_evictable
+    pool.release(pool.allocate(pool.num_blocks, is_partial=True) or [])
+    return before - pool.num_evictable

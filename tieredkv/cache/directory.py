@@ -5,10 +5,10 @@ Called by the engine's thread only.
 """
 
 import heapq
-import itertools
 from collections.abc import Collection, Iterable, Sequence, Set
-from dataclasses import dataclass, fields
 from typing import Any
+
+import msgspec
 
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
@@ -18,8 +18,7 @@ from tieredkv.types import BlockHash, BlockRecord, Tier
 SLACK = 64
 
 
-@dataclass(slots=True)
-class Entry:
+class Entry(msgspec.Struct, gc=False):
     """Identity and retention of one full block that VRAM or host memory holds.
 
     Attributes:
@@ -54,7 +53,7 @@ class Entry:
         return self.computed_at, self.last_used, self.protect_until
 
 
-_SHARED = [field.name for field in fields(Entry) if field.name in BlockRecord.__struct_fields__]
+_SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
 
 
 def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
@@ -78,9 +77,8 @@ class Directory:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
         self.protected: set[BlockHash] = set()
-        self._deadlines: list[tuple[float, int, list[BlockHash]]] = []
+        self._deadlines: list[tuple[float, list[BlockHash]]] = []
         self.num_queued = 0
-        self._sequence = itertools.count()
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -111,19 +109,24 @@ class Directory:
             added.append(known)
         self._queue(added)
         if self.num_queued > 2 * len(self._entries) + SLACK:
-            self._deadlines, self.num_queued = [], 0
-            self._queue(self._entries.values())
+            self._queue_anew()
         return added
 
-    def protect(self, entries: Sequence[Entry], claims: frozenset[str], until: float) -> None:
-        """Have blocks evicted last until then, but for no longer than these claims let them live.
+    def forget_disk(self) -> None:
+        """Count no block as being on disk: a new worker may have had to start with an empty store.
 
-        What was promised before is not shortened.
+        What is there after all is acknowledged without being written again. A block that nobody
+        claims keeps its deadline, which is the disk's.
         """
-        for entry in entries:
-            entry.claims |= claims
-            entry.protect_until = max(entry.protect_until, until)
-        self.add_all(entries)
+        for entry in self._entries.values():
+            if entry.claims:
+                entry.disk_expires_at = 0.0
+                entry.is_droppable = False
+        self._queue_anew()  # their lives may end earlier now
+
+    def _queue_anew(self) -> None:
+        self._deadlines, self.num_queued = [], 0
+        self._queue(self._entries.values())
 
     def _queue(self, entries: Iterable[Entry]) -> None:
         """Queue the deadlines of entries, grouped, as a prompt's blocks mostly share theirs.
@@ -134,7 +137,7 @@ class Directory:
         lives: dict[tuple[object, ...], float] = {}
         for entry in entries:
             until = entry.protect_until
-            life = (entry.claims, entry.computed_at, entry.last_used, entry.disk_expires_at, until)
+            life = entry.claims, entry.disk_expires_at, *entry.times
             deadline = lives.get(life)
             if deadline is None:
                 deadline = self.deadline(entry)
@@ -145,7 +148,7 @@ class Directory:
             groups.setdefault(deadline, []).append(entry.block_hash)
         for deadline, hashes in groups.items():
             self.num_queued += len(hashes)
-            heapq.heappush(self._deadlines, (deadline, next(self._sequence), hashes))
+            heapq.heappush(self._deadlines, (deadline, hashes))
 
     def entry_of(self, record: BlockRecord) -> Entry:
         """Return the entry of a block on disk, without inserting it.
@@ -156,14 +159,25 @@ class Directory:
         claims = frozenset({record.retention}) & self._policies.names
         return Entry(**_shared(record), claims=claims, disk_expires_at=record.expires_at)
 
-    def claim(self, entry: Entry, claims: Set[str], now: float) -> None:
-        """Note that a request with these retentions used the block now."""
-        if not claims <= entry.claims:
-            entry.claims |= claims
-        entry.is_droppable = False
-        if now > entry.last_used:
-            entry.last_used = now
-        entry.hits += 1
+    def claim(
+        self, entries: Sequence[Entry], claims: Set[str], now: float, protect_until: float = 0.0
+    ) -> None:
+        """Note that a request with these retentions used blocks now, and how long it protects them.
+
+        A protection lasts no longer than the claims let a block live; what was promised before is
+        not shortened.
+        """
+        for entry in entries:
+            if not claims <= entry.claims:
+                entry.claims |= claims
+            entry.is_droppable = False
+            if now > entry.last_used:
+                entry.last_used = now
+            if protect_until > now:
+                entry.protect_until = max(entry.protect_until, protect_until)
+            entry.hits += 1
+        if protect_until > now:
+            self.add_all(entries)
 
     def forget(self, block_hash: BlockHash) -> None:
         """Drop an entry that no RAM tier holds any longer; unknown hashes are ignored."""
@@ -234,10 +248,6 @@ class Directory:
                 shared.add(entry.parent_hash)
         return found
 
-    def has_due(self, now: float) -> bool:
-        """Return whether the time of some entry may have come; if not, no entry's has."""
-        return bool(self._deadlines) and self._deadlines[0][0] <= now
-
     def due(self, now: float) -> list[Entry]:
         """Return the entries that have expired, and those whose protection has just ended.
 
@@ -245,7 +255,7 @@ class Directory:
         """
         due: dict[BlockHash, Entry] = {}
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, hashes = heapq.heappop(self._deadlines)
+            _, hashes = heapq.heappop(self._deadlines)
             self.num_queued -= len(hashes)
             held = [entry for each in hashes if (entry := self._entries.get(each)) is not None]
             for entry in held:
@@ -261,7 +271,7 @@ class Directory:
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         queued: dict[BlockHash, float] = {}
-        for when, _, hashes in self._deadlines:
+        for when, hashes in self._deadlines:
             for block_hash in hashes:
                 queued[block_hash] = min(when, queued.get(block_hash, when))
         for block_hash, entry in self._entries.items():

@@ -26,6 +26,7 @@ from tieredkv.storage.messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
 LOOK_AGAIN_S = 0.05
+_FAILED = "a block could not be loaded (%s); it is computed again"
 _HARMLESS = frozenset(("missing", "evicted", "expired", "closing", "worker_died", "worker_down"))
 """Reasons of failed loads that say nothing about the bytes."""
 
@@ -38,12 +39,11 @@ class Promotion:
     block_hash: BlockHash
     record: bytes | None  # sealed, as the disk has it
     give_up_at: float
-    is_settled: bool = False
 
 
 @dataclass(slots=True)
 class _Read:
-    """One page being filled from disk, and the promotions that want it."""
+    """One page being filled from disk, and the promotions that want it or gave it up."""
 
     page: Block
     record: BlockRecord
@@ -61,68 +61,45 @@ class Promoter:
     of that, so that what is queued can never starve what is running.
 
     Invariants (`check`): every promotion under way holds its device block; every read holds its
-    page; reads stay within the cap.
+    page; reads stay within the cap; no block both waits for a page and is copied to.
     """
 
-    def __init__(
-        self, tiers: Tiers, *, load_timeout_s: float, is_host_clean: Callable[[Block], bool]
-    ) -> None:
+    def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._is_host_clean = is_host_clean
-        self._load_timeout_s = load_timeout_s
-        self._promotions: dict[int, Promotion] = {}
-        self._reads: dict[BlockHash, _Read] = {}
+        self._promotions: dict[Block, Promotion] = {}
         self._to_read: deque[Promotion] = deque()
-        self._to_copy: list[tuple[Block, Promotion]] = []
-        self._copying: set[int] = set()
+        self._reads: dict[BlockHash, _Read] = {}
+        self._to_copy: list[tuple[Block, Block]] = []
+        self._copying: set[Block] = set()  # those to copy included
         self._look_again_at = 0.0
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
-
-    @property
-    def has_unstarted_reads(self) -> bool:
-        """Whether a promotion from disk waits for a page."""
-        return bool(self._to_read)
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way up."""
         return not self._promotions and not self._reads and not self._copying
 
-    @property
-    def num_loading(self) -> int:
-        """Device blocks whose bytes are on their way."""
-        return len(self._promotions) + len(self._copying)
-
     def is_loading(self, block: Block) -> bool:
         """Return whether the bytes of this device block are on their way."""
-        return block.block_id in self._copying or block.block_id in self._promotions
+        return block in self._copying or block in self._promotions
 
     def note_release(self) -> None:
         """Look at the next `pump` for blocks that nobody wants any longer."""
         self._look_again_at = 0.0
 
     def copy(self, copies: Copies) -> None:
-        """Begin to fill device blocks from host pages whose content is there."""
-        if not copies:
-            return
-        tiers = self._tiers
-        for page, block in copies:
-            tiers.host.acquire(page)
-            block.ref_count += 1
-        tiers.counters.promoted_host_blocks += len(copies)
-        ids = [(page.block_id, block.block_id) for page, block in copies]
-        self._copying.update(block_id for _, block_id in ids)
-        tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
+        """Fill device blocks from host pages whose content is there, from the next `pump` on."""
+        self._tiers.host.acquire(page for page, _ in copies)
+        self._tiers.device.acquire(block for _, block in copies)
+        self._copying.update(block for _, block in copies)
+        self._to_copy += copies
 
     def start(self, block: Block, block_hash: BlockHash, record: bytes | None) -> None:
-        """Begin to fill a device block from its host page or, with a record, from disk."""
-        tiers = self._tiers
-        tiers.device.acquire(block)
-        promotion = Promotion(
-            block, block_hash, record, give_up_at=time.monotonic() + self._load_timeout_s
-        )
-        self._promotions[block.block_id] = promotion
+        """Begin to fill a device block from the page being read for it or, with a record, anew."""
+        self._tiers.device.acquire([block])
+        give_up_at = time.monotonic() + self._tiers.load_timeout_s
+        promotion = self._promotions[block] = Promotion(block, block_hash, record, give_up_at)
         if self._join(promotion):
             return
         if record is not None:
@@ -130,112 +107,90 @@ class Promoter:
         else:
             self._fail(promotion, "evicted")
 
-    def _join(self, promotion: Promotion) -> bool:
-        """Fill a block from its page that is there or being read; False if there is none."""
-        page = self._tiers.host.lookup(promotion.block_hash)
-        read = self._reads.get(promotion.block_hash)
-        if page is not None and page.is_ready:
-            self._take_page(promotion, page)
-        elif read is not None:
-            read.waiting.append(promotion)
-        else:
-            return False
-        return True
-
-    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> list[Block]:
-        """Start reading blocks that a queued request wants; return their pages."""
-        tiers = self._tiers
-        pages: list[Block] = []
+    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> int:
+        """Start reading blocks that a queued request wants; return how many."""
+        host = self._tiers.host
         items: list[LentPage] = []
         for block_hash, record in records.items():
-            if tiers.host.lookup(block_hash) is not None or block_hash in self._reads:
+            if host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
-            if len(pages) >= max_pages or self._num_inbound() >= self._inbound_cap // 2:
+            is_full = len(items) >= max_pages or self._num_inbound() >= self._inbound_cap // 2
+            are_others_wanted = host.num_free <= host.num_protected
+            if is_full or are_others_wanted or not self._begin_read(block_hash, record, items):
                 break
-            page = self._begin_read(block_hash, record, items)
-            if page is None:
-                break
-            pages.append(page)
         self._submit(items)
-        return pages
+        return len(items)
 
-    def pump(self) -> None:
-        """Start the reads and copies that there is room for; give up what is late or unwanted."""
+    def pump(self) -> bool:
+        """Start the reads and copies that there is room for; give up what is late or unwanted.
+
+        Returns:
+            Whether a read has to wait for a page.
+        """
         self._give_up()
         items: list[LentPage] = []
         while self._to_read and self._num_inbound() < self._inbound_cap:
             promotion = self._to_read[0]
-            if not (promotion.is_settled or self._join(promotion)):
+            if self._is_under_way(promotion) and not self._join(promotion):
                 assert promotion.record is not None
-                if self._begin_read(promotion.block_hash, promotion.record, items) is None:
+                if not self._begin_read(promotion.block_hash, promotion.record, items):
                     break
                 self._join(promotion)
             self._to_read.popleft()
         self._submit(items)
-        self._copy()
+        if self._to_copy:
+            copies, self._to_copy = self._to_copy, []
+            self._tiers.counters.promoted_host_blocks += len(copies)
+            ids = [(page.block_id, block.block_id) for page, block in copies]
+            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
+        return bool(self._to_read)
 
     def on_page_loaded(self, event: PageLoaded) -> None:
         """Take a page back from the store: its loan has ended, well or badly."""
-        tiers = self._tiers
-        block_hash = BlockHash(event.block_hash)
+        tiers, block_hash = self._tiers, BlockHash(event.block_hash)
         read = self._reads.pop(block_hash)
-        page, record = read.page, event.record
+        page, record, reason = read.page, event.record, event.reason
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
-        reason = ""
-        if not event.ok or record is None:
-            reason = event.reason
-        elif page.block_hash is None:
+        if record is not None and page.block_hash is None:
             reason = "evicted"  # by hand, or expired, while it was read
-        elif record.expires_at <= tiers.clock.now():
+        elif record is not None and record.expires_at <= tiers.clock.now():
             reason = "expired"
-        else:
+        if record is not None and not reason:
             tiers.directory.add(tiers.directory.entry_of(record))
-            tiers.host.mark_ready(page)
-        if not page.is_ready:
-            self._count_failure(reason)
+            page.is_ready = True
+        else:
+            count_failure(self._tiers.counters.load_failures, reason, _FAILED)
             if reason not in _HARMLESS:
                 tiers.departed.note(block_hash, "corrupt")
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
-        for promotion in read.waiting:
-            if promotion.is_settled:
-                continue
-            if page.is_ready:
-                tiers.counters.promoted_disk_blocks += 1
-                self._take_page(promotion, page)
-            else:
-                self._settle(promotion)
+        for promotion in filter(self._is_under_way, read.waiting):
+            tiers.counters.promoted_disk_blocks += page.is_ready
+            self._settle(promotion, page)
         tiers.host.release([page])
-
-    def on_usable(self, copies: Copies) -> None:
-        """Hand over blocks whose first layers are in VRAM; the late ones are waited for there."""
-        for _, block in copies:
-            block.is_ready = True
 
     def on_copied(self, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
-        tiers = self._tiers
-        self.on_usable(copies)
-        self._copying.difference_update(block.block_id for _, block in copies)
-        tiers.device.release(block for _, block in reversed(copies))
-        tiers.host.release(page for page, _ in reversed(copies))
+        for _, block in copies:
+            block.is_ready = True
+        self._copying.difference_update(block for _, block in copies)
+        self._tiers.device.release(block for _, block in reversed(copies))
+        self._tiers.host.release(page for page, _ in reversed(copies))
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
         """Let go of the blocks that the filter wants and that are being read just now."""
         tiers = self._tiers
         for block_hash, read in self._reads.items():
-            if tiers.host.lookup(block_hash) is read.page and is_wanted(
-                tiers.directory.entry_of(read.record)
-            ):
+            if read.page.block_hash and is_wanted(tiers.directory.entry_of(read.record)):
                 tiers.host.drop(block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         if self._copying & self._promotions.keys():
             raise IntegrityError("a block is read and copied at once")
-        for promotion in self._promotions.values():
-            if promotion.block.ref_count < 1:
-                raise IntegrityError(f"block {promotion.block.block_id} is filled but not held")
+        for block in self._promotions:
+            if block.ref_count < 1:
+                raise IntegrityError(f"block {block.block_id} is filled but not held")
         for block_hash, read in self._reads.items():
             if read.page.ref_count < 1:
                 raise IntegrityError(f"page of {block_hash.hex()[:12]} is read into but not held")
@@ -243,52 +198,50 @@ class Promoter:
             raise IntegrityError(f"{len(self._reads)} pages read, cap {self._inbound_cap}")
 
     def _num_inbound(self) -> int:
-        return len(self._reads) + len(self._to_copy) + len(self._copying)
+        return len(self._reads) + len(self._copying)
 
-    def _begin_read(
-        self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]
-    ) -> Block | None:
+    def _is_under_way(self, promotion: Promotion) -> bool:
+        return self._promotions.get(promotion.block) is promotion
+
+    def _join(self, promotion: Promotion) -> bool:
+        """Fill a block from its page that is there or being read; False if there is none."""
+        page = self._tiers.host.lookup(promotion.block_hash)
+        read = self._reads.get(promotion.block_hash)
+        if page is not None and page.is_ready:
+            self._settle(promotion, page)
+        elif read is not None:
+            read.waiting.append(promotion)
+        else:
+            return False
+        return True
+
+    def _begin_read(self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]) -> bool:
+        """Take a page to read a block into, if there is one."""
         record = decode_record(block_hash, sealed).record
         host, tenant = self._tiers.host, record.namespace[:TENANT_BYTES]
-        pages = host.allocate(1, can_evict=self._is_host_clean, tenant=tenant)
+        pages = host.allocate(1, tenant=tenant)
         if pages is None:
-            return None
+            return False
         (page,) = pages
         host.insert(page, block_hash, tenant)
         self._reads[block_hash] = _Read(page, record)
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)
         items.append(LentPage(wanted, page.block_id))
-        return page
+        return True
 
     def _submit(self, items: list[LentPage]) -> None:
         if items:
             assert self._tiers.store is not None
             self._tiers.store.load(items)
 
-    def _take_page(self, promotion: Promotion, page: Block) -> None:
-        self._tiers.host.acquire(page)
-        self._to_copy.append((page, promotion))
-
-    def _copy(self) -> None:
-        """Send every page that was read to its device block, in one batch."""
-        waiting, self._to_copy = self._to_copy, []
-        # One whose requests are all gone is held by its promotion only.
-        self.copy([(page, p.block) for page, p in waiting if p.block.ref_count > 1])
-        for page, promotion in waiting:
-            self._settle(promotion)
-            self._tiers.host.release([page])
-
     def _give_up(self) -> None:
         """End the promotions whose read is late or that nobody wants; pages stay on loan."""
         now = time.monotonic()
         if now < self._look_again_at:
             return
-        self._look_again_at = now + min(LOOK_AGAIN_S, self._load_timeout_s / 10)
-        here = {id(promotion) for _, promotion in self._to_copy}
+        self._look_again_at = now + min(LOOK_AGAIN_S, self._tiers.load_timeout_s / 10)
         for promotion in list(self._promotions.values()):
-            if id(promotion) in here:
-                continue
             if promotion.block.ref_count == 1:
                 self._settle(promotion)
             elif promotion.give_up_at <= now:
@@ -296,14 +249,13 @@ class Promoter:
                 self._fail(promotion, "timeout")
 
     def _fail(self, promotion: Promotion, reason: str) -> None:
-        self._count_failure(reason)
+        count_failure(self._tiers.counters.load_failures, reason, _FAILED)
         self._settle(promotion)
 
-    def _settle(self, promotion: Promotion) -> None:
-        promotion.is_settled = True
-        del self._promotions[promotion.block.block_id]
-        self._tiers.device.release([promotion.block])
-
-    def _count_failure(self, reason: str) -> None:
-        text = "a block could not be loaded (%s); it is computed again"
-        count_failure(self._tiers.counters.load_failures, reason, text)
+    def _settle(self, promotion: Promotion, page: Block | None = None) -> None:
+        """End a promotion: its block is copied from the page, if that is ready, or computed."""
+        block = promotion.block
+        del self._promotions[block]
+        if page is not None and page.is_ready and block.ref_count > 1:  # else nobody wants it
+            self.copy([(page, block)])
+        self._tiers.device.release([block])

@@ -2,17 +2,18 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from tieredkv.block_pool import BlockPool
+from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.departed import Departed
 from tieredkv.cache.directory import Directory
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
 from tieredkv.transfer import BlockTransfer
-from tieredkv.types import BlockHash
+from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -51,16 +52,25 @@ def count_failure(failures: Counter[str], reason: str, text: str) -> None:
 
 @dataclass(slots=True)
 class Tiers:
-    """The tiers of one engine.
+    """The tiers of one engine, and what may move between them.
+
+    A block is clean when evicting it loses nothing that was promised: its copy is below already, or
+    no retention lets it go further down.
 
     Attributes:
         device, host: pools of block-sized slots; the host pool's block ids are arena pages.
         transfer: copies between them; its tags are lists of promotions or of demoted blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
+        can_load: whether blocks come up at all; else they are computed.
+        is_write_behind: write to disk soon after computing, not only on eviction.
+        device_reserve_blocks: device blocks to be kept clean ahead of need.
+        load_timeout_s: a block that has not come from disk by then is computed.
         shares: of each tier, by tenant, as given or an equal one of the rest; empty while one
             tenant has all.
         departed: why blocks have left.
+        pools: of the two RAM tiers.
+        wanted: blocks that queued requests want, and how many of them; evicted last.
     """
 
     device: BlockPool
@@ -70,11 +80,25 @@ class Tiers:
     store: StoreClient | None
     clock: Clock
     block_bytes: int
+    can_load: bool = True
+    is_write_behind: bool = False
+    device_reserve_blocks: int = 64
+    load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     shares: dict[bytes, float] = field(default_factory=dict)
     departed: Departed = field(default_factory=Departed)
     _given: Mapping[bytes, float] = field(default_factory=dict)
+    pools: dict[Tier, BlockPool] = field(init=False)
+    wanted: Counter[BlockHash] = field(default_factory=Counter)
     _seen: dict[bytes, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
+        for tier, pool in self.pools.items():
+            pool.protected, pool.wanted = self.directory.protected, self.wanted
+            pool.on_evict = partial(self._on_evict, tier)
+        self.device.can_evict = self._is_device_clean
+        self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
 
     def note_tenant(self, tenant: bytes) -> None:
         """Note whose request has come: in every tier, each tenant of the last hour has a floor."""
@@ -94,37 +118,58 @@ class Tiers:
         equal = rest / max(1, len(self._seen.keys() - self._given))
         shares = {**dict.fromkeys(self._seen, equal), **self._given}
         self.shares = shares if len(shares) > 1 else {}
-        for pool in (self.device, self.host):
+        for pool in self.pools.values():
             pool.set_floors(self.shares)
         if self.store is not None:
             self.store.shares = self.shares
 
-    def __post_init__(self) -> None:
-        self.device.protected = self.host.protected = self.directory.protected
+    def want(self, hashes: Sequence[BlockHash]) -> None:
+        """Note that a queued request wants blocks: those there is room for are evicted last."""
+        self.wanted.update(hashes)
+        for pool in self.pools.values():
+            pool.touch(hashes[: pool.most_protected - pool.num_protected])
 
-    def forget_if_absent(self, block_hash: BlockHash) -> None:
-        """Drop the entry once neither RAM tier holds the block's bytes."""
-        if not self.is_in_ram(block_hash):
-            self.directory.forget(block_hash)
+    def want_no_more(self, hashes: Sequence[BlockHash]) -> None:
+        """Undo a `want`: the blocks become the youngest of all, if nobody else wants them."""
+        self.wanted.subtract(hashes)
+        for block_hash in hashes:
+            if not self.wanted[block_hash]:
+                del self.wanted[block_hash]
+        for pool in self.pools.values():
+            pool.touch(hashes)
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
 
-    def on_evict(self, tier: str, block_hash: BlockHash) -> None:
-        """Count a copy that made room for another, and forget a block that has no other."""
-        self.counters.evictions[f"{tier},capacity"] += 1
-        entry = self.directory.get(block_hash)
-        self.forget_if_absent(block_hash)
-        if entry is not None and self.directory.get(block_hash) is None:
-            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
-            self.departed.note(block_hash, reason, entry.disk_expires_at)
+    def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
+        """Return whether the disk has yet to be given the block, and nobody gave that up."""
+        entry = self.directory.get(block_hash) if self.store is not None else None
+        if entry is None or entry.is_on_disk or entry.is_droppable:
+            return False
+        return self.directory.disk_deadline(entry, self.clock.now()) is not None
+
+    def _is_device_clean(self, block: Block) -> bool:
+        entry = self.directory.get(block.block_hash)
+        if entry is None or entry.is_droppable or not self.directory.may_enter(entry, Tier.HOST):
+            return True
+        page = self.host.lookup(entry.block_hash)
+        return page is not None and page.is_ready
 
     def drop(self, block_hash: BlockHash, reason: str) -> None:
         """Make a block unreachable now; users that hold it keep its memory until they end."""
-        for tier, pool in (("device", self.device), ("host", self.host)):
+        for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
         self.directory.forget(block_hash)
         self.departed.note(block_hash, "expired" if reason == "ttl" else "admin")
+
+    def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
+        """Count a copy that made room for another, and forget a block that has no other."""
+        self.counters.evictions[f"{tier},capacity"] += 1
+        entry = self.directory.get(block_hash)
+        if entry is not None and not self.is_in_ram(block_hash):
+            self.directory.forget(block_hash)
+            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
+            self.departed.note(block_hash, reason, entry.disk_expires_at)
