@@ -51,14 +51,29 @@ class Verbs:
     ask_engine: Callable[[ControlRequest], None] | None
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _asked: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # not given up
+    _running: list[ControlCall] = field(default_factory=list)
+    _ended_at: float = field(default_factory=time.monotonic)
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
         if (asked := self._asked.pop(answer.id, None)) is not None:
             asked.set_result(answer.body)
 
+    @property
+    def idle_s(self) -> float:
+        """For how long nobody has asked for anything."""
+        return 0.0 if self._running else time.monotonic() - self._ended_at
+
     def carry_out(self, call: ControlCall, report: Report) -> dict[str, Any]:
         """Do what a client asks for and return what it is told."""
+        self._running.append(call)
+        try:
+            return self._carry_out(call, report)
+        finally:
+            self._ended_at = time.monotonic()
+            self._running.remove(call)
+
+    def _carry_out(self, call: ControlCall, report: Report) -> dict[str, Any]:
         match call.verb:
             case "df":
                 tiers = {"device": None, "host": None, **self._ask(call)}
