@@ -174,11 +174,12 @@ class BlockStore:
             current = txn.get(block_hash)
         if current is None or current[1:] != located[1:]:
             return "evicted"
+        reason = self._count_fault(error)
         if isinstance(error, CorruptBlockError):
             self.drop_bad(current)
         else:
             self.slots.faulty.add(current.extent)
-        return self._count_fault(error)
+        return reason
 
     # --- storing ------------------------------------------------------------------------------
 

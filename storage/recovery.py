@@ -111,7 +111,8 @@ def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
     others_bytes = slots.overhead_bytes - slots.index.file_bytes()
     if others_bytes > budget_bytes:
         what = f"what lies beside the store's files in `{slots.directory.path}`"
-        raise StoreFullError(f"{what} takes {others_bytes} bytes of a budget of {budget_bytes}")
+        takes = f"takes {others_bytes} bytes of a budget of {budget_bytes}"
+        raise StoreFullError(f"{what} {takes}; make room there or raise the disk size")
     while slots.room_bytes < 0:
         is_bloated = 2 * slots.index.used_bytes() < slots.index.file_bytes()
         if not (is_bloated and compact()) and not slots.give_way():
