@@ -348,7 +348,7 @@ class BlockStore:
             with self.index.reading() as txn:
                 before, due = due, txn.expired(now, TXN_BLOCKS)
             if due == before:  # a damaged page: what the walk finds cannot be deleted
-                self._ask_for_rebuild()
+                self.ask_for_rebuild()
                 break
             self._num_expired += self._drop(due, now)
             yield
@@ -369,9 +369,19 @@ class BlockStore:
             entries = list(islice(txn.blocks(start), limit))
         keys = [start, *(key for key, _ in entries)]
         if any(key < before for before, key in pairwise(keys)):
-            self._ask_for_rebuild()
+            self.ask_for_rebuild()
             return []
         return entries
+
+    def is_sound(self) -> bool:
+        """Whether the index agrees with itself, counted key by key; any thread may ask."""
+        with self.index.reading() as txn:
+            return not txn.contradictions()
+
+    def ask_for_rebuild(self) -> None:
+        """Have the next sweep make the index again."""
+        with self._changing() as txn:
+            txn.meta.needs_rebuild = True
 
     def stats(self) -> StoreStats:
         """Figures as of now."""
@@ -428,11 +438,6 @@ class BlockStore:
             txn.meta.faults = dict(self._faults)
 
     # --- parts ----------------------------------------------------------------------------------
-
-    def _ask_for_rebuild(self) -> None:
-        """Have the next sweep make the index's databases again."""
-        with self._changing() as txn:
-            txn.meta.needs_rebuild = True
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
         """One entry; a damaged one is none."""

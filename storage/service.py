@@ -173,7 +173,7 @@ class StoreService:
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
         self._channel.send(messages.WorkerUp(self._stats, self._notes))
-        Thread(target=self._store.read_ahead, daemon=True).start()
+        Thread(target=self._look_over, daemon=True).start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
         changing.add_done_callback(lambda _: self._front.hand(changing.result))  # or its error
         try:
@@ -525,6 +525,20 @@ class StoreService:
 
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
+
+    def _look_over(self) -> None:
+        """Bring the index into memory and see whether it agrees with itself, on a thread for that.
+
+        Pages in each other's place break no checksum, and what is stored then may not be found.
+        """
+        self._store.read_ahead()
+        try:
+            is_sound = self._store.is_sound()
+        except StorageError as error:
+            self._changes.hand(partial(self._report, "index", error))
+        else:
+            if not is_sound:
+                self._changes.hand(self._store.ask_for_rebuild)
 
     # --- any thread ----------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tieredkv.errors import ConfigError
+from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Report
 from tieredkv.storage.index import is_damage
@@ -85,7 +85,7 @@ class Verbs:
             case "evict":
                 return self._evict(call)
             case "verify":
-                return dict(msgspec.to_builtins(self._finish(self._verifying(report, call.repair))))
+                return dict(msgspec.to_builtins(self._verify(report, repair=call.repair)))
 
     def _evict(self, call: ControlCall) -> dict[str, Any]:
         wanted, engine = call.wanted, dict[str, Any]()
@@ -107,15 +107,30 @@ class Verbs:
         yield
         return self.store.stats()
 
-    def _verifying(self, report: Report, repair: bool) -> Steps[VerifyResult]:
-        total, result = self.store.stats().blocks, VerifyResult()
-        next_report = 0.0
-        for result in inspection.verifying(self.store, repair=repair):
+    def _verify(self, report: Report, *, repair: bool) -> VerifyResult:
+        """Verify; an index that cannot be read ends the worker, and its next start makes it again.
+
+        Raises:
+            EOFError: nobody but the caller will start one.
+        """
+        result = VerifyResult()
+        try:
+            self._finish(self._verifying(report, repair, result))
+        except StorageError as error:
+            if not repair or not is_damage(error):
+                raise
+            if self.ask_engine is None:
+                raise EOFError from error
+            result.add("index", is_repaired=True)
+        return result
+
+    def _verifying(self, report: Report, repair: bool, result: VerifyResult) -> Steps[None]:
+        total, next_report = self.store.stats().blocks, 0.0
+        for _ in inspection.verifying(self.store, result, repair=repair):
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 report(result.checked, total)
             yield
-        return result
 
     def _ask(self, call: ControlCall, blocks: Sequence[bytes] = ()) -> dict[str, Any]:
         """Ask the engine, if there is one, and wait for what it says, but not for ever."""

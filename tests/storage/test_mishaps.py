@@ -1,10 +1,12 @@
 """What befalls a store from outside: its folder tampered with, its clock, its callers stopped."""
 
 import os
+import random
 import shutil
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from msgspec.structs import replace
 
 from tests.storage import blocks
 from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
+from tests.storage.test_control import engine_that_says
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.process import WorkerProcess
@@ -59,6 +62,57 @@ def test_verify_answers_for_a_stopped_store_whose_index_ends_the_worker(stopped:
     assert found["by_reason"] == {"index": 1}
     assert StoreControl(stopped.folder).verify()["bad"] == 0
     expect_all(stopped)
+
+
+def swap_pages(index: Path, seed: int) -> None:
+    """Put two pages of an index in each other's place."""
+    data = bytearray(index.read_bytes())
+    one, other = (
+        slice(4096 * page, 4096 * page + 4096)
+        for page in random.Random(seed).sample(range(2, len(data) // 4096), 2)
+    )
+    data[one], data[other] = data[other], data[one]
+    index.write_bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_index_whose_pages_lie_in_each_others_place_is_made_again(
+    harness: Harness, seed: int
+) -> None:
+    client = harness.open()
+    chains = [make_chain(name, 60) for name in "abcdefgh"]
+    for chain in chains:
+        Mailbox(client).store(chain)
+    client.close()
+    swap_pages(harness.folder / "index" / "data.mdb", seed)
+    mail = Mailbox(harness.open())
+
+    def is_whole() -> bool:
+        stored = [done.ok for chain in chains for done in mail.store(chain)]
+        return all(stored) and all(done.ok for chain in chains for done in mail.load(chain))
+
+    def is_sound() -> bool:
+        with suppress(StorageError):  # the worker may end of it
+            return bool(StoreControl(harness.folder).verify(repair=False)["bad"] == 0)
+        return False
+
+    wait_until(is_sound)
+    wait_until(is_whole)
+
+
+def test_verify_answers_where_the_index_ends_a_worker_that_serves(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open(sweep_interval_s=60.0))
+    for name in "abcd":
+        mail.store(make_chain(name, 60))
+    wait_until(lambda: all(done.ok for done in mail.load(make_chain("a", 60))))
+    with open(harness.folder / "index" / "data.mdb", "r+b") as index:
+        index.seek(2 * 4096)
+        index.write(bytes(8 * 4096))  # pages that every walk comes by
+    with engine_that_says(client, {}):
+        found = StoreControl(harness.folder).verify()
+    assert found["bad"] >= 1
+    wait_until(lambda: all(done.ok for done in mail.store(make_chain("a", 60))))
+    assert StoreControl(harness.folder).verify()["bad"] == 0
 
 
 def test_hashes_that_the_index_cannot_hold_are_misses_and_no_damage(stopped: Harness) -> None:
