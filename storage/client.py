@@ -20,15 +20,15 @@ from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import messages
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.messages import LentPage, PageLoaded, PageStored, StoreOptions
-from tieredkv.storage.process import EXIT_DAMAGED, WorkerProcess, describe_exit, is_crash
+from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import StoreStats, TouchItem
 
 logger = logging.getLogger(__name__)
 
 _HEALTHY_S = 2.0  # served this long, a worker's next restart does not wait longer than the first
-_CRASH_WINDOW_S = 60.0  # two crashes, the second within this time of its start, condemn the index
+_CRASH_WINDOW_S = 60.0  # served this long, an index that was made again has proved itself
 _BUSY_POLL_S = 0.2
-_MAX_FIRST_STARTS = 4  # as it is, once more, with the index made again, and empty
+_MAX_FIRST_STARTS = 3  # as it is, with the index made again, and empty
 
 
 Ending = PageLoaded | PageStored
@@ -211,9 +211,9 @@ class StoreClient:
 
     def _keep_serving(self) -> None:
         backoff_s = self._options.backoff_s
-        num_starts = num_crashes = 0
+        num_starts = 0
         cure: messages.SetAside = ""  # for the next start
-        tried: messages.SetAside = ""  # the last one that has not proved itself yet
+        is_new = False  # the index was made again and has not proved itself yet
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
             num_starts += 1
@@ -225,16 +225,13 @@ class StoreClient:
             else:
                 served_s = self._serve(worker)
                 returncode = worker.bury()
-                if served_s >= _CRASH_WINDOW_S:
-                    num_crashes, tried = 0, ""
+                is_new &= served_s < _CRASH_WINDOW_S
                 if served_s:
                     cure = ""
                 if is_crash(returncode):
-                    num_crashes += 1
-                    if tried or num_crashes >= 2 or returncode == EXIT_DAMAGED:
-                        num_crashes, cure = 0, "segments" if tried else "index"
-                        tried = cure
-                        logger.error("the index of %s killed its worker", self._options.path)
+                    # Who dies before it can serve a new index dies of the segments.
+                    cure, is_new = "segments" if is_new and not served_s else "index", True
+                    logger.error("the index of %s killed its worker", self._options.path)
                 reason = str(self._refused or describe_exit(returncode))
             self._end_all()
             if self._stop.is_set():
@@ -315,9 +312,13 @@ class StoreClient:
     def _may_create(self) -> bool:
         """Whether a start may make a new store: not where the one of before was moved or unmounted.
 
-        It comes back one day. What was removed does not.
+        It comes back one day. What was removed, or emptied, does not.
         """
-        return self._folder_fd < 0 or os.fstat(self._folder_fd).st_nlink == 0
+        if self._folder_fd < 0 or (before := os.fstat(self._folder_fd)).st_nlink == 0:
+            return True
+        with contextlib.suppress(OSError):
+            return os.path.samestat(before, os.stat(self._options.path))
+        return False
 
     def _return_page(self, done: Ending) -> bool:
         loan = self._loans.get(done.page_id)

@@ -20,7 +20,7 @@ from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.directory import SOCKET
 from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions
-from tieredkv.storage.process import WorkerProcess, describe_exit
+from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import EvictFilter
 
 VerbProgress = Callable[[int, int], None]
@@ -96,15 +96,21 @@ class StoreControl:
         )
 
     def _ask_own_worker(
-        self, folder_fd: int, call: ControlCall, progress: VerbProgress | None
+        self,
+        folder_fd: int,
+        call: ControlCall,
+        progress: VerbProgress | None,
+        set_aside: messages.SetAside = "",
     ) -> dict[str, Any]:
         """Have a worker of our own serve the stopped store meanwhile.
+
+        Where that dies of the index, and is to repair what it finds, the index is made again.
 
         Raises:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
-        worker = WorkerProcess(self._options, arena=None)
+        worker = WorkerProcess(self._options, arena=None, set_aside=set_aside)
         body = None
         try:
             for message in self._next(worker.channel):
@@ -117,12 +123,18 @@ class StoreControl:
         finally:
             worker.channel.close()
             returncode = worker.bury(grace_s=self._answer_timeout_s)
-        if body is None:
-            raise StorageError(
-                f"the worker of `{self._path}` died: {describe_exit(returncode)}\n"
-                "hint: the next start of a server sets a damaged index aside"
-            )
-        return body
+        if body is not None:
+            return body
+        if call.verb == "verify" and call.repair and is_crash(returncode) and not set_aside:
+            body = self._ask_own_worker(folder_fd, call, progress, "index")
+            by_reason = {"index": 1, **body["by_reason"]}
+            return {**body, "bad": sum(by_reason.values()), "by_reason": by_reason} | {
+                "repaired": body["repaired"] + 1
+            }
+        raise StorageError(
+            f"the worker of `{self._path}` died: {describe_exit(returncode)}\n"
+            "hint: `tieredkv verify` makes a damaged index again, as a server's start does"
+        )
 
     def _converse(
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None

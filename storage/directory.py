@@ -31,6 +31,7 @@ SEGMENTS = "segments"
 SET_ASIDE = "index.bad"
 _DRAFT = "index.new"
 INDEX_FILES = ("data.mdb", "lock.mdb")
+_FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT)
 
 
 class _Marker(msgspec.Struct):
@@ -49,6 +50,9 @@ class StoreDirectory:
         self.draft_path = os.path.join(path, _DRAFT)
         self.segments_path = os.path.join(path, SEGMENTS)
         self._lock_fd = lock_fd
+        self._writer = _read_writer(lock_fd)
+        budget = self._writer.get("budget_bytes")
+        self.budget_bytes = budget if isinstance(budget, int) else 0
         self._identity = self._look()
 
     @classmethod
@@ -75,14 +79,15 @@ class StoreDirectory:
         try:
             directory = cls(path, lock_fd)
             boot = _boot_id()
-            if _read_writer(lock_fd).get("unflushed_boot", boot) != boot:
+            if directory._writer.get("unflushed_boot", boot) != boot:
                 logger.warning(
                     "the machine ended with `%s` unflushed: its index is set aside", path
                 )
                 with suppress(FileNotFoundError):
                     directory.set_aside()
             unflushed = {} if is_flushed else {"unflushed_boot": boot}
-            _describe_writer(lock_fd, {"pid": os.getpid(), "socket": SOCKET, **unflushed})
+            directory._writer = {"pid": os.getpid(), "socket": SOCKET, **unflushed}
+            directory.note_budget(directory.budget_bytes)
             if not _is_marked(path):
                 _write_marker(path)
             directory.drop_draft()
@@ -93,6 +98,11 @@ class StoreDirectory:
             os.close(lock_fd)
             raise
         return directory
+
+    def note_budget(self, budget_bytes: int) -> None:
+        """Remember what the store's files may occupy, for whoever opens it without a budget."""
+        self.budget_bytes = budget_bytes
+        _describe_writer(self._lock_fd, {**self._writer, "budget_bytes": budget_bytes})
 
     def check_place(self) -> None:
         """Refuse to go on with a folder that is not at its path any more.
@@ -130,9 +140,10 @@ class StoreDirectory:
             shutil.rmtree(os.path.join(self.path, SET_ASIDE))
 
     def _look(self) -> list[tuple[int, int]]:
-        """Which folders are there; none if one of them is missing."""
+        """Which folders and which lock are there; none if one of them is missing."""
         with suppress(OSError):
-            infos = map(os.stat, (self.path, self.index_path, self.segments_path))
+            lock_path = os.path.join(self.path, LOCK)
+            infos = map(os.stat, (self.path, self.index_path, self.segments_path, lock_path))
             return [(info.st_dev, info.st_ino) for info in infos]
         return []
 
@@ -149,7 +160,8 @@ class StoreDirectory:
     def release(self) -> None:
         """Let the next process in; harmless when repeated."""
         if self._lock_fd >= 0:
-            _describe_writer(self._lock_fd, {})
+            self._writer = {}
+            self.note_budget(self.budget_bytes)
             os.close(self._lock_fd)
             self._lock_fd = -1
 
@@ -178,13 +190,14 @@ def _check_folder(path: str, *, create: bool) -> bool:
             raise StorageError(f"`{path}` is not empty and {why}")
         if not create:
             raise StorageError(f"no store at `{path}`")
-    for name in (LOCK, INDEX, SEGMENTS, *(os.path.join(INDEX, name) for name in INDEX_FILES)):
+    files = (LOCK, *(os.path.join(INDEX, name) for name in INDEX_FILES))
+    for name in (*files, *_FOLDERS):
         part = os.path.join(path, name)
         try:
             part_info = os.lstat(part)
         except FileNotFoundError:
             continue
-        wanted = stat.S_ISDIR if name in (INDEX, SEGMENTS) else stat.S_ISREG
+        wanted = stat.S_ISDIR if name in _FOLDERS else stat.S_ISREG
         if not wanted(part_info.st_mode):
             raise StorageError(f"`{part}` is a symbolic link or of a wrong kind; remove it")
         _check_owner(part, part_info)
@@ -221,7 +234,7 @@ def _is_marked(path: str) -> bool:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         cure = "restore that file or remove the folder"
         what = f"`{marker}` is damaged, so the store's version is unknown; {cure}"
-        raise StorageError(what) from error
+        raise StorageError(f"{what}: {error}") from None  # the index is not to blame
     if found.format != FORMAT_NAME:
         raise StorageError(f"`{marker}` belongs to `{found.format}`; choose another folder")
     if found.version != FORMAT_VERSION:
@@ -243,6 +256,8 @@ def _write_marker(path: str) -> None:
 
 def _make_folder(path: str) -> None:
     try:
+        if not os.path.isdir(parent := os.path.dirname(path)):
+            _make_folder(parent)
         os.makedirs(path, 0o700, exist_ok=True)
         os.chmod(path, 0o700)
     except OSError as error:

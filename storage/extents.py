@@ -122,9 +122,12 @@ class SegmentFiles:
     # --- space ------------------------------------------------------------------------------
 
     def refresh(self, segment: int) -> None:
-        """Read again what a file occupies."""
+        """Read again what a file occupies; one that was unlinked is missing from then on."""
         if (file := self._files.get(segment)) is not None:
-            file.occupied_bytes = os.fstat(file.fd).st_blocks * 512
+            info = os.fstat(file.fd)
+            file.occupied_bytes = info.st_blocks * 512
+            if not info.st_nlink:
+                del self._files[segment]
 
     @property
     def occupied_bytes(self) -> int:

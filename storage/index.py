@@ -13,7 +13,7 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from heapq import merge
-from itertools import islice, takewhile
+from itertools import chain, pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
 import lmdb
@@ -31,6 +31,10 @@ _META_KEY = b"store"
 _DAMAGE = (lmdb.Error, struct.error, msgspec.MsgspecError)
 _SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM)
 _NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
+_META_END = struct.Struct("<136xQQ")  # of a page of meta: the last page's number, the transaction's
+_MOST_UNWRITTEN_BYTES = 64 << 20  # that a file may be shorter than it says
+_COMPACTED = "compact.mdb"
+_INDEX_PAGE_BYTES = 4096
 _READ_AHEAD_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22
 
@@ -67,18 +71,18 @@ class Meta(msgspec.Struct):
     Attributes:
         format: version of the format; 0 until the index is complete.
         clock: the latest time that the store has seen.
-        budget: what its files may occupy; 0 until the first one is reached.
         bytes_written: to segment files since the index was made.
         needs_rebuild: an entry was damaged; the next sweep makes the databases again.
+        faults: cache faults by reason.
     """
 
     format: int = 0
     clock: float = 0.0
-    budget: int = 0
     next_segment: int = 1
     totals: Totals = Totals(0, 0)
     bytes_written: int = 0
     needs_rebuild: bool = False
+    faults: dict[str, int] = {}
 
 
 SlotList = Literal["pending", "free"]
@@ -116,9 +120,22 @@ def is_damage(error: BaseException) -> bool:
     Entries that cannot be decoded are damage too.
     """
     cause = error.__cause__
-    if not isinstance(cause, _DAMAGE) or isinstance(cause, lmdb.MapFullError):
+    if not isinstance(cause, _DAMAGE) or isinstance(
+        cause, lmdb.MapFullError | lmdb.BadValsizeError
+    ):
         return False
     return not any(os.strerror(code) in str(cause) for code in _SYSTEM_ERRORS)
+
+
+def _check_meta(path: str) -> None:
+    """Refuse an index file that claims far more pages than it has: LMDB would map them all."""
+    with open(path, "rb") as file:
+        pages = [file.read(_INDEX_PAGE_BYTES) for _ in range(2)]
+        size_bytes = file.seek(0, os.SEEK_END)
+    claims = [_META_END.unpack_from(page)[::-1] for page in pages if len(page) > _META_END.size]
+    _, last_page = max(claims, default=(0, 0))
+    if last_page * _INDEX_PAGE_BYTES > size_bytes + _MOST_UNWRITTEN_BYTES:
+        raise lmdb.CorruptedError(f"its meta page claims {last_page} pages")
 
 
 class Index:
@@ -131,6 +148,9 @@ class Index:
 
     def _open(self) -> None:
         with storage_errors(self.path):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, _COMPACTED))
+            _check_meta(os.path.join(self.path, "data.mdb"))
             env = lmdb.open(
                 self.path,
                 map_size=MAP_BYTES,
@@ -182,7 +202,7 @@ class Index:
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
-        draft = os.path.join(self.path, "compact.mdb")
+        draft = os.path.join(self.path, _COMPACTED)
         with storage_errors(self.path):
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             try:
@@ -204,6 +224,10 @@ class Index:
         A reader that is at work ends with the old one, which closes after the last of them.
         """
         self._opened = draft._opened
+
+    def file_bytes(self) -> int:
+        """What its file occupies."""
+        return os.stat(os.path.join(self.path, "data.mdb")).st_blocks * 512
 
     def used_bytes(self) -> int:
         """What a copy takes: pages in use; it has none of the free pages' own tree."""
@@ -432,12 +456,10 @@ class IndexTxn:
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
         num_blocks = num["blocks"]
         num_used = sum(each.num_used for each in self.segments().values())
-        # A damaged tree may hold another number of keys than it says.
-        num |= {name: sum(1 for _ in islice(self._walk(name), num_blocks + 1)) for name in _ORDERS}
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]
         wrong = {
-            "keys": num_blocks != num["expiry"] or num_blocks != num["lru"],
+            "keys": any(self._num_sorted(each) != num_blocks for each in ("blocks", *_ORDERS)),
             "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
             "slots": num_used != num_slots,
             "damaged entries": self.meta.needs_rebuild,
@@ -456,6 +478,14 @@ class IndexTxn:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
         self.meta.totals, self.meta.needs_rebuild = Totals(0, 0), False
+
+    def _num_sorted(self, name: str) -> int:
+        """How many keys a walk meets, as far as each is behind the one before it.
+
+        A damaged tree may say another number than it holds, and find less than it holds.
+        """
+        keys = chain([b""], (key for key, _ in self._walk(name)))
+        return sum(1 for _ in takewhile(lambda pair: pair[0] < pair[1], pairwise(keys)))
 
     def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk("lru", prefix))

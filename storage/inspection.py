@@ -122,12 +122,12 @@ def listing(store: BlockStore) -> Generator[None, None, list[ChainInfo]]:
     return sorted(found, key=lambda chain: (-chain.last_used_max, chain.id))
 
 
-def verifying(store: BlockStore, *, repair: bool) -> Iterator[VerifyResult]:
+def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Iterator[None]:
     """Read every payload again and check it, and the index against itself, in steps.
 
-    Answers what was found so far; what is bad is dropped if it is to be repaired.
+    What was found so far is in `result`; what is bad is dropped if it is to be repaired.
     """
-    result, is_whole, page = VerifyResult(), True, memoryview(b"")
+    is_whole, page = True, memoryview(b"")
     for block_hash in (key for entries in _walking(store) for key, _ in entries):
         entry = dict(store.entries(block_hash, 1))
         if block_hash not in entry:  # gone since the walk came by
@@ -150,14 +150,11 @@ def verifying(store: BlockStore, *, repair: bool) -> Iterator[VerifyResult]:
                 result.add(reason_of(error), is_repaired=can_repair)
                 if can_repair:
                     store.drop_bad(located)
-        yield result
-    with store.index.reading() as txn:
-        is_whole = is_whole and not txn.contradictions()
-    if not is_whole:
+        yield
+    if not (is_whole and store.is_sound()):
         result.add("index", is_repaired=repair)
         if repair:
             store.make_index_again()
-    yield result
 
 
 def _walking(store: BlockStore) -> Iterator[list[tuple[bytes, Located | None]]]:

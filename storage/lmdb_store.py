@@ -8,7 +8,7 @@ import errno
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import islice, pairwise
 from typing import Self
@@ -66,7 +66,9 @@ class BlockStore:
         self.packing = Packing(options.compression, options.element_bytes)
         self._sync = options.sync == "commit"
         self._failpoint = slots.failpoint
-        self._faults: Counter[str] = Counter()
+        with self.index.reading() as txn:
+            self._faults = Counter(txn.meta.faults)  # in the life of the store
+        self._reported: set[str] = set()
         self._deleted: Counter[str] = Counter()
         self._damaged: set[bytes] = set()  # keys of records that are to be dropped
         self._num_stored, self._num_expired = 0, num_expired
@@ -94,21 +96,20 @@ class BlockStore:
         """
         with ExitStack() as undo:
             is_flushed = options.sync == "commit"
-            directory = StoreDirectory.claim(
-                options.path, create=options.create, is_flushed=is_flushed
-            )
-            undo.callback(directory.release)
-            with storage_errors(directory.path):
+            with storage_errors(options.path):
+                directory = StoreDirectory.claim(
+                    options.path, create=options.create, is_flushed=is_flushed
+                )
+                undo.callback(directory.release)
                 index = Index(directory.index_path, sync=is_flushed)
                 undo.callback(index.close)
                 files = SegmentFiles(directory.segments_path)
                 undo.callback(files.close)
-                earlier, budget = recovery.settle_budget(index, options.budget_bytes)
+                earlier, budget = recovery.settle_budget(directory, options.budget_bytes)
                 slots = SlotAllocator(directory, files, index, earlier, clock, failpoint)
                 num_expired = recovery.recover(slots)
             recovery.reach_budget(slots, budget)
-            with index.writing() as txn:  # for whoever opens the store without one
-                txn.meta.budget = budget
+            directory.note_budget(budget)  # for whoever opens the store without one
             undo.pop_all()
         return cls(slots, options, num_expired)
 
@@ -173,11 +174,12 @@ class BlockStore:
             current = txn.get(block_hash)
         if current is None or current[1:] != located[1:]:
             return "evicted"
+        reason = self._count_fault(error)
         if isinstance(error, CorruptBlockError):
             self.drop_bad(current)
         else:
             self.slots.faulty.add(current.extent)
-        return self._count_fault(error)
+        return reason
 
     # --- storing ------------------------------------------------------------------------------
 
@@ -260,13 +262,18 @@ class BlockStore:
         if any(new.extent not in self.slots.lent for new in writes):
             raise IntegrityError("a slot was committed that is not lent")
         stored: list[bool] = []
+        segments = {new.extent.segment for new in writes}
         try:
+            for segment in segments:
+                self._files.refresh(segment)
+            if any(segment not in self._files for segment in segments):
+                raise StorageError(errno.ENOENT, f"a segment file of `{self.path}` was removed")
             if self._sync:
                 with storage_errors(self.path):
-                    self._files.sync({new.extent.segment for new in writes})
+                    self._files.sync(segments)
             for batch in batches(writes):
                 now, bytes_written = self.clock.now(), self._files.bytes_written
-                with self.slots.changing() as txn:
+                with self._changing() as txn:
                     owners = [self._insert(txn, new, now) for new in batch]
                     txn.saw_time(now)
                     txn.meta.bytes_written += bytes_written - self._bytes_noted
@@ -302,7 +309,7 @@ class BlockStore:
         """
         now = self.clock.now()
         for batch in batches(items):
-            with self.slots.changing() as txn:
+            with self._changing() as txn:
                 for item in batch:
                     old = self._get(txn, item.block_hash)
                     if old is not None and now < old.record.expires_at:
@@ -341,7 +348,7 @@ class BlockStore:
             with self.index.reading() as txn:
                 before, due = due, txn.expired(now, TXN_BLOCKS)
             if due == before:  # a damaged page: what the walk finds cannot be deleted
-                self._ask_for_rebuild()
+                self.ask_for_rebuild()
                 break
             self._num_expired += self._drop(due, now)
             yield
@@ -362,9 +369,19 @@ class BlockStore:
             entries = list(islice(txn.blocks(start), limit))
         keys = [start, *(key for key, _ in entries)]
         if any(key < before for before, key in pairwise(keys)):
-            self._ask_for_rebuild()
+            self.ask_for_rebuild()
             return []
         return entries
+
+    def is_sound(self) -> bool:
+        """Whether the index agrees with itself, counted key by key; any thread may ask."""
+        with self.index.reading() as txn:
+            return not txn.contradictions()
+
+    def ask_for_rebuild(self) -> None:
+        """Have the next sweep make the index again."""
+        with self._changing() as txn:
+            txn.meta.needs_rebuild = True
 
     def stats(self) -> StoreStats:
         """Figures as of now."""
@@ -410,14 +427,17 @@ class BlockStore:
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
         recovery.make_again(self.slots)
+        self._faults["index"] += 1
         self._damaged.clear()
 
-    # --- parts ----------------------------------------------------------------------------------
-
-    def _ask_for_rebuild(self) -> None:
-        """Have the next sweep make the index's databases again."""
+    @contextmanager
+    def _changing(self) -> Iterator[IndexTxn]:
+        """One write transaction, which keeps the counters of faults too."""
         with self.slots.changing() as txn:
-            txn.meta.needs_rebuild = True
+            yield txn
+            txn.meta.faults = dict(self._faults)
+
+    # --- parts ----------------------------------------------------------------------------------
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
         """One entry; a damaged one is none."""
@@ -451,7 +471,7 @@ class BlockStore:
     def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
         """Drop blocks, those with a key of `expiry` only if it is still theirs."""
         num_dropped = 0
-        with self.slots.changing() as txn:
+        with self._changing() as txn:
             for key, block_hash in doomed:
                 located = self._get(txn, block_hash)
                 if located is not None and key in (None, expiry_key(located.record)):
@@ -499,7 +519,7 @@ class BlockStore:
         owner = None
         with suppress(OSError):
             owner = self._files.header_at(located.extent)
-        with self.slots.changing() as txn:
+        with self._changing() as txn:
             owner_hash = block_hash if owner is None else owner.record.block_hash
             other = None if owner_hash == block_hash else self._get(txn, owner_hash)
             if other is not None and other.extent == located.extent:
@@ -511,7 +531,8 @@ class BlockStore:
         """Count a fault, log the first of its reason, and answer that."""
         reason = reason_of(error)
         self._faults[reason] += 1
-        if self._faults[reason] == 1:
+        if reason not in self._reported:
+            self._reported.add(reason)
             logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
         return reason
 

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain, islice
 
 from msgspec.structs import replace
@@ -15,6 +16,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
+from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.index import Index, IndexTxn, SegmentState
 
@@ -52,17 +54,16 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     return num_blocks
 
 
-def settle_budget(index: Index, budget_bytes: int | None) -> tuple[int, int]:
+def settle_budget(directory: StoreDirectory, budget_bytes: int | None) -> tuple[int, int]:
     """The budget that the files may fill until they are within it, and the one to reach.
 
     Raises:
         StorageError: none is given and none is remembered.
     """
-    with index.reading() as txn:
-        stored = txn.meta.budget
+    stored = directory.budget_bytes
     if budget_bytes is None and not stored:
-        what = f"the index at `{index.path}` is lost, and the budget with it"
-        raise StorageError(f"{what}; a server that starts on this store makes it again")
+        what = f"`{directory.path}` has lost the text of its lock, and the budget with it"
+        raise StorageError(f"{what}; start a server on it first")
     wanted = stored if budget_bytes is None else budget_bytes
     return max(stored, wanted), wanted
 
@@ -97,17 +98,23 @@ def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
     larger_bytes, slots.budget_bytes = slots.budget_bytes, budget_bytes
 
     def compact() -> bool:
-        if slots.occupied_bytes + slots.index.used_bytes() > larger_bytes:
-            return False
-        try:
-            slots.index.compact()
-        except StoreFullError:
-            return False
-        slots.measure()
-        return True
+        before = slots.overhead_bytes
+        if slots.occupied_bytes + slots.index.used_bytes() <= larger_bytes:
+            with suppress(StoreFullError):
+                slots.index.compact()
+            slots.measure()
+        return slots.overhead_bytes < before
 
+    if slots.room_bytes < 0:
+        slots.directory.drop_set_aside()
+        slots.measure()
+    others_bytes = slots.overhead_bytes - slots.index.file_bytes()
+    if others_bytes > budget_bytes:
+        what = f"what lies beside the store's files in `{slots.directory.path}`"
+        takes = f"takes {others_bytes} bytes of a budget of {budget_bytes}"
+        raise StoreFullError(f"{what} {takes}; make room there or raise the disk size")
     while slots.room_bytes < 0:
-        is_bloated = 2 * slots.index.used_bytes() < slots.overhead_bytes
+        is_bloated = 2 * slots.index.used_bytes() < slots.index.file_bytes()
         if not (is_bloated and compact()) and not slots.give_way():
             break
     if slots.room_bytes < 0:
@@ -206,7 +213,8 @@ def _fill_new_index(
     with index.reading() as txn:
         old = txn.meta
     next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
-    meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment)
+    faults = {**old.faults, "index": old.faults.get("index", 0) + 1}
+    meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
     directory.make_draft()
     draft = Index(directory.draft_path, sync=index.sync)
     try:

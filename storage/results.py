@@ -102,7 +102,8 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         bytes_written_ever: the same since the store, or its index after a loss of it, was made.
         bytes_write_limit: that may be written a second; None for no limit.
         num_slots_retired: slots that failed twice and are left alone.
-        faults: cache faults by reason; each was a miss, or a block that was not stored.
+        faults: cache faults in the store's life by reason; each was a miss, a block that was not
+            stored, or (`index`) an index that was made again.
         deleted: blocks deleted on request by reason.
         compression, is_compressing: the setting, and whether new blocks are compressed.
         compression_trial: of `auto`: the ratio, and bytes a second, decoded by one thread and

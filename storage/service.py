@@ -50,8 +50,12 @@ _WRITES_A_THREAD = 4  # in hand: what keeps the threads busy while a group is fl
 _MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
+_CLOCK_SLACK_S = 1.0
+_TIMES = ("computed_at", "expires_at", "protect_until", "last_used")
 Answer = TypeVar("Answer")
+Item = TypeVar("Item", BlockRecord, TouchItem)
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
+_FORGOTTEN_S = 3.0  # a command line that asks for nothing may be stopped: it keeps nobody out
 _OVER = object()
 
 
@@ -169,7 +173,7 @@ class StoreService:
     def run(self) -> None:
         """Serve until the engine says so or is gone, then close the store."""
         self._channel.send(messages.WorkerUp(self._stats, self._notes))
-        Thread(target=self._store.read_ahead, daemon=True).start()
+        Thread(target=self._look_over, daemon=True).start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
         changing.add_done_callback(lambda _: self._front.hand(changing.result))  # or its error
         try:
@@ -194,7 +198,8 @@ class StoreService:
             stats = replace(self._stats, bytes_read=self._store.bytes_read)
             self._channel.send(messages.Completions([*self._loaded], stats))
             self._loaded.clear()
-        if os.getppid() != self._launch.parent_pid:
+        is_forgotten = self._arena is None and self._verbs.idle_s > _FORGOTTEN_S
+        if is_forgotten or os.getppid() != self._launch.parent_pid:
             self._abandon()
 
     def _hear_engine(self) -> None:
@@ -369,6 +374,18 @@ class StoreService:
     def _refresh_stats(self) -> None:
         self._stats = self._attempt("stats", self._store.stats) or self._stats
 
+    def _by_our_clock(self, item: Item) -> Item:
+        """Tell the times of a block or a use by our clock where the engine's is ahead of it.
+
+        Neither ever runs back: when the system's does, a worker that starts later is behind, and
+        would take a claim of 24 hours for a longer one.
+        """
+        ahead_s = item.last_used - self._store.clock.now()
+        if ahead_s <= _CLOCK_SLACK_S:
+            return item
+        times = {name: getattr(item, name, None) for name in _TIMES}
+        return replace(item, **{name: time - ahead_s for name, time in times.items() if time})
+
     # --- index thread: stores ------------------------------------------------------------------
 
     def _accept_store(self, page: LentPage) -> None:
@@ -376,7 +393,7 @@ class StoreService:
             # NOTE: the last gate of the promise that such a block never touches a disk.
             self._end_store(page, "retention")
         else:
-            self._writes.append(page)
+            self._writes.append(replace(page, record=self._by_our_clock(page.record)))
 
     def _start_writes(self) -> None:
         """Hand writes to the threads; reads that wait leave them one thread at a time.
@@ -488,7 +505,7 @@ class StoreService:
         """Keep touches for later; two uses of a block are the later use, the longer claim."""
         if not self._touches:
             self._touched_since = time.monotonic()
-        for touch in touches:
+        for touch in map(self._by_our_clock, touches):
             if touch.retention not in self._options.disk_retentions:
                 touch = replace(touch, expires_at=None, retention=None)
             known = self._touches.get(touch.block_hash, touch)
@@ -508,6 +525,20 @@ class StoreService:
 
     def _delete(self, hashes: list[bytes], reason: str) -> None:
         self._attempt("delete", lambda: self._store.delete(hashes, reason))
+
+    def _look_over(self) -> None:
+        """Bring the index into memory and see whether it agrees with itself, on a thread for that.
+
+        Pages in each other's place break no checksum, and what is stored then may not be found.
+        """
+        self._store.read_ahead()
+        try:
+            is_sound = self._store.is_sound()
+        except StorageError as error:
+            self._changes.hand(partial(self._report, "index", error))
+        else:
+            if not is_sound:
+                self._changes.hand(self._store.ask_for_rebuild)
 
     # --- any thread ----------------------------------------------------------------------------
 

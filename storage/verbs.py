@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tieredkv.errors import ConfigError
+from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Report
 from tieredkv.storage.index import is_damage
@@ -51,14 +51,29 @@ class Verbs:
     ask_engine: Callable[[ControlRequest], None] | None
     _ids: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _asked: dict[int, Future[dict[str, Any]]] = field(default_factory=dict)  # not given up
+    _running: list[ControlCall] = field(default_factory=list)
+    _ended_at: float = field(default_factory=time.monotonic)
 
     def hear_engine(self, answer: EngineAnswer) -> None:
         """Take the engine's answer; one that comes too late is dropped."""
         if (asked := self._asked.pop(answer.id, None)) is not None:
             asked.set_result(answer.body)
 
+    @property
+    def idle_s(self) -> float:
+        """For how long nobody has asked for anything."""
+        return 0.0 if self._running else time.monotonic() - self._ended_at
+
     def carry_out(self, call: ControlCall, report: Report) -> dict[str, Any]:
         """Do what a client asks for and return what it is told."""
+        self._running.append(call)
+        try:
+            return self._carry_out(call, report)
+        finally:
+            self._ended_at = time.monotonic()
+            self._running.remove(call)
+
+    def _carry_out(self, call: ControlCall, report: Report) -> dict[str, Any]:
         match call.verb:
             case "df":
                 tiers = {"device": None, "host": None, **self._ask(call)}
@@ -70,7 +85,7 @@ class Verbs:
             case "evict":
                 return self._evict(call)
             case "verify":
-                return dict(msgspec.to_builtins(self._finish(self._verifying(report, call.repair))))
+                return dict(msgspec.to_builtins(self._verify(report, repair=call.repair)))
 
     def _evict(self, call: ControlCall) -> dict[str, Any]:
         wanted, engine = call.wanted, dict[str, Any]()
@@ -92,15 +107,30 @@ class Verbs:
         yield
         return self.store.stats()
 
-    def _verifying(self, report: Report, repair: bool) -> Steps[VerifyResult]:
-        total, result = self.store.stats().blocks, VerifyResult()
-        next_report = 0.0
-        for result in inspection.verifying(self.store, repair=repair):
+    def _verify(self, report: Report, *, repair: bool) -> VerifyResult:
+        """Verify; an index that cannot be read ends the worker, and its next start makes it again.
+
+        Raises:
+            EOFError: nobody but the caller will start one.
+        """
+        result = VerifyResult()
+        try:
+            self._finish(self._verifying(report, repair, result))
+        except StorageError as error:
+            if not repair or not is_damage(error):
+                raise
+            if self.ask_engine is None:
+                raise EOFError from error
+            result.add("index", is_repaired=True)
+        return result
+
+    def _verifying(self, report: Report, repair: bool, result: VerifyResult) -> Steps[None]:
+        total, next_report = self.store.stats().blocks, 0.0
+        for _ in inspection.verifying(self.store, result, repair=repair):
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
                 report(result.checked, total)
             yield
-        return result
 
     def _ask(self, call: ControlCall, blocks: Sequence[bytes] = ()) -> dict[str, Any]:
         """Ask the engine, if there is one, and wait for what it says, but not for ever."""

@@ -7,10 +7,12 @@ do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 
 import contextlib
 import logging
+import os
 import shutil
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 from typing import Literal
 
@@ -30,6 +32,7 @@ from tieredkv.storage.service import StoreService
 
 logger = logging.getLogger(__name__)
 
+_PARENT_POLL_S = 0.5
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -52,6 +55,9 @@ def main(arguments: list[str]) -> int:
             return EXIT_DAMAGED
         channel.send(messages.refusal(error))
         return EXIT_REFUSED
+    except OSError as error:
+        channel.send(messages.refusal(StorageError(f"`{launch.options.path}`: {error}")))
+        return EXIT_REFUSED
     except Exception:  # a bug of ours, or bytes in the index that nobody thought of
         logger.exception("the store of `%s` cannot be opened", launch.options.path)
         return EXIT_DAMAGED
@@ -68,11 +74,20 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
+def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
+    """End the process if its parent ends before the store is open; the service sees to it later."""
+    while not is_open.wait(_PARENT_POLL_S):
+        if os.getppid() != parent_pid:
+            os._exit(EXIT_FAILED)
+
+
 def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
-    options = launch.options
+    options, is_open = launch.options, threading.Event()
+    threading.Thread(target=_leave_with, args=[launch.parent_pid, is_open], daemon=True).start()
     arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
     notes = [set_aside(options.path, launch.set_aside)] if launch.set_aside else []
     store = BlockStore.open(options, Clock(options.clock_offset_file))
+    is_open.set()
     try:
         return StoreService(store, launch, channel, arena, notes)
     except BaseException:

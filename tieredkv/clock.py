@@ -25,8 +25,8 @@ class Clock:
         self._offset_s = 0.0
         self._next_check = 0.0
         self._lock = threading.Lock()
-        self._base_wall = time.time()
         self._base_monotonic = time.monotonic()
+        self._base_wall = time.time() + self._offset(self._base_monotonic)
 
     def now(self) -> float:
         """Return seconds since the epoch."""

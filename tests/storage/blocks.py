@@ -207,7 +207,9 @@ def chains(store: BlockStore) -> list[ChainInfo]:
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:
     """All steps of a verification."""
-    *_, result = inspection.verifying(store, repair=repair)
+    result = VerifyResult()
+    for _ in inspection.verifying(store, result, repair=repair):
+        pass
     return result
 
 

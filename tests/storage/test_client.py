@@ -151,7 +151,7 @@ def test_touches_survive_a_restart(harness: Harness) -> None:
     client = harness.open()
     record = make_record("a", 0)
     Mailbox(client).store([record])
-    later = record.last_used + 100
+    later = record.last_used + 0.5
     client.touch([TouchItem(block_hash=record.block_hash, last_used=later)])
     client.close()
     (found,) = Mailbox(harness.open()).lookup([record.block_hash])

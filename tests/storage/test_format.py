@@ -104,10 +104,10 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
     assert meta.pop("bytes_written") >= NUM_BLOCKS * SLOT_BYTES
     assert meta == {
         "format": 2,
-        "budget": BUDGET_BYTES,
         "next_segment": 2,
         "totals": totals,
         "needs_rebuild": False,
+        "faults": {},
     }
     assert list(map(msgspec.msgpack.decode, databases["namespaces"].values())) == [totals]
     [(segment, state)] = databases["segments"].items()

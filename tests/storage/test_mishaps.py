@@ -1,0 +1,285 @@
+"""What befalls a store from outside: its folder tampered with, its clock, its callers stopped."""
+
+import os
+import random
+import shutil
+import struct
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests.storage import blocks
+from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
+from tests.storage.test_control import engine_that_says
+from tieredkv.errors import StorageError, StoreFullError
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.process import WorkerProcess
+
+CHAIN = make_chain("a", 8)
+HASHES = [each.block_hash for each in CHAIN]
+
+
+@pytest.fixture
+def stopped(harness: Harness) -> Harness:
+    """A store with some blocks that nobody serves."""
+    client = harness.open()
+    assert all(done.ok for done in Mailbox(client).store(CHAIN))
+    client.close()
+    return harness
+
+
+def expect_all(harness: Harness) -> None:
+    """Every block is served, and new ones are taken."""
+    mail = Mailbox(harness.open())
+    for done in mail.load(CHAIN):
+        mail.assert_right(done)
+    assert all(done.ok for done in mail.store(make_chain("later", 8)))
+
+
+# --- the index ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bit", [28, 32, 42, 55])
+def test_a_flipped_bit_of_the_last_pages_number_costs_no_block(stopped: Harness, bit: int) -> None:
+    index = stopped.folder / "index" / "data.mdb"
+    data = bytearray(index.read_bytes())
+    pages = [136, 4096 + 136]  # each page of meta: the number of the last page, the transaction
+    newest = max(pages, key=lambda at: struct.unpack_from("<QQ", data, at)[1])
+    data[newest + bit // 8] ^= 1 << bit % 8
+    index.write_bytes(data)
+    expect_all(stopped)
+    assert index.stat().st_size < 1 << 20
+
+
+def test_verify_answers_for_a_stopped_store_whose_index_ends_the_worker(stopped: Harness) -> None:
+    os.truncate(stopped.folder / "index" / "data.mdb", 12_288)
+    found = StoreControl(stopped.folder).verify()
+    assert (found["checked"], found["bad"], found["repaired"]) == (len(CHAIN), 1, 1)
+    assert found["by_reason"] == {"index": 1}
+    assert StoreControl(stopped.folder).verify()["bad"] == 0
+    expect_all(stopped)
+
+
+def swap_pages(index: Path, seed: int) -> None:
+    """Put two pages of an index in each other's place."""
+    data = bytearray(index.read_bytes())
+    one, other = (
+        slice(4096 * page, 4096 * page + 4096)
+        for page in random.Random(seed).sample(range(2, len(data) // 4096), 2)
+    )
+    data[one], data[other] = data[other], data[one]
+    index.write_bytes(data)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_an_index_whose_pages_lie_in_each_others_place_is_made_again(
+    harness: Harness, seed: int
+) -> None:
+    client = harness.open()
+    chains = [make_chain(name, 60) for name in "abcdefgh"]
+    for chain in chains:
+        Mailbox(client).store(chain)
+    client.close()
+    swap_pages(harness.folder / "index" / "data.mdb", seed)
+    mail = Mailbox(harness.open())
+
+    def is_whole() -> bool:
+        stored = [done.ok for chain in chains for done in mail.store(chain)]
+        return all(stored) and all(done.ok for chain in chains for done in mail.load(chain))
+
+    def is_sound() -> bool:
+        with suppress(StorageError):  # the worker may end of it
+            return bool(StoreControl(harness.folder).verify(repair=False)["bad"] == 0)
+        return False
+
+    wait_until(is_sound)
+    wait_until(is_whole)
+
+
+def test_verify_answers_where_the_index_ends_a_worker_that_serves(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open(sweep_interval_s=60.0))
+    for name in "abcd":
+        mail.store(make_chain(name, 60))
+    wait_until(lambda: all(done.ok for done in mail.load(make_chain("a", 60))))
+    with open(harness.folder / "index" / "data.mdb", "r+b") as index:
+        index.seek(2 * 4096)
+        index.write(bytes(8 * 4096))  # pages that every walk comes by
+    with engine_that_says(client, {}):
+        found = StoreControl(harness.folder).verify()
+    assert found["bad"] >= 1
+    wait_until(lambda: all(done.ok for done in mail.store(make_chain("a", 60))))
+    assert StoreControl(harness.folder).verify()["bad"] == 0
+
+
+def test_hashes_that_the_index_cannot_hold_are_misses_and_no_damage(stopped: Harness) -> None:
+    mail = Mailbox(client := stopped.open())
+    pid = client.pid
+    assert mail.lookup([b"", b"short", b"x" * 600, HASHES[0]])[:3] == [None] * 3
+    assert mail.lookup([HASHES[0]]) != [None]
+    assert client.pid == pid
+
+
+def test_faults_are_remembered_when_the_worker_ends(stopped: Harness) -> None:
+    [segment] = (stopped.folder / "segments").iterdir()
+    data = bytearray(segment.read_bytes())
+    data[5000] ^= 1
+    segment.write_bytes(data)
+    mail = Mailbox(client := stopped.open())
+    assert [done.reason for done in mail.load(CHAIN)].count("checksum") == 1
+    client.close()
+    assert StoreControl(stopped.folder).df()["disk"]["faults"] == {"checksum": 1}
+
+
+# --- the folder ---------------------------------------------------------------------------------
+
+
+def test_a_smaller_budget_is_reached_beside_an_index_that_was_set_aside(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    records = [blocks.make_record("a", position) for position in range(200)]
+    with blocks.open_store(path) as store:
+        for start in range(0, 200, 50):
+            assert all(blocks.put(store, *records[start : start + 50]))
+    (path / "index.bad").mkdir(mode=0o700)
+    (path / "index.bad" / "data.mdb").write_bytes(bytes(2 << 20))
+    with blocks.open_store(path, budget_bytes=1 << 20) as store:
+        assert blocks.occupied_bytes(path) <= 1 << 20
+        assert 0 < store.stats().blocks < 200
+        store.check()
+
+
+def test_a_file_beside_the_store_that_takes_the_budget_empties_nothing(tmp_path: Path) -> None:
+    path, record = tmp_path / "store", blocks.make_record()
+    with blocks.open_store(path) as store:
+        blocks.put(store, record)
+    (path / "core").write_bytes(bytes(6 << 20))
+    with pytest.raises(StoreFullError, match="make room there or raise the disk size"):
+        blocks.open_store(path)
+    (path / "core").unlink()
+    with blocks.open_store(path) as store:
+        assert blocks.load(store, record) == blocks.payload_of(record)
+
+
+def test_a_copy_of_the_index_that_was_never_finished_is_removed(stopped: Harness) -> None:
+    (left := stopped.folder / "index" / "compact.mdb").write_bytes(bytes(1 << 20))
+    expect_all(stopped)
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("name", ["index.new", "index.bad"])
+def test_a_link_in_the_way_of_a_new_index_is_refused(
+    stopped: Harness, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "precious").mkdir()
+    (stopped.folder / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(StorageError, match="symbolic link or of a wrong kind; remove it"):
+        stopped.open()
+    assert (tmp_path / "precious").exists()
+
+
+@pytest.mark.parametrize("text", ["", "{}", "null", '{"format":"tieredkv-store","version":"2"}'])
+def test_a_damaged_marker_is_named_and_the_index_left_alone(stopped: Harness, text: str) -> None:
+    (stopped.folder / "format.json").write_text(text)
+    with pytest.raises(StorageError, match=r"`.*format\.json` is damaged"):
+        stopped.open()
+    assert not (stopped.folder / "index.bad").exists()
+
+
+def test_a_folder_that_was_emptied_is_a_store_again(harness: Harness) -> None:
+    mail = Mailbox(harness.open())
+    assert mail.store(CHAIN)[0].ok
+    for each in harness.folder.iterdir():
+        shutil.rmtree(each) if each.is_dir() else each.unlink()
+    wait_until(lambda: all(done.ok for done in mail.store(CHAIN)))
+    for done in mail.load(CHAIN):
+        mail.assert_right(done)
+
+
+def test_nothing_is_acknowledged_into_a_segment_that_was_removed(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open())
+    mail.store(CHAIN)
+    for segment in (harness.folder / "segments").iterdir():
+        segment.unlink()
+    later = make_chain("later", 8)
+    wait_until(lambda: all(done.ok for done in mail.store(later)))
+    client.close()
+    mail = Mailbox(harness.open())
+    for done in mail.load(later):
+        mail.assert_right(done)
+
+
+def test_two_writers_never_share_a_store_whose_lock_was_removed(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open())
+    mail.store(CHAIN)
+    first = client.pid
+    (harness.folder / "lock").unlink()
+    wait_until(lambda: client.pid not in (None, first))  # ended, and started again
+    with pytest.raises(StorageError, match="in use by process"):
+        harness.open()
+    for done in mail.load(CHAIN):
+        mail.assert_right(done)
+
+
+@pytest.fixture
+def no_umask() -> Iterator[None]:
+    """Whoever makes a folder says its mode alone."""
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("no_umask")
+def test_folders_above_a_new_store_are_private_too(tmp_path: Path) -> None:
+    blocks.open_store(tmp_path / "a" / "b" / "store").close()
+    for folder in (tmp_path / "a", tmp_path / "a" / "b"):
+        assert folder.stat().st_mode & 0o777 == 0o700
+
+
+# --- the clock ----------------------------------------------------------------------------------
+
+
+def test_a_block_from_a_clock_that_is_ahead_lives_no_longer(harness: Harness) -> None:
+    mail = Mailbox(client := harness.open())
+    names = ("computed_at", "expires_at", "last_used")
+    ahead = [
+        replace(each, **{name: getattr(each, name) + DAY_S for name in names}) for each in CHAIN
+    ]
+    assert all(done.ok for done in mail.store(ahead))
+    now = time.time()
+    for found in mail.lookup(HASHES):
+        assert found is not None
+        assert found.expires_at <= now + DAY_S
+        assert found.computed_at <= now
+    assert client.stats().faults == {}
+
+
+# --- who asks -----------------------------------------------------------------------------------
+
+
+def test_a_command_line_that_is_stopped_holds_no_stopped_store(stopped: Harness) -> None:
+    worker = WorkerProcess(stopped.options(create=False), arena=None)
+    try:
+        assert worker.channel.receive(10.0)  # it serves, and nobody asks for anything
+        wait_until(lambda: not is_alive(worker.pid))
+        expect_all(stopped)
+    finally:
+        worker.kill()
+        worker.bury()
+
+
+def test_a_store_that_lost_its_power_can_be_looked_at_before_a_server_starts(
+    harness: Harness,
+) -> None:
+    client = harness.open(sync="none")
+    Mailbox(client).store(CHAIN)
+    lock = harness.folder / "lock"
+    text = lock.read_bytes()
+    client.close()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
+    lock.write_bytes(text.replace(boot, b"another"))
+    disk = StoreControl(harness.folder).df()["disk"]
+    assert (disk["blocks"], disk["bytes_budget"]) == (len(CHAIN), 64 << 20)
+    expect_all(harness)
