@@ -235,16 +235,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"system": [text("", "5m")]}, "system.0: cache_control cannot be set for empty text blocks"),
     ({"stream": True, "max_tokens": 0}, "max_tokens: 0 is not allowed with stream"),
-    ({"max_tokens": None}, "Missing required parameter: 'max_tokens'."),
+    ({"max_tokens": None}, "max_tokens: Field required"),
     (
         {"messages": [user({"type": "image", "source": {}})]},
-        "messages[0].content[0].type: Invalid value: 'image'. Supported values are: 'text', "
+        "messages.0.content.0.type: Invalid value: 'image'. Supported values are: 'text', "
         "'tool_use' and 'tool_result'.",
     ),
-    (
-        {"messages": [user({"type": "text"})]},
-        "Missing required parameter: 'messages[0].content[0].text'.",
-    ),
+    ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text: Field required"),
     (
         {"tool_choice": {"type": "any"}},
         "tool_choice.type: Invalid value: 'any'. Supported values are: 'auto' and 'none'.",
@@ -255,7 +252,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"system": [text("x", "2h")]},
-        "system[0].cache_control.ttl: Invalid value: '2h'. Supported values are: '5m' and '1h'.",
+        "system.0.cache_control.ttl: Invalid value: '2h'. Supported values are: '5m' and '1h'.",
     ),
 ]
 

@@ -12,7 +12,7 @@ from tieredkv.engine.loader import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
-from tieredkv.server.anthropic_api import MessagesRequest
+from tieredkv.server.anthropic_api import MessagesRequest, anthropic_body
 from tieredkv.server.asked import Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier
@@ -126,3 +126,36 @@ def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenizatio
     assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
     with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
         ask(tokenization, {**text("one"), "wise": 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        (
+            {"messages": [{"role": "user", "content": [text("a", "2h")]}]},
+            "messages.0.content.0.cache_control.ttl: Invalid value: '2h'. Supported values are: "
+            "'5m' and '1h'.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**text("a"), "cache_control": {}}]}]},
+            "messages.0.content.0.cache_control.type: Field required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**text("a"), "wise": 1}]}]},
+            "messages.0.content.0.wise: Extra inputs are not permitted",
+        ),
+        (
+            {"stop_sequences": ["a", 1]},
+            "Invalid type for 'stop_sequences.1': expected a string, but got an integer instead.",
+        ),
+    ],
+)
+def test_errors_name_the_field_as_anthropics_api_does(
+    tokenization: Tokenization, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        ask(tokenization, text("a"), **fields)
+    body = anthropic_body(caught.value, "req_1")
+    assert body["error"] == {"type": "invalid_request_error", "message": message}
+    assert body["request_id"] == "req_1"

@@ -81,6 +81,21 @@ def test_a_refusal_at_once_has_its_status(tokenization: Tokenization, path: str)
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
 
 
+@pytest.mark.parametrize(
+    ("path", "status", "kind"),
+    [("/v1/messages", 529, "overloaded_error"), ("/v1/completions", 503, "server_error")],
+)
+def test_a_server_that_stops_is_overloaded_in_the_words_of_its_api(
+    tokenization: Tokenization, path: str, status: int, kind: str
+) -> None:
+    def stopped(request_id: str) -> TokenOutput:
+        return TokenOutput(request_id=request_id, token_ids=[], finish_reason="abort")
+
+    response = ask(Engine(0.0, stopped), tokenization, path)
+    assert (response.status_code, response.headers["retry-after"]) == (status, "1")
+    assert response.json()["error"]["type"] == kind
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     tokenization: Tokenization, path: str, monkeypatch: pytest.MonkeyPatch
@@ -99,7 +114,9 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     assert "A" in good.text
     bad = ask(Engine(0.5, refused), tokenization, path)
     assert (bad.status_code, bad.text.split("\n\n")[0]) == (200, ping)
-    assert "The queue is full" in bad.text.strip().split("\n\n")[-1]
+    last = bad.text.strip().split("\n\n")[-1]
+    assert "The queue is full" in last
+    assert (bad.headers["request-id"] in last) == (path == "/v1/messages")
 
 
 def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:

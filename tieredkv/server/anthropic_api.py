@@ -4,6 +4,7 @@ It knows fields, texts, shapes and the rules of breakpoints, no sockets and no e
 are put into the form that OpenAI's have, so that both share their blocks.
 """
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
@@ -211,7 +212,7 @@ class Conversation(ApiRequest, Marked):
         for place in self.breakpoints:
             if place.ttl not in rules.policies.names:
                 text = f"'{place.ttl}' is not available on this server"
-                raise RequestError(f"cache_control.ttl: {text}")
+                raise RequestError(f"{place.path}.cache_control.ttl: {text}")
 
     async def encode(self, tokenization: Tokenization, marks: Sequence[Mark] = ()) -> Encoded:
         """Return the prompt's token ids, and the ends of marked places."""
@@ -326,7 +327,7 @@ class MessageShape(Shape):
 
     def failure(self, error: RequestError) -> Json:
         """Return the error as answers have it."""
-        return anthropic_body(error)
+        return anthropic_body(error, self.request_id)
 
     def _ending(self, answer: Answer) -> Json:
         stopped_by = answer.stopped_by if self._max_tokens else None
@@ -377,14 +378,29 @@ _ANTHROPIC_TYPES = {
 }
 """By status; others below 500 are the request's fault, those above are the server's."""
 
+ANTHROPIC_STATUS = {408: 504, 503: 529}
+"""What Anthropic's clients know a status by, where it is another one than OpenAI's."""
 
-def anthropic_body(error: RequestError, request_id: str | None = None) -> Json:
+_ANTHROPIC_WORDS = {
+    "missing_required_parameter": "Field required",
+    "unknown_parameter": "Extra inputs are not permitted",
+}
+
+
+def anthropic_body(error: RequestError, request_id: str | None) -> Json:
     """Return an error in Anthropic's form; `request_id` is that of the answer's header.
 
-    That form has no place for the field at fault, so that the message names it.
+    That form has no place for the field at fault, so that the message names it, with dots.
     """
-    is_named = error.param is None or error.param in str(error)
-    text = str(error) if is_named else f"{error.param}: {error}"
+    text, path = _ANTHROPIC_WORDS.get(error.code or "", str(error)), error.param or ""
+    field = _dotted(path)
+    if path:
+        text = re.sub(rf"{re.escape(path)}[\w.\[\]]*", lambda found: _dotted(found[0]), text)
+    text = text if field in text else f"{field}: {text}"
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     told = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": text}
     return {"type": "error", "error": told, "request_id": request_id}
+
+
+def _dotted(path: str) -> str:
+    return re.sub(r"\[(\d+)\]", r".\1", path)

@@ -29,7 +29,12 @@ from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server.admin import carry_out
-from tieredkv.server.anthropic_api import CountTokensRequest, MessagesRequest, anthropic_body
+from tieredkv.server.anthropic_api import (
+    ANTHROPIC_STATUS,
+    CountTokensRequest,
+    MessagesRequest,
+    anthropic_body,
+)
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
@@ -148,6 +153,7 @@ class Api:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         """Answer; a refusal has its status, but for one of a stream that comes late."""
         shape, tenant, tokenization = asked.shape, request.scope["tenant"], self._tokenization
+        shape.request_id = request.scope["request_id"]
         requests = asked.engine_requests(self._engine.info, tenant, self._keys.rules(tenant))
         observer = Observer(self._metrics, tenant, asked.labels, request.scope["arrived_at"])
         generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
@@ -289,10 +295,10 @@ def _refusal(
     request: Request, error: RequestError, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return an error in the form of the API whose path it is."""
-    body = openai_body(error)
-    if request.url.path.startswith("/v1/messages"):
-        body = anthropic_body(error, request.scope["request_id"])
-    return JSONResponse(body, error.status, headers)
+    if not request.url.path.startswith("/v1/messages"):
+        return JSONResponse(openai_body(error), error.status, headers)
+    status = ANTHROPIC_STATUS.get(error.status, error.status)
+    return JSONResponse(anthropic_body(error, request.scope["request_id"]), status, headers)
 
 
 def unknown_model(name: str) -> RequestError:

@@ -108,6 +108,7 @@ class Shape(Protocol):
         id: of the answer.
         created: when it was begun, in whole seconds.
         diagnosis: the request beside earlier ones.
+        request_id: that of the answer's header.
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
     """
 
@@ -117,6 +118,7 @@ class Shape(Protocol):
     names_events: ClassVar[bool] = False
     ping: ClassVar[bytes] = b": ping\n\n"
     diagnosis: Diagnosis = NONE
+    request_id: str | None = None
 
     def __init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
