@@ -5,7 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
 from openai.types.responses import ResponseErrorEvent
+from transformers import PreTrainedTokenizerFast
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
@@ -26,6 +28,7 @@ from tieredkv.types import Tier
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
 TOKENIZER = load_tokenizer("tiny-random")
+TOKENIZATION = Tokenization(TOKENIZER)
 USER = {"role": "user", "content": "hi"}
 
 
@@ -295,7 +298,7 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
     def seeds(**fields: Any) -> list[int | None]:
         asked = completion(**fields)
-        shape = requests.CompletionShape(asked, str)
+        shape = requests.CompletionShape(asked, TOKENIZATION)
         whole = asked.asked([[1], [2]], asked.plan(RULES, []), shape=shape)
         return [it.params.seed for it in whole.engine_requests(INFO, "tenant", RULES)]
 
@@ -448,7 +451,7 @@ def test_a_prefix_below_the_minimum_is_not_cached(
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
     asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
     plan = asked.plan(RULES, [])
-    shape = requests.CompletionShape(asked, str)
+    shape = requests.CompletionShape(asked, TOKENIZATION)
     whole = asked.asked([[1] * 20, [2] * 40], plan, shape=shape)
     made = whole.engine_requests(INFO, "tenant", RULES)
     assert [claim.end_token for each in made for claim in each.claims] == [WHOLE - WHOLE % 16] * 4
@@ -515,7 +518,7 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
     answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
     for i, answer in enumerate(answers):
         answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
-    told = requests.CompletionShape(completion(n=2), str, ["", ""]).whole(answers)
+    told = requests.CompletionShape(completion(n=2), TOKENIZATION, ["", ""]).whole(answers)
     assert told["usage"] == {
         "prompt_tokens": 60,
         "completion_tokens": 6,
@@ -534,17 +537,54 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=97, logprob=-0.5, top=[(97, -0.5), (98, float("-inf"))]),
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
-    text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert requests.CompletionShape(completion(), text).logprobs(tokens, 3) == {
-        "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
+    shape = requests.CompletionShape(completion(), TOKENIZATION, ["abc"])
+    assert shape.logprobs(tokens, 0) == {
+        "tokens": ["a", "bytes:\\xe9"],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
+        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"bytes:\\xe9": -1.0}],
         "text_offset": [3, 4],
     }
-    content = requests.ChatShape(chat(USER), text).logprobs(tokens, 0)["content"]
+    content = requests.ChatShape(chat(USER), TOKENIZATION).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
-    assert content[1]["bytes"] is None
+    assert (content[1]["token"], content[1]["bytes"]) == ("\N{REPLACEMENT CHARACTER}", [233])
+
+
+def test_offsets_of_tokens_are_places_in_the_text() -> None:
+    asked = completion(prompt="H\u00e9\u00e9 x", echo=True, logprobs=0, n=2, max_tokens=4)
+    shape: Any = asyncio.run(asked.ask(TOKENIZATION, RULES)).shape
+    scores = [(72, None), *((each, -1.0) for each in b"\xc3\xa9\xc3\xa9 x\xe2\x98")]
+    first = [TokenLogprob(token_id=id, logprob=logprob) for id, logprob in scores]
+    expected = [0, 1, 1, 2, 2, 3, 4, 5, 5]
+    assert [shape.logprobs(first, i)["text_offset"] for i in (0, 1)] == [expected] * 2
+    last = [TokenLogprob(token_id=id, logprob=-1.0) for id in b"\x83!"]
+    told = [shape.logprobs([token], 1) for token in last]  # piece by piece
+    assert [each["text_offset"] for each in told] == [[5], [6]]
+
+
+def test_different_tokens_have_different_names_though_none_has_a_text() -> None:
+    top = [(0xC3, -1.0), (0xE2, -2.0), (0xF0, -3.0)]
+    token = TokenLogprob(token_id=0xC3, logprob=-1.0, top=top)
+    [told] = requests.CompletionShape(completion(), TOKENIZATION).logprobs([token], 0)[
+        "top_logprobs"
+    ]
+    assert told == {"bytes:\\xc3": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xf0": -3.0}
+
+
+def test_what_the_tokenizer_puts_before_a_text_begins_where_it_does() -> None:
+    ids = [256, *b"ab"]
+    for text, starts in (("ab", [0, 0, 1]), ("<|bos|>ab", [0, 7, 8])):
+        assert asyncio.run(TOKENIZATION.starts(ids, text)) == starts
+
+
+def test_bytes_of_other_vocabularies_are_told_too() -> None:
+    vocabulary = {"<0xC3>": 0, "<0xA9>": 1, "a": 2, "\N{REPLACEMENT CHARACTER}": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    tokenization = Tokenization(PreTrainedTokenizerFast(tokenizer_object=backend))
+    told = [tokenization.token(id).encoded for id in range(4)]
+    assert told == [b"\xc3", b"\xa9", b"a", "\N{REPLACEMENT CHARACTER}".encode()]
 
 
 @pytest.mark.parametrize(

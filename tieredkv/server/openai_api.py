@@ -6,10 +6,9 @@ is checked here in whole, before anybody works for it. Fields are called what th
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -19,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
+from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
@@ -228,8 +228,10 @@ class CompletionRequest(OpenAIRequest):
         """Encode the texts, and decode what is echoed."""
         prompts = await tokenization.encode_prompts(self.prompt)
         echoes = [await tokenization.decode(it) if self.echo else "" for it in self.prompt]
-        shape = CompletionShape(self, tokenization.token_text, echoes)
         prompt_logprobs = self.logprobs if self.echo else None
+        scored = zip(prompts, echoes, strict=True) if prompt_logprobs is not None else ()
+        starts = [await tokenization.starts(*each) for each in scored]
+        shape = CompletionShape(self, tokenization, echoes, starts)
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
         return self.asked(prompts, plan, shape=shape, parts=parts)
@@ -413,7 +415,7 @@ class ChatRequest(ConversationRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        shape = ChatShape(self, tokenization.token_text)
+        shape = ChatShape(self, tokenization)
         return await self.render(tokenization, rules, arguments, shape=shape)
 
 
@@ -426,19 +428,27 @@ class CompletionShape(Shape):
 
     Args:
         body: what was asked.
-        token_text: gives the text of one token id.
+        tokenization: tells what tokens say.
         echoes: what the answers to each prompt begin with.
+        starts: where the tokens of each echo begin in it, where these are told.
     """
 
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
     def __init__(
-        self, body: OpenAIRequest, token_text: Callable[[int], str], echoes: Sequence[str] = ("",)
+        self,
+        body: OpenAIRequest,
+        tokenization: Tokenization,
+        echoes: Sequence[str] = ("",),
+        starts: Sequence[list[int]] = (),
     ) -> None:
         super().__init__()
-        self._body, self._token_text = body, token_text
+        self._body, self._token_of = body, tokenization.token
         self._echoes = [text for text in echoes for _ in range(body.n)]
+        self._starts = [each for each in starts for _ in range(body.n)]
+        self._ends = list(map(len, self._echoes))
+        self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
         self._is_silent = body.max_tokens == 0  # the one token that is made is left out
         self._head: Json = {"id": self.id, "object": self.object}
         self._head |= {"created": self.created, "model": body.model}
@@ -448,7 +458,7 @@ class CompletionShape(Shape):
         choices = []
         for i, (echo, answer) in enumerate(zip(self._echoes, answers, strict=True)):
             piece = Piece(i, answer.text, answer.logprobs, answer.finish_reason)
-            text, logprobs, reason = self._said(piece, len(echo))
+            text, logprobs, reason = self._said(piece)
             choices.append(self.choice(i, echo + text, logprobs, reason))
         return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
@@ -462,10 +472,8 @@ class CompletionShape(Shape):
         for i, echo in enumerate(self._echoes):
             for choice in self.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
-        offsets = [len(echo) for echo in self._echoes]
         async for piece in pieces:
-            text, logprobs, reason = self._said(piece, offsets[piece.index])
-            offsets[piece.index] += len(text)
+            text, logprobs, reason = self._said(piece)
             for choice in self.delta(piece.index, text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
         if wants_usage:
@@ -487,27 +495,30 @@ class CompletionShape(Shape):
         """Return one answer in whole."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
         """Return parallel lists, as the older endpoint has them; those of an echo come first."""
-        text_offset = 0 if tokens[0].logprob is None else text_offset
-        texts = [self._token_text(token.token_id) for token in tokens]
-        both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
-        tops: list[Json | None] = [
-            {self._token_text(id): _finite(each) for id, each in top if each is not None} or None
-            for top in both
-        ]
+        offsets = list(self._starts[index]) if tokens[0].logprob is None else []
+        for token in tokens[len(offsets) :]:
+            offsets.append(self._ends[index])
+            self._ends[index] += len(self._detokenizers[index].feed([token.token_id]))
         return {
-            "tokens": texts,
+            "tokens": [self._token_of(token.token_id).label for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": tops,
-            "text_offset": list(accumulate(map(len, texts), initial=text_offset))[:-1],
+            "top_logprobs": [self._top(token) or None for token in tokens],
+            "text_offset": offsets,
         }
 
-    def _said(self, piece: Piece, text_offset: int) -> tuple[str, Json | None, str | None]:
+    def _top(self, token: TokenLogprob) -> Json:
+        """Return the likeliest tokens and the chosen one; of two alike it has the name."""
+        top = {self._token_of(id).label: _finite(each) for id, each in token.top}
+        own = {self._token_of(token.token_id).label: _finite(token.logprob)}
+        return top | own if token.logprob is not None else {}
+
+    def _said(self, piece: Piece) -> tuple[str, Json | None, str | None]:
         text, tokens, reason = piece.text, piece.logprobs or [], piece.finish_reason
         if self._is_silent:
             text, tokens, reason = "", tokens[:-1], "length"
-        return text, self.logprobs(tokens, text_offset) if tokens else None, reason
+        return text, self.logprobs(tokens, piece.index) if tokens else None, reason
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
@@ -545,7 +556,7 @@ class ChatShape(CompletionShape):
         how = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index, "message": message, **how}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
         """Return one object a token."""
         content = []
         for token in tokens:
@@ -557,9 +568,8 @@ class ChatShape(CompletionShape):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _token(self, token_id: int, logprob: float | None) -> Json:
-        text = self._token_text(token_id)
-        encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+        text, encoded = self._token_of(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
 
 
 def _finite(logprob: float | None) -> float | None:
