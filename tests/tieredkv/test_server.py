@@ -1,12 +1,17 @@
 """What the server accepts, what it refuses and in which words; no engine is needed for it."""
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import tokenizers
+from anthropic.types.message_create_params import MessageCreateParamsBase
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import ResponseErrorEvent
+from openai.types.responses import response_create_params as response_params
 from transformers import PreTrainedTokenizerFast
 
 from tieredkv.config import Settings
@@ -19,7 +24,8 @@ from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
 from tieredkv.server import openai_api as requests
-from tieredkv.server.asked import WHOLE, Rules, fitted
+from tieredkv.server.anthropic_api import MessagesRequest
+from tieredkv.server.asked import WHOLE, ApiRequest, Rules, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
@@ -147,6 +153,18 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "empty string instead.",
         "cache_salt",
         "empty_string",
+    ),
+    (
+        {"prompt": [1.5]},
+        "Invalid type for 'prompt[0]': expected an integer, but got a decimal instead.",
+        "prompt",
+        "invalid_type",
+    ),
+    (
+        {"metadata": {"k" * 65: "v"}},
+        f"Invalid key in 'metadata': '{'k' * 65}'. It may have at most 64 characters.",
+        "metadata",
+        "invalid_value",
     ),
     ({"suffix": "x"}, "'suffix' is not supported.", "suffix", "unsupported_parameter"),
     ({"best_of": 2}, "'best_of' must be equal to 'n'.", "best_of", "unsupported_parameter"),
@@ -491,6 +509,80 @@ def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
         read(requests.ChatRequest, body, RULES.refuses)
 
 
+def test_a_strict_server_knows_the_fields_of_the_real_apis() -> None:
+    strict = Rules(Settings(), is_strict=True)
+    kinds: list[tuple[type[ApiRequest], dict[str, Any], Any]] = [
+        (requests.ChatRequest, {"messages": [USER]}, chat_params.CompletionCreateParamsBase),
+        (requests.CompletionRequest, {"prompt": "a"}, completion_params.CompletionCreateParamsBase),
+        (ResponsesRequest, {"input": "a"}, response_params.ResponseCreateParamsBase),
+        (MessagesRequest, {"messages": [USER], "max_tokens": 1}, MessageCreateParamsBase),
+    ]
+    for kind, needed, theirs in kinds:
+        assert len(theirs.__annotations__) > 10
+        for name in theirs.__annotations__.keys() - needed.keys():
+            try:
+                read(kind, {"model": "m", **needed, name: "x"}, strict.refuses)
+            except RequestError as error:
+                assert error.code != "unknown_parameter", (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "ash", "format": "mp3"}}, "audio"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+    ],
+)
+def test_what_would_be_in_the_prompt_is_not_left_out_silently(
+    fields: dict[str, Any], param: str
+) -> None:
+    for rules in (RULES, replace(RULES, is_strict=True)):
+        with pytest.raises(RequestError) as caught:
+            read(requests.ChatRequest, {"model": "m", "messages": [USER], **fields}, rules.refuses)
+        assert (str(caught.value), caught.value.param) == (f"'{param}' is not supported.", param)
+        assert caught.value.code == "unsupported_parameter"
+        chat(USER, rules=rules, functions=[], audio=None, prediction={"type": "content"})
+
+
+MARK = {"mode": "explicit"}
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "a"}]
+)
+def test_a_part_of_an_answer_has_no_breakpoint(part: dict[str, Any]) -> None:
+    def ask(**mark: Any) -> None:
+        turns = [{"role": "assistant", "content": [part | mark]}, USER]
+        read(ResponsesRequest, {"model": "m", "input": turns}, RULES.refuses)
+
+    ask()
+    name = "input[0].content[0].prompt_cache_breakpoint"
+    with pytest.raises(RequestError, match=re.escape(f"Unknown parameter: '{name}'.")):
+        ask(prompt_cache_breakpoint=MARK)
+
+
+def test_the_refused_lifetime_of_a_breakpoint_is_called_what_it_is() -> None:
+    rules, mark = Rules(Settings()), {"prompt_cache_breakpoint": MARK | {"ttl": "12h"}}
+    output = {"type": "function_call_output", "call_id": "c", "output": [PART, PART | mark]}
+    turns = [USER, {"type": "function_call", "call_id": "c", "name": "f"}, output]
+    with pytest.raises(RequestError, match=r"^Invalid value: '12h'\. Supported value") as caught:
+        read(ResponsesRequest, {"model": "m", "input": turns}).check(rules)
+    assert caught.value.param == "input[2].output[1].prompt_cache_breakpoint.ttl"
+    with pytest.raises(RequestError) as caught:
+        chat({**USER, "content": [{"type": "text", "text": "a", **mark}]}, rules=rules)
+    assert caught.value.param == "messages[0].content[0].prompt_cache_breakpoint.ttl"
+
+
+def test_only_responses_are_prewarmed() -> None:
+    options: dict[str, Any] = {"prompt_cache_options": {"prewarm": True}}
+    assert read(ResponsesRequest, {"model": "m", "input": "a", **options}).is_prewarm
+    for ask in (completion, lambda **fields: chat(USER, **fields)):
+        with pytest.raises(RequestError, match=r"^Unknown parameter: ") as caught:
+            ask(**options)
+        assert caught.value.param == "prompt_cache_options.prewarm"
+
+
 def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
     for depth, is_fine in ((64, True), (65, False), (900, False)):
         body = b'{"a":' * depth + b"1" + b"}" * depth
@@ -582,7 +674,8 @@ def test_bytes_of_other_vocabularies_are_told_too() -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
     decoders = tokenizers.decoders
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    tokenization = Tokenization(PreTrainedTokenizerFast(tokenizer_object=backend))
+    make: Any = PreTrainedTokenizerFast
+    tokenization = Tokenization(make(tokenizer_object=backend))
     told = [tokenization.token(id).encoded for id in range(4)]
     assert told == [b"\xc3", b"\xa9", b"a", "\N{REPLACEMENT CHARACTER}".encode()]
 
@@ -624,5 +717,5 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 
 def test_the_operators_policies_are_the_supported_values() -> None:
     only_memory = Rules(Settings(max_retention="in_memory"), is_strict=False)
-    with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
+    with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported value is: "):
         completion(prompt_cache_retention="24h").check(only_memory)

@@ -70,9 +70,10 @@ class Rules:
     def refuses(self, name: str) -> bool:
         """Whether a field of this name is refused where it is unknown.
 
-        A breakpoint is nothing to leave out silently, as its prefix would not be kept.
+        A breakpoint is nothing to leave out silently, as its prefix would not be kept; nor is
+        `prewarm`, as a whole answer would be made.
         """
-        return self.is_strict or name == "prompt_cache_breakpoint"
+        return self.is_strict or name in ("prompt_cache_breakpoint", "prewarm")
 
     def check_retention(self, name: str) -> None:
         """Refuse a retention that does not exist, or that only other keys may name.
@@ -85,8 +86,14 @@ class Rules:
             raise RequestError(text, param="prompt_cache_retention", code="invalid_parameter")
         self.policies.get(name, is_strict=self.is_strict)
 
-    def claim(self, end_token: int, retention: str | None, lifetime: str) -> Claim:
+    def claim(self, end_token: int, retention: str | None, lifetime: str, path: str) -> Claim:
         """Return what keeps a prefix for a lifetime at least; a long one raises it to the disk's.
+
+        Args:
+            end_token: of the prefix.
+            retention: the policy that the request names.
+            lifetime: as the field of this path has it.
+            path: of that field.
 
         Raises:
             RequestError: no retention is so long.
@@ -97,7 +104,7 @@ class Rules:
         if lifetime_s > policy.absolute_s and self.settings.disk_dir and raised.may_use_disk:
             policy = raised
         if lifetime_s > policy.absolute_s:
-            raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
+            raise invalid_value(path, lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
 
 

@@ -22,7 +22,7 @@ from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, out_of_bounds
+from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, names_of, out_of_bounds
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.generation import Piece
@@ -35,7 +35,7 @@ MAX_PROMPTS = 2048
 _SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
-
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 Ttl = Literal["30m", "12h"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
@@ -94,7 +94,7 @@ class OpenAIRequest(ApiRequest):
     # These mean nothing here.
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
+    metadata: Metadata = Field({}, max_length=16)
     store: bool = False
     service_tier: ServiceTier | None = None
 
@@ -156,21 +156,36 @@ class OpenAIRequest(ApiRequest):
             if part.prompt_cache_breakpoint
         }
 
+    @property
+    def ttl_paths(self) -> list[str]:
+        """What the lifetime of each mark is called, in the same order."""
+        return [
+            f"{self.prompt_field}[{i}].{field}[{j}].prompt_cache_breakpoint.ttl"
+            for i, item in enumerate(getattr(self, self.prompt_field))
+            for field in ("content", "output")
+            for j, part in enumerate(getattr(item, field, ()))
+            if part.prompt_cache_breakpoint
+        ]
+
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
         options = self.prompt_cache_options
         ttl: Ttl = options.ttl if options else "30m"
         is_explicit = options is not None and options.mode == "explicit"
-        wanted = [(end, at.ttl or ttl) for end, at in zip(ends, self.marks.values(), strict=True)]
+        of_all = "prompt_cache_options.ttl"
+        wanted = [
+            (end, at.ttl or ttl, path if at.ttl else of_all)
+            for end, at, path in zip(ends, self.marks.values(), self.ttl_paths, strict=True)
+        ]
         # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
         wanted = wanted[-4:] if is_explicit else wanted[-3:]
         if options and not is_explicit:
-            wanted.append((WHOLE, ttl))
+            wanted.append((WHOLE, ttl, of_all))
         retention = self.prompt_cache_retention
         return EngineRequest(
             params=self.params,
             retention=retention,
-            claims=[rules.claim(end, retention, lifetime) for end, lifetime in wanted],
+            claims=[rules.claim(end, retention, *how) for end, *how in wanted],
             cacheable_tokens=max([0, *ends]) if is_explicit else None,
             cache_salt=self.cache_salt,
             prompt_cache_key=self.prompt_cache_key,
@@ -185,7 +200,7 @@ class OpenAIRequest(ApiRequest):
 
 def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
     """Return a list of prompts from those of one kind, or from the ids of a single one."""
-    if not value or isinstance(value[0], int):
+    if not (value and isinstance(value[0], str | list)):
         return [_TOKEN_IDS.validate_python(value, strict=True)]
     several = _SEVERAL_TEXTS if isinstance(value[0], str) else _SEVERAL_TOKEN_IDS
     return several.validate_python(value, strict=True)
@@ -199,6 +214,7 @@ _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_
 class CompletionRequest(OpenAIRequest):
     """`POST /v1/completions`."""
 
+    unsupported = names_of("suffix")
     prompt_field = "prompt"
     default_tokens = 16
 
@@ -206,7 +222,6 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    suffix: Any = None
     best_of: int | None = Field(None, ge=1)
 
     @property
@@ -218,8 +233,6 @@ class CompletionRequest(OpenAIRequest):
         """Refuse what is not supported, too."""
         if self.max_tokens == 0 and not self.echo:
             raise out_of_bounds("max_tokens", "ge", 1, 0)
-        if self.suffix not in (None, ""):
-            raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
             raise unsupported("'best_of' must be equal to 'n'.", "best_of")
         super().check(rules)
@@ -289,6 +302,7 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
+    unsupported = names_of("audio function_call")
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -377,6 +391,10 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 class ChatRequest(ConversationRequest):
     """`POST /v1/chat/completions`."""
 
+    known_besides = OpenAIRequest.known_besides | names_of(
+        "function_call moderation prediction web_search_options"
+    )
+    unsupported = names_of("audio functions")
     prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1, max_length=16_384)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo
+from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.answer import Answer
@@ -26,9 +26,12 @@ from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, M
 
 
 class _Known(Object):
-    """What items and parts may bear that were part of an answer; it means nothing here."""
+    """What items and parts may bear besides, or as part of an answer; it means nothing here."""
 
-    known_besides = names_of("id status phase annotations logprobs")
+    known_besides = names_of("""
+        id status phase annotations logprobs async caller namespace name
+        allowed_callers defer_loading output_schema context mode
+    """)
 
 
 class InputPart(ContentPart, _Known):
@@ -37,6 +40,15 @@ class InputPart(ContentPart, _Known):
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_mark(cls, value: Any) -> Any:
+        """Refuse a breakpoint on what was part of an answer."""
+        name, is_answer = "prompt_cache_breakpoint", ("output_text", "refusal")
+        if isinstance(value, dict) and value.get(name) and value.get("type") in is_answer:
+            raise PydanticCustomError("unknown", "nothing", {"name": name})
+        return value
 
 
 Texts = Annotated[
@@ -90,7 +102,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(openai.Function, openai.FunctionType):
+class FunctionTool(openai.Function, openai.FunctionType, _Known):
     """A function that may be called."""
 
 
@@ -101,7 +113,7 @@ class TextOptions(Object):
     verbosity: openai.Verbosity | None = None
 
 
-class Reasoning(Object):
+class Reasoning(_Known):
     """How long to think; it means nothing here."""
 
     effort: openai.Effort | None = None
@@ -120,6 +132,9 @@ class Options(openai.CacheOptions):
 class ResponsesRequest(openai.ConversationRequest):
     """`POST /v1/responses`."""
 
+    known_besides = openai.OpenAIRequest.known_besides | names_of(
+        "access_programs context_management image moderation"
+    )
     prompt_field = "input"
 
     input: Input
