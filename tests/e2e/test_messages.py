@@ -239,7 +239,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"messages": [user({"type": "image", "source": {}})]},
         "messages.0.content.0.type: Invalid value: 'image'. Supported values are: 'text', "
-        "'tool_use' and 'tool_result'.",
+        "'tool_use', 'tool_result', 'document', 'thinking' and 'redacted_thinking'.",
     ),
     ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text: Field required"),
     (
@@ -247,8 +247,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "tool_choice.type: Invalid value: 'any'. Supported values are: 'auto' and 'none'.",
     ),
     (
-        {"thinking": {"type": "enabled", "budget_tokens": 1024}},
-        "thinking.type: Invalid value: 'enabled'. Supported values are: 'disabled' and 'adaptive'.",
+        {"thinking": {"type": "enabled", "budget_tokens": 1024}, "max_tokens": 0},
+        "max_tokens: 0 is not allowed with thinking",
     ),
     (
         {"system": [text("x", "2h")]},

@@ -22,6 +22,8 @@ from tieredkv.server.generation import Piece
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
+_RUNS = ("tool_use", "tool_result")
+"""Of these, several in a row are one position."""
 
 
 class _Known(Object):
@@ -31,6 +33,7 @@ class _Known(Object):
         metadata service_tier container context_management inference_geo speed user_profile_id
         workspace_id effort display citations is_error caller toolset_name strict input_examples
         disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
+        budget_tokens thinking signature data
     """)
 
 
@@ -52,23 +55,55 @@ class Marked(_Known):
         return self.cache_control.ttl if self.cache_control else ""
 
 
+class ResultText(_Known):
+    """A text that a tool has returned; only the whole result can have a breakpoint."""
+
+    unsupported = names_of("cache_control")
+
+    type: Literal["text"]
+    text: str
+
+
+class PlainText(_Known):
+    """What is in a document, where it is a text."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
 class Block(Marked):
     """A part of a turn; which fields it needs goes with its type."""
 
-    needed = ("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id")
+    needed = (
+        *("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id"),
+        "document.source",
+    )
 
-    type: Literal["text", "tool_use", "tool_result"]
+    type: Literal["text", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"]
     text: str = ""
     id: str = ""
     name: str = ""
     input: Json = Field({})
     tool_use_id: str = ""
-    content: "Texts" = Field([])
+    content: Annotated[list[ResultText], FailFast(), PARTS] = Field([])
+    source: PlainText | None = None
+    title: str = ""
+    context: str = ""
 
     @property
     def texts(self) -> list[str]:
-        """What the chat template prints of it as text."""
-        return [self.text] if self.type == "text" else [part.text for part in self.content]
+        """What the chat template prints of it as text; thoughts are not told again."""
+        if self.type == "text":
+            return [self.text]
+        if self.type == "document" and self.source:
+            return ["\n".join(filter(None, (self.title, self.context, self.source.data)))]
+        return [part.text for part in self.content]
+
+    @property
+    def is_thought(self) -> bool:
+        """Whether the model has thought it."""
+        return self.type in ("thinking", "redacted_thinking")
 
 
 class TextBlock(Block):
@@ -77,9 +112,8 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-Blocks = Annotated[list[Block], FailFast(), PARTS]
+Blocks = Annotated[list[Block], FailFast(), Field(min_length=1), PARTS]
 Texts = Annotated[list[TextBlock], FailFast(), PARTS]
-Block.model_rebuild()
 
 
 class Tool(Marked):
@@ -119,7 +153,7 @@ class OutputConfig(_Known):
 class Thinking(_Known):
     """Whether the model thinks aloud, which none does here."""
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class Place(NamedTuple):
@@ -154,6 +188,9 @@ class Conversation(ApiRequest, Marked):
         """The messages for the chat template, and where each block is in them.
 
         A breakpoint of the whole request is on the last block that may have one.
+
+        Raises:
+            RequestError: a block is where it cannot be, or two breakpoints where only one can.
         """
         messages: list[Json] = []
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
@@ -165,6 +202,11 @@ class Conversation(ApiRequest, Marked):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
                     messages.append({"role": "tool" if is_result else role, "content": []})
+                if block.is_thought and role == "assistant" and not block.ttl:
+                    continue
+                if block.is_thought:
+                    text = "only assistant turns have thinking blocks, without cache_control"
+                    raise RequestError(f"{path}.{j}: {text}")
                 message = messages[-1]
                 message["content"] += block.texts
                 if is_result:
@@ -175,13 +217,18 @@ class Conversation(ApiRequest, Marked):
                     message["tool_calls"] = [*message.get("tool_calls", ()), call]
                 # What has no text is marked at the end of its message.
                 mark = (len(messages) - 1, len(message["content"]) - 1 if block.texts else -1)
-                is_in_run = j > 0 and block.type == blocks[j - 1].type != "text"
+                is_in_run = j > 0 and block.type == blocks[j - 1].type and block.type in _RUNS
                 position = places[-1].position + (not is_in_run) if places else 0
                 is_empty = block.type == "text" and not block.text
                 places.append(Place(f"{path}.{j}", mark, position, block.ttl, is_empty))
         last = max((i for i, place in enumerate(places) if not place.is_empty), default=None)
-        if last is not None:
-            places[last] = places[last]._replace(ttl=places[last].ttl or self.ttl)
+        if last is not None and self.ttl:
+            if places[last].ttl not in ("", self.ttl):
+                text = (
+                    f"must be that of the last block's cache_control, which is {places[last].ttl}"
+                )
+                raise RequestError(f"cache_control.ttl: {text}")
+            places[last] = places[last]._replace(ttl=self.ttl)
         return messages, places
 
     @cached_property
@@ -248,8 +295,10 @@ class MessagesRequest(Conversation):
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         super().check(rules)
-        if self.stream and self.max_tokens == 0:
-            raise RequestError("max_tokens: 0 is not allowed with stream")
+        thinks = self.thinking is not None and self.thinking.type == "enabled"
+        for what, is_there in (("stream", self.stream), ("thinking", thinks)):
+            if is_there and self.max_tokens == 0:
+                raise RequestError(f"max_tokens: 0 is not allowed with {what}")
         if self.output_config is not None and self.output_config.format is not None:
             raise RequestError("output_config.format: structured outputs are not supported")
         if self.messages[-1].role == "assistant":
