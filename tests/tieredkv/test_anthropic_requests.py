@@ -85,7 +85,7 @@ def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokeni
     assert claim.retention == "5m" and head(tokenization, asked, claim.end_token)[-4:] == "\ntwo"
     asked = ask(tokenization, text("one"), text("two", "5m"), cache_control=control)
     assert [claim.retention for claim in asked.plan.claims] == ["5m"]
-    with pytest.raises(RequestError, match="cache_control.ttl: must be that of the last block's"):
+    with pytest.raises(RequestError, match=r"cache_control\.ttl: must be that of the last block's"):
         ask(tokenization, text("one"), text("two", "1h"), cache_control=control)
 
 

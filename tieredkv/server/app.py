@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +40,7 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import Limits, read_body
+from tieredkv.server.limits import ID_HEADERS, Limits, new_request_id, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
 from tieredkv.server.openapi import describe
@@ -244,15 +243,14 @@ def build_app(api: Api) -> ASGIApp:
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every answer an `x-request-id`, which Anthropic's clients call `request-id`."""
+    """Give every answer the request's id."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
+        request_id = scope["request_id"] = new_request_id()
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                ids = {"x-request-id": request_id, "request-id": request_id}
-                MutableHeaders(scope=message).update(ids)
+                MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, request_id))
             await send(message)
 
         await app(scope, receive, send_with_id)
@@ -269,8 +267,10 @@ async def _watch(request: Request, generation: Generation) -> None:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {"Retry-After": str(error.retry_after_s)}
-    return _refusal(request, error, headers if error.status in (429, 503) else None)
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status in (429, 503):
+        headers = {"Retry-After": str(error.retry_after_s)}
+    return _refusal(request, error, headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
