@@ -23,7 +23,16 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.diagnosis import MAX_SEGMENTS, NONE, Diagnosis, Part, Seen, Segment, digest
+from tieredkv.server.diagnosis import (
+    MAX_SEGMENTS,
+    NONE,
+    Diagnosis,
+    Part,
+    Seen,
+    Segment,
+    digest,
+    tails_of,
+)
 from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
 from tieredkv.units import parse_duration
@@ -197,7 +206,7 @@ class Asked:
         settings = {**self.settings, "namespace": (salt, key)}
         digests = {name: digest(str(value)) for name, value in settings.items()}
         segments = [Segment.of(*part) for part in self.parts[:MAX_SEGMENTS]]
-        return Seen(segments, sum(map(len, self.prompts)), digests)
+        return Seen(segments, sum(map(len, self.prompts)), digests, tails_of(self.parts))
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.
