@@ -108,13 +108,9 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _decoder(
-    tokenizer: PreTrainedTokenizerBase, *, skip_special_tokens: bool
-) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: PreTrainedTokenizerBase, **how: bool) -> Callable[[list[int]], str]:
     """Take the Rust decoder itself where there is one; the wrapper is ten times slower."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    how: dict[str, Any] = {"skip_special_tokens": skip_special_tokens}
     if backend is not None:
         return lambda ids: str(backend.decode(ids, **how))
-    how["clean_up_tokenization_spaces"] = False
-    return lambda ids: str(tokenizer.decode(ids, **how))
+    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False, **how))

@@ -59,7 +59,8 @@ class Object(BaseModel):
 
     Attributes:
         known_besides: names that are known although they are no fields.
-        unsupported: names that are known, and refused where they say something.
+        unsupported: names that are known, and refused where they say something; as `type.name`
+            only where that is the type.
         needed: fields that may not be missing where `type` or `role` has a value, as `value.field`.
     """
 
@@ -76,7 +77,7 @@ class Object(BaseModel):
         known = cls.model_fields.keys() | cls.known_besides | cls.unsupported
         given = {name: each for name, each in value.items() if each is not None}
         for name, each in given.items():
-            if name in cls.unsupported and each:
+            if cls.unsupported and each and {name, f"{given.get('type')}.{name}"} & cls.unsupported:
                 raise PydanticCustomError("unsupported", "nothing", {"name": name})
             if info.context and name not in known and info.context(name):
                 raise PydanticCustomError("unknown", "nothing", {"name": name})

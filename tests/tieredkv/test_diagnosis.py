@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tieredkv.engine.messages import RequestUsage
-from tieredkv.server.diagnosis import Diagnosis, Seen, Segment, parts_of, tails_of
+from tieredkv.server.diagnosis import Diagnosis, Seen, parts_of
 from tieredkv.types import Tier
 
 LONG = "A prefix that is worth to be kept. " * 20
@@ -15,11 +15,11 @@ NEAR_TOP = "something near the top, and nothing behind it"
 
 
 def seen(system: str, description: str | None = None, num_tokens: int = 100) -> Seen:
-    function = {"name": "f", "description": description, "parameters": {}}
+    function: dict[str, Any] = {"name": "f", "description": description, "parameters": {}}
     tools = [{"type": "function", "function": function}] if description else []
     messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
     parts = parts_of(tools, [*messages, {"role": "user", "content": "hi"}])
-    return Seen([Segment.of(*part) for part in parts], num_tokens, {}, tails_of(parts))
+    return Seen.of(parts, num_tokens, {})
 
 
 def detail(old: Seen, new: Seen) -> str | None:
@@ -55,7 +55,9 @@ def test_another_text_is_like_nothing() -> None:
 
 def test_another_description_is_no_number_or_time() -> None:
     def why(old: str, new: str) -> str:
-        found = Diagnosis(seen(LONG, new), (), "id", seen(LONG, old)).compare(RequestUsage(prompt_tokens=9))
+        found = Diagnosis(seen(LONG, new), (), "id", seen(LONG, old)).compare(
+            RequestUsage(prompt_tokens=9)
+        )
         assert found is not None and found.kind == "tools" and found.detail is not None
         return found.detail.partition(" (")[0]
 

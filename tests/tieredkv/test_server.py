@@ -558,7 +558,7 @@ def test_a_part_of_an_answer_has_no_breakpoint(part: dict[str, Any]) -> None:
 
     ask()
     name = "input[0].content[0].prompt_cache_breakpoint"
-    with pytest.raises(RequestError, match=re.escape(f"Unknown parameter: '{name}'.")):
+    with pytest.raises(RequestError, match=re.escape(f"'{name}' is not supported.")):
         ask(prompt_cache_breakpoint=MARK)
 
 
@@ -610,7 +610,9 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
     answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
     for i, answer in enumerate(answers):
         answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
-    told = requests.CompletionShape(completion(n=2), TOKENIZATION, ["", ""]).whole(answers)
+    told = requests.CompletionShape(completion(n=2), TOKENIZATION, [requests.NO_ECHO] * 2).whole(
+        answers
+    )
     assert told["usage"] == {
         "prompt_tokens": 60,
         "completion_tokens": 6,
@@ -629,7 +631,7 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=97, logprob=-0.5, top=[(97, -0.5), (98, float("-inf"))]),
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
-    shape = requests.CompletionShape(completion(), TOKENIZATION, ["abc"])
+    shape = requests.CompletionShape(completion(), TOKENIZATION, [("abc", [])])
     assert shape.logprobs(tokens, 0) == {
         "tokens": ["a", "bytes:\\xe9"],
         "token_logprobs": [-0.5, -1.0],

@@ -22,6 +22,7 @@ from tieredkv.server.generation import Piece
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
+_THOUGHTS = ("thinking", "redacted_thinking")
 _RUNS = ("tool_use", "tool_result")
 """Of these, several in a row are one position."""
 
@@ -79,6 +80,7 @@ class Block(Marked):
         *("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id"),
         "document.source",
     )
+    unsupported = names_of("thinking.cache_control redacted_thinking.cache_control")
 
     type: Literal["text", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"]
     text: str = ""
@@ -99,11 +101,6 @@ class Block(Marked):
         if self.type == "document" and self.source:
             return ["\n".join(filter(None, (self.title, self.context, self.source.data)))]
         return [part.text for part in self.content]
-
-    @property
-    def is_thought(self) -> bool:
-        """Whether the model has thought it."""
-        return self.type in ("thinking", "redacted_thinking")
 
 
 class TextBlock(Block):
@@ -202,11 +199,12 @@ class Conversation(ApiRequest, Marked):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
                     messages.append({"role": "tool" if is_result else role, "content": []})
-                if block.is_thought and role == "assistant" and not block.ttl:
+                if block.type in _THOUGHTS:
+                    if role != "assistant":
+                        raise RequestError(
+                            f"{path}.{j}: only assistant turns have {block.type} blocks"
+                        )
                     continue
-                if block.is_thought:
-                    text = "only assistant turns have thinking blocks, without cache_control"
-                    raise RequestError(f"{path}.{j}: {text}")
                 message = messages[-1]
                 message["content"] += block.texts
                 if is_result:
@@ -427,7 +425,7 @@ _ANTHROPIC_TYPES = {
 }
 """By status; others below 500 are the request's fault, those above are the server's."""
 
-ANTHROPIC_STATUS = {408: 504, 503: 529}
+STATUS = {408: 504, 503: 529}
 """What Anthropic's clients know a status by, where it is another one than OpenAI's."""
 
 _ANTHROPIC_WORDS = {

@@ -9,6 +9,7 @@ import contextlib
 import logging
 import os
 import time
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,20 +28,15 @@ from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
+from tieredkv.server import anthropic_api as anthropic
 from tieredkv.server.admin import carry_out
-from tieredkv.server.anthropic_api import (
-    ANTHROPIC_STATUS,
-    CountTokensRequest,
-    MessagesRequest,
-    anthropic_body,
-)
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import ID_HEADERS, Limits, new_request_id, read_body
+from tieredkv.server.limits import ID_HEADERS, Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
 from tieredkv.server.openapi import describe
@@ -57,8 +53,8 @@ ANSWERED: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/messages": anthropic.MessagesRequest,
+    "/v1/messages/count_tokens": anthropic.CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -246,7 +242,7 @@ def with_request_ids(app: ASGIApp) -> ASGIApp:
     """Give every answer the request's id."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = scope["request_id"] = new_request_id()
+        request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -297,8 +293,9 @@ def _refusal(
     """Return an error in the form of the API whose path it is."""
     if not request.url.path.startswith("/v1/messages"):
         return JSONResponse(openai_body(error), error.status, headers)
-    status = ANTHROPIC_STATUS.get(error.status, error.status)
-    return JSONResponse(anthropic_body(error, request.scope["request_id"]), status, headers)
+    status = anthropic.STATUS.get(error.status, error.status)
+    body = anthropic.anthropic_body(error, request.scope["request_id"])
+    return JSONResponse(body, status, headers)
 
 
 def unknown_model(name: str) -> RequestError:

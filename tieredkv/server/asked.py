@@ -23,16 +23,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.diagnosis import (
-    MAX_SEGMENTS,
-    NONE,
-    Diagnosis,
-    Part,
-    Seen,
-    Segment,
-    digest,
-    tails_of,
-)
+from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
 from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
 from tieredkv.units import parse_duration
@@ -204,9 +195,7 @@ class Asked:
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
         settings = {**self.settings, "namespace": (salt, key)}
-        digests = {name: digest(str(value)) for name, value in settings.items()}
-        segments = [Segment.of(*part) for part in self.parts[:MAX_SEGMENTS]]
-        return Seen(segments, sum(map(len, self.prompts)), digests, tails_of(self.parts))
+        return Seen.of(self.parts, sum(map(len, self.prompts)), settings)
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.errors import RequestError
@@ -45,13 +46,8 @@ Mark = tuple[int, int]
 Messages = Sequence[Mapping[str, Any]]
 """What chat templates know, but for `content`, which may be a list of texts: its parts."""
 
-_VISIBLE = (*range(33, 127), *range(161, 173), *range(174, 256))
-_BYTES = (*_VISIBLE, *(byte for byte in range(256) if byte not in _VISIBLE))
-_BYTE_OF = {
-    chr(byte if i < len(_VISIBLE) else 256 + i - len(_VISIBLE)): byte
-    for i, byte in enumerate(_BYTES)
-}
-"""What vocabularies of bytes write for each of them; the visible ones stand for themselves."""
+_BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+"""What vocabularies of bytes write for each of them."""
 
 Arguments = Mapping[str, Any]
 Result = TypeVar("Result")
@@ -157,8 +153,8 @@ class Tokenization:
             detokenizer.finish()
             # What the tokenizer put before a text is not in it.
             num_added = len(detokenizer.text) - len(text)
-            starts = itertools.accumulate(lengths[:-1], initial=-num_added)
-            return [max(0, start) for start in starts]
+            starts = itertools.accumulate([-num_added, *lengths])
+            return [max(0, start) for start in starts][: len(token_ids)]
 
         return await self.run(len(token_ids), find)
 

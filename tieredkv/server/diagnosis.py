@@ -116,16 +116,21 @@ class Seen(NamedTuple):
     settings: Mapping[str, int] = MappingProxyType({})
     tails: frozenset[bytes] = frozenset()
 
+    @classmethod
+    def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
+        """Return what is kept of a prompt's parts and of what else may be changed."""
+        segments = [Segment.of(*part) for part in parts[:MAX_SEGMENTS]]
+        digests = {name: digest(str(value)) for name, value in settings.items()}
+        return cls(segments, num_tokens, digests, tails_of(parts))
+
     def change_from(self, other: "Seen", index: int) -> str | None:
         """Return what makes a segment another one, as far as that is known."""
-        before, now = other.segments[index : index + 1], self.segments[index : index + 1]
-        if not (before and now):
+        if index >= min(len(self.segments), len(other.segments)):
             return None
-        is_first = index == 0 or self.segments[index - 1].kind == "tools"
-        if is_first and now[0].kind != "tools" and self.tails & other.tails:
-            near_top = "something near the top, and nothing behind it"
-            return now[0].change_from(before[0]) or near_top
-        return now[0].change_from(before[0])
+        now, is_top = self.segments[index], not index or self.segments[index - 1].kind == "tools"
+        is_near_top = is_top and now.kind != "tools" and bool(self.tails & other.tails)
+        inserted = "something near the top, and nothing behind it" if is_near_top else None
+        return now.change_from(other.segments[index]) or inserted
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments at the top are the same."""

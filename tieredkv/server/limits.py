@@ -103,10 +103,6 @@ class Limits:
         return error
 
 
-def new_request_id() -> str:
-    return f"req_{uuid.uuid4().hex}"
-
-
 async def read_body(request: Request) -> bytes:
     """Return a body that is not too long, by its header to begin with, and arrives in time."""
     _check_size(int(request.headers.get("content-length", "0")))
@@ -148,7 +144,7 @@ class TimedConnection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; this answer has an id, too."""
-        headers = dict.fromkeys(ID_HEADERS, new_request_id())
+        headers = dict.fromkeys(ID_HEADERS, f"req_{uuid.uuid4().hex}")
         headers |= {"content-type": "text/plain; charset=utf-8", "connection": "close"}
         head = h11.Response(status_code=400, headers=[*headers.items()], reason=b"Bad Request")
         for event in (head, h11.Data(data=msg.encode()), h11.EndOfMessage()):

@@ -240,11 +240,12 @@ class CompletionRequest(OpenAIRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Encode the texts, and decode what is echoed."""
         prompts = await tokenization.encode_prompts(self.prompt)
-        echoes = [await tokenization.decode(it) if self.echo else "" for it in self.prompt]
-        prompt_logprobs = self.logprobs if self.echo else None
-        scored = zip(prompts, echoes, strict=True) if prompt_logprobs is not None else ()
-        starts = [await tokenization.starts(*each) for each in scored]
-        shape = CompletionShape(self, tokenization, echoes, starts)
+        prompt_logprobs, echoes = self.logprobs if self.echo else None, []
+        for prompt, token_ids in zip(self.prompt, prompts, strict=True):
+            text = await tokenization.decode(prompt) if self.echo else ""
+            scored = token_ids if prompt_logprobs is not None else []
+            echoes.append((text, await tokenization.starts(scored, text)))
+        shape = CompletionShape(self, tokenization, echoes)
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
         return self.asked(prompts, plan, shape=shape, parts=parts)
@@ -441,6 +442,12 @@ def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
+Echo = tuple[str, Sequence[int]]
+"""The text of a prompt, and where its tokens begin in it if they are told."""
+
+NO_ECHO: Echo = ("", ())
+
+
 class CompletionShape(Shape):
     """`/v1/completions`; all chunks of an answer share id, time and model.
 
@@ -448,24 +455,18 @@ class CompletionShape(Shape):
         body: what was asked.
         tokenization: tells what tokens say.
         echoes: what the answers to each prompt begin with.
-        starts: where the tokens of each echo begin in it, where these are told.
     """
 
     id_prefix = "cmpl-"
     object = chunk_object = "text_completion"
 
     def __init__(
-        self,
-        body: OpenAIRequest,
-        tokenization: Tokenization,
-        echoes: Sequence[str] = ("",),
-        starts: Sequence[list[int]] = (),
+        self, body: OpenAIRequest, tokenization: Tokenization, echoes: Sequence[Echo] = (NO_ECHO,)
     ) -> None:
         super().__init__()
         self._body, self._token_of = body, tokenization.token
-        self._echoes = [text for text in echoes for _ in range(body.n)]
-        self._starts = [each for each in starts for _ in range(body.n)]
-        self._ends = list(map(len, self._echoes))
+        self._echoes = [echo for echo in echoes for _ in range(body.n)]
+        self._ends = [len(text) for text, _ in self._echoes]
         self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
         self._is_silent = body.max_tokens == 0  # the one token that is made is left out
         self._head: Json = {"id": self.id, "object": self.object}
@@ -474,7 +475,7 @@ class CompletionShape(Shape):
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return a choice for each answer, and the usage of all."""
         choices = []
-        for i, (echo, answer) in enumerate(zip(self._echoes, answers, strict=True)):
+        for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
             piece = Piece(i, answer.text, answer.logprobs, answer.finish_reason)
             text, logprobs, reason = self._said(piece)
             choices.append(self.choice(i, echo + text, logprobs, reason))
@@ -487,7 +488,7 @@ class CompletionShape(Shape):
         head = {**self._head, "object": self.chunk_object}
         wants_usage = self._body.stream_options.include_usage
         no_usage = {"usage": None} if wants_usage else {}
-        for i, echo in enumerate(self._echoes):
+        for i, (echo, _) in enumerate(self._echoes):
             for choice in self.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
         async for piece in pieces:
@@ -515,7 +516,7 @@ class CompletionShape(Shape):
 
     def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
         """Return parallel lists, as the older endpoint has them; those of an echo come first."""
-        offsets = list(self._starts[index]) if tokens[0].logprob is None else []
+        offsets = list(self._echoes[index][1]) if tokens[0].logprob is None else []
         for token in tokens[len(offsets) :]:
             offsets.append(self._ends[index])
             self._ends[index] += len(self._detokenizers[index].feed([token.token_id]))

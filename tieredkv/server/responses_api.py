@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationInfo, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.answer import Answer
@@ -38,17 +38,9 @@ class InputPart(ContentPart, _Known):
     """A part of an item's text."""
 
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
+    unsupported = names_of("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_mark(cls, value: Any) -> Any:
-        """Refuse a breakpoint on what was part of an answer."""
-        name, is_answer = "prompt_cache_breakpoint", ("output_text", "refusal")
-        if isinstance(value, dict) and value.get(name) and value.get("type") in is_answer:
-            raise PydanticCustomError("unknown", "nothing", {"name": name})
-        return value
 
 
 Texts = Annotated[
