@@ -21,17 +21,28 @@ class Detokenizer:
 
     What `feed` and `finish` give, joined, is the text of all tokens, up to a stop string.
 
+    Args:
+        tokenizer: gives the tokens their text.
+        stop: the stop strings.
+        min_tokens: before so many no stop string counts.
+        shows_special: special tokens are part of the text.
+
     Attributes:
         text: everything given out so far.
         stopped_by: the stop string that ended the text, or None.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, stop: Sequence[str] = (), min_tokens: int = 0
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+        shows_special: bool = False,
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        self._decode = _decoder(tokenizer)
+        self._decode = _decoder(tokenizer, skip_special_tokens=not shows_special)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -97,11 +108,9 @@ def _overlap(text: str, stop: str) -> int:
     return 0
 
 
-def _decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: PreTrainedTokenizerBase, **how: bool) -> Callable[[list[int]], str]:
     """Take the Rust decoder itself where there is one; the wrapper is ten times slower."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
-        return lambda ids: str(backend.decode(ids, skip_special_tokens=True))
-    return lambda ids: str(
-        tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    )
+        return lambda ids: str(backend.decode(ids, **how))
+    return lambda ids: str(tokenizer.decode(ids, clean_up_tokenization_spaces=False, **how))

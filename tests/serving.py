@@ -81,8 +81,13 @@ class Server:
                 stderr=log,
                 env=environ,
             )
-        wait_for(lambda: "serving" in self.log or self.process.poll() is not None, "no server")
-        assert f"tieredkv: serving `{model}` at " in self.log, self.log
+        try:
+            wait_for(lambda: "serving" in self.log or self.process.poll() is not None, "no server")
+            assert f"tieredkv: serving `{model}` at " in self.log, self.log
+        except BaseException:  # nobody else knows it
+            self.process.kill()
+            self.process.wait()
+            raise
         self.url = self.log.split(f"tieredkv: serving `{model}` at ")[1].split()[0]
         self.root = self.url.removesuffix("/v1")
 

@@ -20,6 +20,7 @@ def load(name: str) -> Settings:
 def test_these_are_all_the_files_there_are() -> None:
     assert {path.name for path in CONFIGS.iterdir()} == {
         "24h.toml",
+        "compatible.toml",
         "cpu-demo.toml",
         "in_memory.toml",
     }
@@ -49,6 +50,12 @@ def test_24h_keeps_prompts_on_disk_for_a_day() -> None:
     policy = settings.retention_policies().get(settings.default_retention)
     assert (policy.idle_s, policy.absolute_s) == (86400, 86400)
     assert policy.tiers == set(Tier)
+
+
+def test_the_compatible_one_caches_as_the_apis_documents_have_it() -> None:
+    settings = load("compatible.toml")
+    assert (settings.cache_lookback, settings.anthropic_implicit) == (20, "off")
+    assert (settings.min_cache_tokens, settings.default_retention) == (1024, "in_memory")
 
 
 def test_the_demo_walks_its_prompts_through_small_tiers_without_a_gpu() -> None:

@@ -39,6 +39,7 @@ _ABOVE_0 = (lambda value: 0 < value < math.inf), "above 0"
 _AT_LEAST_0 = (lambda value: 0 <= value < math.inf), "at least 0"
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "block_size": (lambda it: 16 <= it <= 256 and it & -it == it, "a power of two from 16 to 256"),
+    "cache_lookback": _AT_LEAST_0,
     "drain_timeout": _AT_LEAST_0,
     "gpu_memory_utilization": (lambda share: 0 < share <= 1, "above 0 and at most 1"),
     "port": (lambda port: 0 <= port <= 65535, "from 0 to 65535"),
@@ -116,7 +117,7 @@ class Settings:
         "off", "sort the keys of tools, so that equal ones are shared"
     )
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
-    cache_lookback: int = _server(0, "`cache_control` hits end within so many blocks; 0 for any")
+    cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
     api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")
     admin_key: str | None = _server(None, "key that opens /admin")
     metrics_key: MetricsKey = _server("auto", "whether /metrics needs a key; auto: not on loopback")

@@ -35,8 +35,9 @@ _CALLED = {name: called for called, names in _NAMES.items() for name in names.sp
 """What a value is called, by its type or by the error of what is none; others say it themselves."""
 
 _OF_NAMES = {
-    "unknown": ("Unknown", "unknown_parameter"),
-    "missing": ("Missing required", "missing_required_parameter"),
+    "unknown": ("Unknown parameter: '{}'.", "unknown_parameter"),
+    "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
+    "unsupported": ("'{}' is not supported.", "unsupported_parameter"),
 }
 _OF_BOUNDS = {
     "ge": ("{}_below_min_value", "{} below minimum value", "a value >= {bound}"),
@@ -58,11 +59,14 @@ class Object(BaseModel):
 
     Attributes:
         known_besides: names that are known although they are no fields.
+        unsupported: names that are known, and refused where they say something; as `type.name`
+            only where that is the type.
         needed: fields that may not be missing where `type` or `role` has a value, as `value.field`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
     known_besides: ClassVar[frozenset[str]] = frozenset()
+    unsupported: ClassVar[frozenset[str]] = frozenset()
     needed: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
@@ -70,9 +74,11 @@ class Object(BaseModel):
     def _drop_nulls(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        known = cls.model_fields.keys() | cls.known_besides
+        known = cls.model_fields.keys() | cls.known_besides | cls.unsupported
         given = {name: each for name, each in value.items() if each is not None}
-        for name in given:
+        for name, each in given.items():
+            if cls.unsupported and each and {name, f"{given.get('type')}.{name}"} & cls.unsupported:
+                raise PydanticCustomError("unsupported", "nothing", {"name": name})
             if info.context and name not in known and info.context(name):
                 raise PydanticCustomError("unknown", "nothing", {"name": name})
         for kind, name in (each.split(".") for each in cls.needed):
@@ -179,16 +185,18 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
     keys = (*error["loc"], *([facts["name"]] if "name" in facts else ()))
     if keys[-1] == "[key]":
-        text = f"Invalid key in '{keys[0]}': {value!r}. "
-        text += "You should only be submitting non-negative integers."
+        what = "You should only be submitting non-negative integers."
+        if "max_length" in facts:
+            what = f"It may have at most {facts['max_length']} characters."
+        text = f"Invalid key in '{keys[0]}': {value!r:.80}. {what}"
         return RequestError(text, param=keys[0], code="invalid_value")
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)[1:]
     expected = _CALLED.get(fault, error["msg"])
     is_plain_item = isinstance(keys[-1], int) and expected != "an object"
     param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     if fault in _OF_NAMES:
-        what, code = _OF_NAMES[fault]
-        return RequestError(f"{what} parameter: '{path}'.", param=path, code=code)
+        text, code = _OF_NAMES[fault]
+        return RequestError(text.format(path), param=path, code=code)
     if fault == "literal_error" and isinstance(value, str):
         return invalid_value(param, value, facts["expected"].replace(" or ", " and "))
     if names := facts.keys() & _OF_BOUNDS:

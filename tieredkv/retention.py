@@ -7,7 +7,8 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from tieredkv.errors import ConfigError, RequestError
+from tieredkv.errors import ConfigError
+from tieredkv.fields import invalid_value
 from tieredkv.types import Tier
 from tieredkv.units import format_duration
 
@@ -101,8 +102,7 @@ class RetentionPolicies:
             *rest, last = (f"'{each.name}'" for each in self._policies.values() if each.is_public)
             joint = " and " if len(rest) == 1 else ", and "
             supported = joint.join([", ".join(rest), last]) if rest else last
-            text = f"Invalid value: '{name}'. Supported values are: {supported}."
-            raise RequestError(text, param="prompt_cache_retention", code="invalid_value")
+            raise invalid_value("prompt_cache_retention", name, supported)
         return policy
 
     def deadline(self, claims: Collection[str], *times: float) -> float:

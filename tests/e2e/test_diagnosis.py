@@ -106,7 +106,7 @@ def test_completions_and_streams_tell_it_too(server: Server) -> None:
 
 
 def test_another_salt_of_the_tenant_is_told_and_another_tenant_never(server: Server) -> None:
-    body: dict[str, Any] = {"messages": talk(f"namespace {LONG}", "hi")}
+    body: dict[str, Any] = {"messages": talk(f"namespace {LONG[::-1]}", "hi")}
     path = "/v1/chat/completions"
     assert miss_of(post(server, path, **body)) == ("never_seen", 0, None)
     assert miss_of(post(server, path, **body, cache_salt="s")) == ("other_namespace", 0, None)

@@ -12,7 +12,7 @@ from tieredkv.engine.loader import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
-from tieredkv.server.anthropic_api import MessagesRequest
+from tieredkv.server.anthropic_api import MessagesRequest, anthropic_body
 from tieredkv.server.asked import Asked, Rules
 from tieredkv.server.chat import Tokenization
 from tieredkv.types import Tier
@@ -74,7 +74,8 @@ def test_each_breakpoint_is_a_claim_up_to_its_end(tokenization: Tokenization) ->
     assert tools.rstrip("}\n").endswith('"type": "object"')
     assert system.endswith("system\nHelp.") and user.endswith("user\none\ntwo")
     assert asked.plan.cacheable_tokens == claims[-1].end_token
-    assert asked.plan.read_ends is None
+    anywhere = Rules(replace(SETTINGS, cache_lookback=0), is_strict=True)
+    assert ask(tokenization, *blocks, rules=anywhere).plan.read_ends is None
 
 
 def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokenization) -> None:
@@ -82,8 +83,10 @@ def test_the_last_block_that_may_be_is_marked_automatically(tokenization: Tokeni
     asked = ask(tokenization, text("one"), text("two"), text(""), cache_control=control)
     [claim] = asked.plan.claims
     assert claim.retention == "5m" and head(tokenization, asked, claim.end_token)[-4:] == "\ntwo"
-    asked = ask(tokenization, text("one"), text("two", "1h"), cache_control=control)
-    assert [claim.retention for claim in asked.plan.claims] == ["1h"]
+    asked = ask(tokenization, text("one"), text("two", "5m"), cache_control=control)
+    assert [claim.retention for claim in asked.plan.claims] == ["5m"]
+    with pytest.raises(RequestError, match=r"cache_control\.ttl: must be that of the last block's"):
+        ask(tokenization, text("one"), text("two", "1h"), cache_control=control)
 
 
 def test_without_breakpoints_all_or_nothing_is_kept(tokenization: Tokenization) -> None:
@@ -102,6 +105,7 @@ def test_hits_end_near_a_breakpoint_and_runs_of_calls_are_one_block(
         {"role": "assistant", "content": [text("two"), *calls]},
         {"role": "user", "content": [*results, text("five", "5m"), text("six")]},
     ]
+    assert SETTINGS.cache_lookback == 20, "as Anthropic documents it"
     for lookback, first in ((1, "five"), (2, "r0"), (4, "two"), (20, "zero")):
         rules = Rules(replace(SETTINGS, cache_lookback=lookback), is_strict=True)
         asked = ask(tokenization, rules=rules, messages=turns)
@@ -126,3 +130,81 @@ def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenizatio
     assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
     with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
         ask(tokenization, {**text("one"), "wise": 1})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": None}, "max_tokens: Field required"),
+        (
+            {"messages": [{"role": "user", "content": [text("a", "2h")]}]},
+            "messages.0.content.0.cache_control.ttl: Invalid value: '2h'. Supported values are: "
+            "'5m' and '1h'.",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**text("a"), "cache_control": {}}]}]},
+            "messages.0.content.0.cache_control.type: Field required",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{**text("a"), "wise": 1}]}]},
+            "messages.0.content.0.wise: Extra inputs are not permitted",
+        ),
+        (
+            {"stop_sequences": ["a", 1]},
+            "Invalid type for 'stop_sequences.1': expected a string, but got an integer instead.",
+        ),
+    ],
+)
+def test_errors_name_the_field_as_anthropics_api_does(
+    tokenization: Tokenization, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        ask(tokenization, text("a"), **fields)
+    body = anthropic_body(caught.value, "req_1")
+    assert body["error"] == {"type": "invalid_request_error", "message": message}
+    assert body["request_id"] == "req_1"
+
+
+def test_what_a_model_has_thought_is_not_in_the_prompt(tokenization: Tokenization) -> None:
+    thoughts = [
+        block("thinking", thinking="Hm.", signature="s"),
+        block("redacted_thinking", data="x"),
+    ]
+    call = block("tool_use", id="1", name="look", input={})
+    result = {"role": "user", "content": [block("tool_result", tool_use_id="1", content="r")]}
+    told = []
+    for said in ([*thoughts, text("one", "5m"), call], [text("one", "5m"), call]):
+        turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": said}, result]
+        thinking = {"type": "enabled", "budget_tokens": 1024}
+        asked = ask(tokenization, messages=turns, thinking=thinking)
+        told.append((asked.prompts, asked.plan.claims))
+    assert told[0] == told[1]
+    with pytest.raises(RequestError, match=r"^messages\.0\.content\.1: only assistant turns"):
+        ask(tokenization, text("hi"), thoughts[0])
+    said = [{**thoughts[0], "cache_control": {"type": "ephemeral"}}, text("one")]
+    with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
+        ask(tokenization, messages=[{"role": "assistant", "content": said}, result])
+    with pytest.raises(RequestError, match="max_tokens: 0 is not allowed with thinking"):
+        ask(tokenization, text("hi"), thinking={"type": "enabled"}, max_tokens=0)
+
+
+def test_a_document_in_plain_text_is_text(tokenization: Tokenization) -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "All of it."}
+    asked = ask(tokenization, block("document", "5m", source=source, title="Book"), text("Why?"))
+    assert head(tokenization, asked, asked.plan.claims[0].end_token).endswith("Book\nAll of it.")
+    source = {"type": "base64", "data": "eA=="}
+    with pytest.raises(RequestError, match=r"Invalid value: 'base64'\. Supported value is: 'text'"):
+        ask(tokenization, block("document", source=source))
+    with pytest.raises(RequestError, match=r"^Missing .*: 'messages\[0\]\.content\[0\]\.source'"):
+        ask(tokenization, block("document"))
+
+
+def test_an_empty_turn_and_a_breakpoint_inside_a_result_are_refused(
+    tokenization: Tokenization,
+) -> None:
+    with pytest.raises(RequestError, match=r"^Invalid 'messages\[0\]\.content': empty array"):
+        ask(tokenization)
+    result = block("tool_result", tool_use_id="1", content=[text("r", "5m")])
+    for rules in (RULES, replace(RULES, is_strict=False)):
+        with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
+            ask(tokenization, result, rules=rules)

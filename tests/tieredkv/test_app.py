@@ -53,15 +53,22 @@ def tokenization() -> Iterator[Tokenization]:
     tokenization.close()
 
 
-def ask(engine: Engine, tokenization: Tokenization, path: str) -> httpx.Response:
-    """Return the whole answer to a stream."""
-    keys = Keys(settings=Settings(), is_strict=False, is_local=True)
-    api = build_app(Api(Settings(), engine, tokenization, keys))  # type: ignore[arg-type]
+def ask(
+    engine: Engine,
+    tokenization: Tokenization,
+    path: str,
+    body: dict[str, Any] | None = None,
+    settings: Settings = Settings(),  # noqa: B008
+) -> httpx.Response:
+    """Return the whole answer, to a stream where no other body is given."""
+    keys = Keys(settings=settings, is_strict=False, is_local=True)
+    api = build_app(Api(settings, engine, tokenization, keys))  # type: ignore[arg-type]
+    body = body or {"model": "m", "stream": True, **PATHS[path]}
 
     async def post() -> httpx.Response:
         transport = httpx.ASGITransport(api)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
-            return await http.post(path, json={"model": "m", "stream": True, **PATHS[path]})
+            return await http.post(path, json=body)
 
     return asyncio.run(post())
 
@@ -79,6 +86,21 @@ def answered(request_id: str) -> TokenOutput:
 def test_a_refusal_at_once_has_its_status(tokenization: Tokenization, path: str) -> None:
     response = ask(Engine(0.0, refused), tokenization, path)
     assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind"),
+    [("/v1/messages", 529, "overloaded_error"), ("/v1/completions", 503, "server_error")],
+)
+def test_a_server_that_stops_is_overloaded_in_the_words_of_its_api(
+    tokenization: Tokenization, path: str, status: int, kind: str
+) -> None:
+    def stopped(request_id: str) -> TokenOutput:
+        return TokenOutput(request_id=request_id, token_ids=[], finish_reason="abort")
+
+    response = ask(Engine(0.0, stopped), tokenization, path)
+    assert (response.status_code, response.headers["retry-after"]) == (status, "1")
+    assert response.json()["error"]["type"] == kind
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -99,7 +121,25 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     assert "A" in good.text
     bad = ask(Engine(0.5, refused), tokenization, path)
     assert (bad.status_code, bad.text.split("\n\n")[0]) == (200, ping)
-    assert "The queue is full" in bad.text.strip().split("\n\n")[-1]
+    last = bad.text.strip().split("\n\n")[-1]
+    assert "The queue is full" in last
+    assert (bad.headers["request-id"] in last) == (path == "/v1/messages")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_who_has_no_key_is_told_how_to_give_one(tokenization: Tokenization, path: str) -> None:
+    settings = Settings(api_keys=("k",))
+    response = ask(Engine(0.0, answered), tokenization, path, settings=settings)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_only_tokens_of_the_vocabulary_have_a_text(tokenization: Tokenization) -> None:
+    def tell(tokens: list[int]) -> httpx.Response:
+        return ask(Engine(0.0, answered), tokenization, "/detokenize", {"tokens": tokens})
+
+    assert tell([72, 105]).json() == {"prompt": "Hi"} and tell([]).json() == {"prompt": ""}
+    response = tell([72, 1024])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
 
 
 def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:

@@ -135,7 +135,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "api_keys": ("a", "b"),
         "canonical_tools": "on",
         "anthropic_implicit": "off",
-        "cache_lookback": 20,
+        "cache_lookback": 5,
         "api_keys_file": "keys.toml",
         "admin_key": "c",
         "metrics_key": "always",

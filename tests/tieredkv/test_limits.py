@@ -157,3 +157,11 @@ def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch
 
     asyncio.run(run())
     assert told == [(429, 21)]  # the last one took 40 s, and two are in hand
+
+
+def test_what_is_no_http_is_refused_with_a_request_id(port: int) -> None:
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"nonsense\r\n\r\n")
+        answer = b"".join(iter(lambda: client.recv(1000), b"")).lower()
+    assert answer.startswith(b"http/1.1 400 ") and b"invalid http request" in answer
+    assert b"\nx-request-id: req_" in answer and b"\nrequest-id: req_" in answer

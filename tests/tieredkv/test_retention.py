@@ -168,13 +168,17 @@ def test_an_unknown_policy_is_refused_in_the_words_of_openai(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("names", "listed"),
-    [(["a"], "'a'"), (["a", "b"], "'a' and 'b'"), (["a", "b", "c"], "'a', 'b', and 'c'")],
+    [
+        (["a"], "value is: 'a'"),
+        (["a", "b"], "values are: 'a' and 'b'"),
+        (["a", "b", "c"], "values are: 'a', 'b', and 'c'"),
+    ],
 )
 def test_the_refusal_lists_what_the_server_offers(names: list[str], listed: str) -> None:
     policies = RetentionPolicies(make_policy(name) for name in names)
     with pytest.raises(RequestError) as error:
         policies.get("x")
-    assert str(error.value).endswith(f"Supported values are: {listed}.")
+    assert str(error.value).endswith(f"Supported {listed}.")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])

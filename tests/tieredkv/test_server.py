@@ -1,11 +1,18 @@
 """What the server accepts, what it refuses and in which words; no engine is needed for it."""
 
 import asyncio
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import tokenizers
+from anthropic.types.message_create_params import MessageCreateParamsBase
+from openai.types import completion_create_params as completion_params
+from openai.types.chat import completion_create_params as chat_params
 from openai.types.responses import ResponseErrorEvent
+from openai.types.responses import response_create_params as response_params
+from transformers import PreTrainedTokenizerFast
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
@@ -17,7 +24,8 @@ from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
 from tieredkv.server import openai_api as requests
-from tieredkv.server.asked import WHOLE, Rules, fitted
+from tieredkv.server.anthropic_api import MessagesRequest
+from tieredkv.server.asked import WHOLE, ApiRequest, Rules, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
@@ -26,6 +34,7 @@ from tieredkv.types import Tier
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
 INFO = EngineInfo(model="m", max_model_len=64, vocab_size=9, worker_pid=None)
 TOKENIZER = load_tokenizer("tiny-random")
+TOKENIZATION = Tokenization(TOKENIZER)
 USER = {"role": "user", "content": "hi"}
 
 
@@ -144,6 +153,18 @@ REFUSED_COMPLETIONS: list[tuple[dict[str, Any], str, str, str]] = [
         "empty string instead.",
         "cache_salt",
         "empty_string",
+    ),
+    (
+        {"prompt": [1.5]},
+        "Invalid type for 'prompt[0]': expected an integer, but got a decimal instead.",
+        "prompt",
+        "invalid_type",
+    ),
+    (
+        {"metadata": {"k" * 65: "v"}},
+        f"Invalid key in 'metadata': '{'k' * 65}'. It may have at most 64 characters.",
+        "metadata",
+        "invalid_value",
     ),
     ({"suffix": "x"}, "'suffix' is not supported.", "suffix", "unsupported_parameter"),
     ({"best_of": 2}, "'best_of' must be equal to 'n'.", "best_of", "unsupported_parameter"),
@@ -295,7 +316,7 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
     def seeds(**fields: Any) -> list[int | None]:
         asked = completion(**fields)
-        shape = requests.CompletionShape(asked, str)
+        shape = requests.CompletionShape(asked, TOKENIZATION)
         whole = asked.asked([[1], [2]], asked.plan(RULES, []), shape=shape)
         return [it.params.seed for it in whole.engine_requests(INFO, "tenant", RULES)]
 
@@ -448,7 +469,7 @@ def test_a_prefix_below_the_minimum_is_not_cached(
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
     asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
     plan = asked.plan(RULES, [])
-    shape = requests.CompletionShape(asked, str)
+    shape = requests.CompletionShape(asked, TOKENIZATION)
     whole = asked.asked([[1] * 20, [2] * 40], plan, shape=shape)
     made = whole.engine_requests(INFO, "tenant", RULES)
     assert [claim.end_token for each in made for claim in each.claims] == [WHOLE - WHOLE % 16] * 4
@@ -488,6 +509,80 @@ def test_a_strict_server_refuses_unknown_fields_wherever_they_stand() -> None:
         read(requests.ChatRequest, body, RULES.refuses)
 
 
+def test_a_strict_server_knows_the_fields_of_the_real_apis() -> None:
+    strict = Rules(Settings(), is_strict=True)
+    kinds: list[tuple[type[ApiRequest], dict[str, Any], Any]] = [
+        (requests.ChatRequest, {"messages": [USER]}, chat_params.CompletionCreateParamsBase),
+        (requests.CompletionRequest, {"prompt": "a"}, completion_params.CompletionCreateParamsBase),
+        (ResponsesRequest, {"input": "a"}, response_params.ResponseCreateParamsBase),
+        (MessagesRequest, {"messages": [USER], "max_tokens": 1}, MessageCreateParamsBase),
+    ]
+    for kind, needed, theirs in kinds:
+        assert len(theirs.__annotations__) > 10
+        for name in theirs.__annotations__.keys() - needed.keys():
+            try:
+                read(kind, {"model": "m", **needed, name: "x"}, strict.refuses)
+            except RequestError as error:
+                assert error.code != "unknown_parameter", (kind, name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions"),
+        ({"audio": {"voice": "ash", "format": "mp3"}}, "audio"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "messages[0].audio"),
+    ],
+)
+def test_what_would_be_in_the_prompt_is_not_left_out_silently(
+    fields: dict[str, Any], param: str
+) -> None:
+    for rules in (RULES, replace(RULES, is_strict=True)):
+        with pytest.raises(RequestError) as caught:
+            read(requests.ChatRequest, {"model": "m", "messages": [USER], **fields}, rules.refuses)
+        assert (str(caught.value), caught.value.param) == (f"'{param}' is not supported.", param)
+        assert caught.value.code == "unsupported_parameter"
+        chat(USER, rules=rules, functions=[], audio=None, prediction={"type": "content"})
+
+
+MARK = {"mode": "explicit"}
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "a"}]
+)
+def test_a_part_of_an_answer_has_no_breakpoint(part: dict[str, Any]) -> None:
+    def ask(**mark: Any) -> None:
+        turns = [{"role": "assistant", "content": [part | mark]}, USER]
+        read(ResponsesRequest, {"model": "m", "input": turns}, RULES.refuses)
+
+    ask()
+    name = "input[0].content[0].prompt_cache_breakpoint"
+    with pytest.raises(RequestError, match=re.escape(f"'{name}' is not supported.")):
+        ask(prompt_cache_breakpoint=MARK)
+
+
+def test_the_refused_lifetime_of_a_breakpoint_is_called_what_it_is() -> None:
+    rules, mark = Rules(Settings()), {"prompt_cache_breakpoint": MARK | {"ttl": "12h"}}
+    output = {"type": "function_call_output", "call_id": "c", "output": [PART, PART | mark]}
+    turns = [USER, {"type": "function_call", "call_id": "c", "name": "f"}, output]
+    with pytest.raises(RequestError, match=r"^Invalid value: '12h'\. Supported value") as caught:
+        read(ResponsesRequest, {"model": "m", "input": turns}).check(rules)
+    assert caught.value.param == "input[2].output[1].prompt_cache_breakpoint.ttl"
+    with pytest.raises(RequestError) as caught:
+        chat({**USER, "content": [{"type": "text", "text": "a", **mark}]}, rules=rules)
+    assert caught.value.param == "messages[0].content[0].prompt_cache_breakpoint.ttl"
+
+
+def test_only_responses_are_prewarmed() -> None:
+    options: dict[str, Any] = {"prompt_cache_options": {"prewarm": True}}
+    assert read(ResponsesRequest, {"model": "m", "input": "a", **options}).is_prewarm
+    for ask in (completion, lambda **fields: chat(USER, **fields)):
+        with pytest.raises(RequestError, match=r"^Unknown parameter: ") as caught:
+            ask(**options)
+        assert caught.value.param == "prompt_cache_options.prewarm"
+
+
 def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
     for depth, is_fine in ((64, True), (65, False), (900, False)):
         body = b'{"a":' * depth + b"1" + b"}" * depth
@@ -515,7 +610,9 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
     answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
     for i, answer in enumerate(answers):
         answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
-    told = requests.CompletionShape(completion(n=2), str, ["", ""]).whole(answers)
+    told = requests.CompletionShape(completion(n=2), TOKENIZATION, [requests.NO_ECHO] * 2).whole(
+        answers
+    )
     assert told["usage"] == {
         "prompt_tokens": 60,
         "completion_tokens": 6,
@@ -534,17 +631,55 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=97, logprob=-0.5, top=[(97, -0.5), (98, float("-inf"))]),
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
-    text = {97: "a", 98: "b", 233: "\N{REPLACEMENT CHARACTER}"}.__getitem__
-    assert requests.CompletionShape(completion(), text).logprobs(tokens, 3) == {
-        "tokens": ["a", "\N{REPLACEMENT CHARACTER}"],
+    shape = requests.CompletionShape(completion(), TOKENIZATION, [("abc", [])])
+    assert shape.logprobs(tokens, 0) == {
+        "tokens": ["a", "bytes:\\xe9"],
         "token_logprobs": [-0.5, -1.0],
-        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"\N{REPLACEMENT CHARACTER}": -1.0}],
+        "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"bytes:\\xe9": -1.0}],
         "text_offset": [3, 4],
     }
-    content = requests.ChatShape(chat(USER), text).logprobs(tokens, 0)["content"]
+    content = requests.ChatShape(chat(USER), TOKENIZATION).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
-    assert content[1]["bytes"] is None
+    assert (content[1]["token"], content[1]["bytes"]) == ("\N{REPLACEMENT CHARACTER}", [233])
+
+
+def test_offsets_of_tokens_are_places_in_the_text() -> None:
+    asked = completion(prompt="H\u00e9\u00e9 x", echo=True, logprobs=0, n=2, max_tokens=4)
+    shape: Any = asyncio.run(asked.ask(TOKENIZATION, RULES)).shape
+    scores = [(72, None), *((each, -1.0) for each in b"\xc3\xa9\xc3\xa9 x\xe2\x98")]
+    first = [TokenLogprob(token_id=id, logprob=logprob) for id, logprob in scores]
+    expected = [0, 1, 1, 2, 2, 3, 4, 5, 5]
+    assert [shape.logprobs(first, i)["text_offset"] for i in (0, 1)] == [expected] * 2
+    last = [TokenLogprob(token_id=id, logprob=-1.0) for id in b"\x83!"]
+    told = [shape.logprobs([token], 1) for token in last]  # piece by piece
+    assert [each["text_offset"] for each in told] == [[5], [6]]
+
+
+def test_different_tokens_have_different_names_though_none_has_a_text() -> None:
+    top = [(0xC3, -1.0), (0xE2, -2.0), (0xF0, -3.0)]
+    token = TokenLogprob(token_id=0xC3, logprob=-1.0, top=top)
+    [told] = requests.CompletionShape(completion(), TOKENIZATION).logprobs([token], 0)[
+        "top_logprobs"
+    ]
+    assert told == {"bytes:\\xc3": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xf0": -3.0}
+
+
+def test_what_the_tokenizer_puts_before_a_text_begins_where_it_does() -> None:
+    ids = [256, *b"ab"]
+    for text, starts in (("ab", [0, 0, 1]), ("<|bos|>ab", [0, 7, 8])):
+        assert asyncio.run(TOKENIZATION.starts(ids, text)) == starts
+
+
+def test_bytes_of_other_vocabularies_are_told_too() -> None:
+    vocabulary = {"<0xC3>": 0, "<0xA9>": 1, "a": 2, "\N{REPLACEMENT CHARACTER}": 3}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True))
+    decoders = tokenizers.decoders
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    make: Any = PreTrainedTokenizerFast
+    tokenization = Tokenization(make(tokenizer_object=backend))
+    told = [tokenization.token(id).encoded for id in range(4)]
+    assert told == [b"\xc3", b"\xa9", b"a", "\N{REPLACEMENT CHARACTER}".encode()]
 
 
 @pytest.mark.parametrize(
@@ -584,5 +719,5 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
 
 def test_the_operators_policies_are_the_supported_values() -> None:
     only_memory = Rules(Settings(max_retention="in_memory"), is_strict=False)
-    with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported values are: "):
+    with pytest.raises(RequestError, match=r"^Invalid value: '24h'\. Supported value is: "):
         completion(prompt_cache_retention="24h").check(only_memory)

@@ -4,6 +4,7 @@ It knows fields, texts, shapes and the rules of breakpoints, no sockets and no e
 are put into the form that OpenAI's have, so that both share their blocks.
 """
 
+import re
 from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
@@ -21,6 +22,9 @@ from tieredkv.server.generation import Piece
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
+_THOUGHTS = ("thinking", "redacted_thinking")
+_RUNS = ("tool_use", "tool_result")
+"""Of these, several in a row are one position."""
 
 
 class _Known(Object):
@@ -30,6 +34,7 @@ class _Known(Object):
         metadata service_tier container context_management inference_geo speed user_profile_id
         workspace_id effort display citations is_error caller toolset_name strict input_examples
         disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
+        budget_tokens thinking signature data
     """)
 
 
@@ -51,23 +56,51 @@ class Marked(_Known):
         return self.cache_control.ttl if self.cache_control else ""
 
 
+class ResultText(_Known):
+    """A text that a tool has returned; only the whole result can have a breakpoint."""
+
+    unsupported = names_of("cache_control")
+
+    type: Literal["text"]
+    text: str
+
+
+class PlainText(_Known):
+    """What is in a document, where it is a text."""
+
+    type: Literal["text"]
+    media_type: Literal["text/plain"] = "text/plain"
+    data: str
+
+
 class Block(Marked):
     """A part of a turn; which fields it needs goes with its type."""
 
-    needed = ("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id")
+    needed = (
+        *("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id"),
+        "document.source",
+    )
+    unsupported = names_of("thinking.cache_control redacted_thinking.cache_control")
 
-    type: Literal["text", "tool_use", "tool_result"]
+    type: Literal["text", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"]
     text: str = ""
     id: str = ""
     name: str = ""
     input: Json = Field({})
     tool_use_id: str = ""
-    content: "Texts" = Field([])
+    content: Annotated[list[ResultText], FailFast(), PARTS] = Field([])
+    source: PlainText | None = None
+    title: str = ""
+    context: str = ""
 
     @property
     def texts(self) -> list[str]:
-        """What the chat template prints of it as text."""
-        return [self.text] if self.type == "text" else [part.text for part in self.content]
+        """What the chat template prints of it as text; thoughts are not told again."""
+        if self.type == "text":
+            return [self.text]
+        if self.type == "document" and self.source:
+            return ["\n".join(filter(None, (self.title, self.context, self.source.data)))]
+        return [part.text for part in self.content]
 
 
 class TextBlock(Block):
@@ -76,9 +109,8 @@ class TextBlock(Block):
     type: Literal["text"]
 
 
-Blocks = Annotated[list[Block], FailFast(), PARTS]
+Blocks = Annotated[list[Block], FailFast(), Field(min_length=1), PARTS]
 Texts = Annotated[list[TextBlock], FailFast(), PARTS]
-Block.model_rebuild()
 
 
 class Tool(Marked):
@@ -118,7 +150,7 @@ class OutputConfig(_Known):
 class Thinking(_Known):
     """Whether the model thinks aloud, which none does here."""
 
-    type: Literal["disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive"]
 
 
 class Place(NamedTuple):
@@ -153,6 +185,9 @@ class Conversation(ApiRequest, Marked):
         """The messages for the chat template, and where each block is in them.
 
         A breakpoint of the whole request is on the last block that may have one.
+
+        Raises:
+            RequestError: a block is where it cannot be, or two breakpoints where only one can.
         """
         messages: list[Json] = []
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
@@ -164,6 +199,12 @@ class Conversation(ApiRequest, Marked):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
                     messages.append({"role": "tool" if is_result else role, "content": []})
+                if block.type in _THOUGHTS:
+                    if role != "assistant":
+                        raise RequestError(
+                            f"{path}.{j}: only assistant turns have {block.type} blocks"
+                        )
+                    continue
                 message = messages[-1]
                 message["content"] += block.texts
                 if is_result:
@@ -174,13 +215,18 @@ class Conversation(ApiRequest, Marked):
                     message["tool_calls"] = [*message.get("tool_calls", ()), call]
                 # What has no text is marked at the end of its message.
                 mark = (len(messages) - 1, len(message["content"]) - 1 if block.texts else -1)
-                is_in_run = j > 0 and block.type == blocks[j - 1].type != "text"
+                is_in_run = j > 0 and block.type == blocks[j - 1].type and block.type in _RUNS
                 position = places[-1].position + (not is_in_run) if places else 0
                 is_empty = block.type == "text" and not block.text
                 places.append(Place(f"{path}.{j}", mark, position, block.ttl, is_empty))
         last = max((i for i, place in enumerate(places) if not place.is_empty), default=None)
-        if last is not None:
-            places[last] = places[last]._replace(ttl=places[last].ttl or self.ttl)
+        if last is not None and self.ttl:
+            if places[last].ttl not in ("", self.ttl):
+                text = (
+                    f"must be that of the last block's cache_control, which is {places[last].ttl}"
+                )
+                raise RequestError(f"cache_control.ttl: {text}")
+            places[last] = places[last]._replace(ttl=self.ttl)
         return messages, places
 
     @cached_property
@@ -211,7 +257,7 @@ class Conversation(ApiRequest, Marked):
         for place in self.breakpoints:
             if place.ttl not in rules.policies.names:
                 text = f"'{place.ttl}' is not available on this server"
-                raise RequestError(f"cache_control.ttl: {text}")
+                raise RequestError(f"{place.path}.cache_control.ttl: {text}")
 
     async def encode(self, tokenization: Tokenization, marks: Sequence[Mark] = ()) -> Encoded:
         """Return the prompt's token ids, and the ends of marked places."""
@@ -247,8 +293,10 @@ class MessagesRequest(Conversation):
     def check(self, rules: Rules) -> None:
         """Refuse what is not supported, too."""
         super().check(rules)
-        if self.stream and self.max_tokens == 0:
-            raise RequestError("max_tokens: 0 is not allowed with stream")
+        thinks = self.thinking is not None and self.thinking.type == "enabled"
+        for what, is_there in (("stream", self.stream), ("thinking", thinks)):
+            if is_there and self.max_tokens == 0:
+                raise RequestError(f"max_tokens: 0 is not allowed with {what}")
         if self.output_config is not None and self.output_config.format is not None:
             raise RequestError("output_config.format: structured outputs are not supported")
         if self.messages[-1].role == "assistant":
@@ -326,7 +374,7 @@ class MessageShape(Shape):
 
     def failure(self, error: RequestError) -> Json:
         """Return the error as answers have it."""
-        return anthropic_body(error)
+        return anthropic_body(error, self.request_id)
 
     def _ending(self, answer: Answer) -> Json:
         stopped_by = answer.stopped_by if self._max_tokens else None
@@ -377,14 +425,29 @@ _ANTHROPIC_TYPES = {
 }
 """By status; others below 500 are the request's fault, those above are the server's."""
 
+STATUS = {408: 504, 503: 529}
+"""What Anthropic's clients know a status by, where it is another one than OpenAI's."""
 
-def anthropic_body(error: RequestError, request_id: str | None = None) -> Json:
+_ANTHROPIC_WORDS = {
+    "missing_required_parameter": "Field required",
+    "unknown_parameter": "Extra inputs are not permitted",
+}
+
+
+def anthropic_body(error: RequestError, request_id: str | None) -> Json:
     """Return an error in Anthropic's form; `request_id` is that of the answer's header.
 
-    That form has no place for the field at fault, so that the message names it.
+    That form has no place for the field at fault, so that the message names it, with dots.
     """
-    is_named = error.param is None or error.param in str(error)
-    text = str(error) if is_named else f"{error.param}: {error}"
+    text, path = _ANTHROPIC_WORDS.get(error.code or "", str(error)), error.param or ""
+    field = _dotted(path)
+    if path:
+        text = re.sub(rf"{re.escape(path)}[\w.\[\]]*", lambda found: _dotted(found[0]), text)
+    text = text if field in text else f"{field}: {text}"
     other = "api_error" if error.status >= 500 else "invalid_request_error"
     told = {"type": _ANTHROPIC_TYPES.get(error.status, other), "message": text}
     return {"type": "error", "error": told, "request_id": request_id}
+
+
+def _dotted(path: str) -> str:
+    return re.sub(r"\[(\d+)\]", r".\1", path)

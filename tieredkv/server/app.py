@@ -28,15 +28,15 @@ from tieredkv import __version__
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
+from tieredkv.server import anthropic_api as anthropic
 from tieredkv.server.admin import carry_out
-from tieredkv.server.anthropic_api import CountTokensRequest, MessagesRequest, anthropic_body
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import Limits, read_body
+from tieredkv.server.limits import ID_HEADERS, Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
 from tieredkv.server.openapi import describe
@@ -53,8 +53,8 @@ ANSWERED: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/responses": ResponsesRequest,
-    "/v1/messages": MessagesRequest,
-    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/messages": anthropic.MessagesRequest,
+    "/v1/messages/count_tokens": anthropic.CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -148,6 +148,7 @@ class Api:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         """Answer; a refusal has its status, but for one of a stream that comes late."""
         shape, tenant, tokenization = asked.shape, request.scope["tenant"], self._tokenization
+        shape.request_id = request.scope["request_id"]
         requests = asked.engine_requests(self._engine.info, tenant, self._keys.rules(tenant))
         observer = Observer(self._metrics, tenant, asked.labels, request.scope["arrived_at"])
         generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
@@ -238,15 +239,14 @@ def build_app(api: Api) -> ASGIApp:
 
 
 def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every answer an `x-request-id`, which Anthropic's clients call `request-id`."""
+    """Give every answer the request's id."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                ids = {"x-request-id": request_id, "request-id": request_id}
-                MutableHeaders(scope=message).update(ids)
+                MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, request_id))
             await send(message)
 
         await app(scope, receive, send_with_id)
@@ -263,8 +263,10 @@ async def _watch(request: Request, generation: Generation) -> None:
 
 async def _on_request_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
-    headers = {"Retry-After": str(error.retry_after_s)}
-    return _refusal(request, error, headers if error.status in (429, 503) else None)
+    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
+    if error.status in (429, 503):
+        headers = {"Retry-After": str(error.retry_after_s)}
+    return _refusal(request, error, headers)
 
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
@@ -289,10 +291,11 @@ def _refusal(
     request: Request, error: RequestError, headers: Mapping[str, str] | None = None
 ) -> Response:
     """Return an error in the form of the API whose path it is."""
-    body = openai_body(error)
-    if request.url.path.startswith("/v1/messages"):
-        body = anthropic_body(error, request.scope["request_id"])
-    return JSONResponse(body, error.status, headers)
+    if not request.url.path.startswith("/v1/messages"):
+        return JSONResponse(openai_body(error), error.status, headers)
+    status = anthropic.STATUS.get(error.status, error.status)
+    body = anthropic.anthropic_body(error, request.scope["request_id"])
+    return JSONResponse(body, status, headers)
 
 
 def unknown_model(name: str) -> RequestError:

@@ -23,7 +23,7 @@ from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
 from tieredkv.retention import TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.diagnosis import MAX_SEGMENTS, NONE, Diagnosis, Part, Seen, Segment, digest
+from tieredkv.server.diagnosis import NONE, Diagnosis, Part, Seen
 from tieredkv.server.generation import Piece
 from tieredkv.types import Tier
 from tieredkv.units import parse_duration
@@ -70,9 +70,10 @@ class Rules:
     def refuses(self, name: str) -> bool:
         """Whether a field of this name is refused where it is unknown.
 
-        A breakpoint is nothing to leave out silently, as its prefix would not be kept.
+        A breakpoint is nothing to leave out silently, as its prefix would not be kept; nor is
+        `prewarm`, as a whole answer would be made.
         """
-        return self.is_strict or name == "prompt_cache_breakpoint"
+        return self.is_strict or name in ("prompt_cache_breakpoint", "prewarm")
 
     def check_retention(self, name: str) -> None:
         """Refuse a retention that does not exist, or that only other keys may name.
@@ -85,8 +86,14 @@ class Rules:
             raise RequestError(text, param="prompt_cache_retention", code="invalid_parameter")
         self.policies.get(name, is_strict=self.is_strict)
 
-    def claim(self, end_token: int, retention: str | None, lifetime: str) -> Claim:
+    def claim(self, end_token: int, retention: str | None, lifetime: str, path: str) -> Claim:
         """Return what keeps a prefix for a lifetime at least; a long one raises it to the disk's.
+
+        Args:
+            end_token: of the prefix.
+            retention: the policy that the request names.
+            lifetime: as the field of this path has it.
+            path: of that field.
 
         Raises:
             RequestError: no retention is so long.
@@ -97,7 +104,7 @@ class Rules:
         if lifetime_s > policy.absolute_s and self.settings.disk_dir and raised.may_use_disk:
             policy = raised
         if lifetime_s > policy.absolute_s:
-            raise invalid_value("prompt_cache_options.ttl", lifetime, "'30m'")
+            raise invalid_value(path, lifetime, "'30m'")
         return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
 
 
@@ -108,6 +115,7 @@ class Shape(Protocol):
         id: of the answer.
         created: when it was begun, in whole seconds.
         diagnosis: the request beside earlier ones.
+        request_id: that of the answer's header.
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
     """
 
@@ -117,6 +125,7 @@ class Shape(Protocol):
     names_events: ClassVar[bool] = False
     ping: ClassVar[bytes] = b": ping\n\n"
     diagnosis: Diagnosis = NONE
+    request_id: str | None = None
 
     def __init__(self) -> None:
         self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
@@ -186,9 +195,7 @@ class Asked:
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
         settings = {**self.settings, "namespace": (salt, key)}
-        digests = {name: digest(str(value)) for name, value in settings.items()}
-        segments = [Segment.of(*part) for part in self.parts[:MAX_SEGMENTS]]
-        return Seen(segments, sum(map(len, self.prompts)), digests)
+        return Seen.of(self.parts, sum(map(len, self.prompts)), settings)
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
         """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import re
 from bisect import bisect_left
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.errors import RequestError
 from tieredkv.server.diagnosis import Part, parts_of
 from tieredkv.server.pieces import PieceEncoder
@@ -25,7 +28,7 @@ NUM_THREADS = 4
 SHORT_CHARACTERS = 4096
 """Work on fewer is done at once: it takes about as long as a thread's answer would."""
 
-CACHED_TOKEN_TEXTS = 65_536
+CACHED_TOKENS = 65_536
 
 Prompt = str | list[int]
 TOOLS = -1
@@ -43,8 +46,25 @@ Mark = tuple[int, int]
 Messages = Sequence[Mapping[str, Any]]
 """What chat templates know, but for `content`, which may be a list of texts: its parts."""
 
+_BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
+"""What vocabularies of bytes write for each of them."""
+
 Arguments = Mapping[str, Any]
 Result = TypeVar("Result")
+
+
+class Token(NamedTuple):
+    """What one token says: its text by itself, and its bytes, which may be part of a character."""
+
+    text: str
+    encoded: bytes
+
+    @property
+    def label(self) -> str:
+        """Its text or, where it has none by itself, its bytes, as OpenAI writes them."""
+        if self.text.encode() == self.encoded:
+            return self.text
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.encoded)
 
 
 class Encoded(NamedTuple):
@@ -77,7 +97,7 @@ class Tokenization:
         self._encoder = PieceEncoder(tokenizer)
         self._namespace: object = ""
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
-        self.token_text = functools.lru_cache(CACHED_TOKEN_TEXTS)(self._decode_one)
+        self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
 
     def of(self, namespace: object) -> "Tokenization":
         """Return the same, for texts that no other namespace may notice."""
@@ -123,6 +143,20 @@ class Tokenization:
         if isinstance(prompt, str):
             return prompt
         return await self.run(len(prompt), lambda: str(self.tokenizer.decode(prompt)))
+
+    async def starts(self, token_ids: Sequence[int], text: str) -> list[int]:
+        """Return where each token begins in their text; all bytes of a character begin with it."""
+
+        def find() -> list[int]:
+            detokenizer = Detokenizer(self.tokenizer, shows_special=True)
+            lengths = [len(detokenizer.feed([token_id])) for token_id in token_ids]
+            detokenizer.finish()
+            # What the tokenizer put before a text is not in it.
+            num_added = len(detokenizer.text) - len(text)
+            starts = itertools.accumulate([-num_added, *lengths])
+            return [max(0, start) for start in starts][: len(token_ids)]
+
+        return await self.run(len(token_ids), find)
 
     def close(self) -> None:
         """End the threads; what they are doing is not waited for."""
@@ -211,8 +245,15 @@ class Tokenization:
             return arguments
         return {**arguments, "tools": json.loads(json.dumps(arguments["tools"], sort_keys=True))}
 
-    def _decode_one(self, token_id: int) -> str:
-        return str(self.tokenizer.decode([token_id]))
+    def _decode_one(self, token_id: int) -> Token:
+        text = str(self.tokenizer.decode([token_id]))
+        encoded, name = text.encode(), str(self.tokenizer.convert_ids_to_tokens(token_id))
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            if match := re.fullmatch("<0x([0-9A-F]{2})>", name):
+                encoded = bytes.fromhex(match[1])
+            elif all(each in _BYTE_OF for each in name):
+                encoded = bytes(map(_BYTE_OF.__getitem__, name))
+        return Token(text, encoded)
 
 
 def _joined(messages: Messages) -> list[dict[str, Any]]:

@@ -4,10 +4,10 @@ Of what requests say only digests are kept.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import takewhile
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,9 +17,10 @@ MAX_REQUESTS = 256
 MAX_TENANTS = 256
 MAX_SEGMENTS = 128
 MASKED_CHARACTERS = 4096
+MAX_TAILS = 32
 
-_PASSING = re.compile(  # words with a digit; names of days and months
-    r"(?<![\w:.+-])(?:(?!\d)[\w:.+-])*+\d[\w:.+-]*+"
+_PASSING = re.compile(  # what begins with a digit; long words with one; names of days and months
+    r"(?<![\w:.+-])(?:(?=[\w:.+-]{6})(?:(?!\d)[\w:.+-])*+)?\d[\w:.+-]*+"
     r"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 )
 _KINDS = ("tools", "system", "messages", "input")
@@ -32,6 +33,26 @@ Part = tuple[str, Any, str]
 def digest(text: str) -> int:
     encoded = text.encode("utf-8", "surrogatepass")
     return int.from_bytes(hashlib.blake2b(encoded, digest_size=8).digest(), "little")
+
+
+def tails_of(parts: Sequence[Part]) -> frozenset[bytes]:
+    """Return digests of the first text or message from each of its first words on.
+
+    Two that share one differ near the top and nowhere else, whatever was put in or left out there.
+    """
+    text = next((_text(value) for kind, value, _ in parts if kind != "tools"), "")
+    words = re.finditer(r"\S+", text[: len(text) // 2])
+    places = [word.start() for word in itertools.islice(words, MAX_TAILS)]
+    found, hashed, end = [], hashlib.blake2b(digest_size=8), len(text)
+    for place in reversed(places):  # backwards, so that each goes on from the one behind it
+        hashed.update(text[place:end][::-1].encode("utf-8", "surrogatepass"))
+        found.append(hashed.digest())
+        end = place
+    return frozenset(found)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 class Segment(NamedTuple):
@@ -53,7 +74,7 @@ class Segment(NamedTuple):
     @classmethod
     def of(cls, kind: str, value: Any, name: str) -> "Segment":
         """Return what is kept of a text or a JSON value."""
-        text = value if isinstance(value, str) else json.dumps(value)
+        text = _text(value)
         ordered = text if isinstance(value, str) else json.dumps(value, sort_keys=True)
         masked = _PASSING.sub("#", text[:MASKED_CHARACTERS]) + text[MASKED_CHARACTERS:]
         return cls(kind, len(text), digest(text), digest(ordered), digest(masked), name)
@@ -87,16 +108,34 @@ class Seen(NamedTuple):
     Attributes:
         settings: digests of what else may be changed, by name; `namespace` is what its blocks are
             kept apart by, beside the tenant.
+        tails: of its first text or message.
     """
 
     segments: Sequence[Segment] = ()
     num_tokens: int = 0
     settings: Mapping[str, int] = MappingProxyType({})
+    tails: frozenset[bytes] = frozenset()
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
+        """Return what is kept of a prompt's parts and of what else may be changed."""
+        segments = [Segment.of(*part) for part in parts[:MAX_SEGMENTS]]
+        digests = {name: digest(str(value)) for name, value in settings.items()}
+        return cls(segments, num_tokens, digests, tails_of(parts))
+
+    def change_from(self, other: "Seen", index: int) -> str | None:
+        """Return what makes a segment another one, as far as that is known."""
+        if index >= min(len(self.segments), len(other.segments)):
+            return None
+        now, is_top = self.segments[index], not index or self.segments[index - 1].kind == "tools"
+        is_near_top = is_top and now.kind != "tools" and bool(self.tails & other.tails)
+        inserted = "something near the top, and nothing behind it" if is_near_top else None
+        return now.change_from(other.segments[index]) or inserted
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments at the top are the same."""
         both = zip(self.segments, other.segments, strict=False)
-        return sum(1 for _ in takewhile(lambda pair: pair[0].raw == pair[1].raw, both))
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].raw == pair[1].raw, both))
 
     def tokens_before(self, index: int) -> int:
         """Return about how many tokens lie before a segment."""
@@ -122,7 +161,7 @@ def change(old: Seen, new: Seen) -> Change | None:
         return None
     before, now = old.segments[index], new.segments[index]
     kind = min(before.kind, now.kind, key=_KINDS.index)
-    why = now.change_from(before)
+    why = new.change_from(old, index)
     what = f"{now.name} changed" if now.kind == kind else "a tool was removed"
     place = old.tokens_before(index)
     detail = f"{what}{f': {why}' if why else ''} (segment {index}, about token {place})"
@@ -165,13 +204,15 @@ class Diagnosis(NamedTuple):
         found, is_new = change(self.compared, self.seen), usage.miss_reason == "never_seen"
         if usage.cached_tokens and (usage.miss_reason is None or (found is None and is_new)):
             return Change("hit", 0)
+        if found and found.kind in _KINDS:  # what was reused of it is beyond doubt
+            num_reused = min(usage.cached_tokens, self.compared.num_tokens - 1)
+            return found._replace(at_token=max(found.at_token, num_reused))
         settings = dict(self.compared.settings.items() - self.seen.settings.items())
         return found or Change(min(settings, default="unavailable"), 0)
 
     def _likeness(self, other: Seen) -> float:
         index = other.num_common(self.seen)
-        pair = [seen.segments[index : index + 1] for seen in (other, self.seen)]
-        is_nearly = all(pair) and pair[1][0].change_from(pair[0][0]) is not None
+        is_nearly = self.seen.change_from(other, index) is not None
         return index + is_nearly / 2
 
 

@@ -6,6 +6,7 @@ It knows connections and bytes, not what they mean.
 import asyncio
 import itertools
 import time
+import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
 MAX_RETRY_AFTER_S = 60
+
+ID_HEADERS = ("x-request-id", "request-id")
+"""What OpenAI's and Anthropic's clients call the id that each answer has."""
 
 _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
 
@@ -137,6 +141,15 @@ class TimedConnection(H11Protocol):
             self._reading.cancel()
         elif self._reading.cancelled():
             self._reading = self._abort_in(HEADERS_TIMEOUT_S)
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP; this answer has an id, too."""
+        headers = dict.fromkeys(ID_HEADERS, f"req_{uuid.uuid4().hex}")
+        headers |= {"content-type": "text/plain; charset=utf-8", "connection": "close"}
+        head = h11.Response(status_code=400, headers=[*headers.items()], reason=b"Bad Request")
+        for event in (head, h11.Data(data=msg.encode()), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
     def pause_writing(self) -> None:
         """Wait for a client that does not read, but not for ever."""

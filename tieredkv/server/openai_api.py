@@ -6,10 +6,9 @@ is checked here in whole, before anybody works for it. Fields are called what th
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -19,10 +18,11 @@ from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
+from tieredkv.engine.detokenizer import Detokenizer
 from tieredkv.engine.messages import EngineRequest, TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, out_of_bounds
+from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, names_of, out_of_bounds
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
 from tieredkv.server.generation import Piece
@@ -35,7 +35,7 @@ MAX_PROMPTS = 2048
 _SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
-
+Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
 
 Ttl = Literal["30m", "12h"]
 ServiceTier = Literal["auto", "default", "flex", "scale", "priority", "fast", "ultrafast"]
@@ -94,7 +94,7 @@ class OpenAIRequest(ApiRequest):
     # These mean nothing here.
     user: str | None = None
     safety_identifier: str | None = None
-    metadata: dict[str, Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
+    metadata: Metadata = Field({}, max_length=16)
     store: bool = False
     service_tier: ServiceTier | None = None
 
@@ -156,21 +156,36 @@ class OpenAIRequest(ApiRequest):
             if part.prompt_cache_breakpoint
         }
 
+    @property
+    def ttl_paths(self) -> list[str]:
+        """What the lifetime of each mark is called, in the same order."""
+        return [
+            f"{self.prompt_field}[{i}].{field}[{j}].prompt_cache_breakpoint.ttl"
+            for i, item in enumerate(getattr(self, self.prompt_field))
+            for field in ("content", "output")
+            for j, part in enumerate(getattr(item, field, ()))
+            if part.prompt_cache_breakpoint
+        ]
+
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
         options = self.prompt_cache_options
         ttl: Ttl = options.ttl if options else "30m"
         is_explicit = options is not None and options.mode == "explicit"
-        wanted = [(end, at.ttl or ttl) for end, at in zip(ends, self.marks.values(), strict=True)]
+        of_all = "prompt_cache_options.ttl"
+        wanted = [
+            (end, at.ttl or ttl, path if at.ttl else of_all)
+            for end, at, path in zip(ends, self.marks.values(), self.ttl_paths, strict=True)
+        ]
         # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
         wanted = wanted[-4:] if is_explicit else wanted[-3:]
         if options and not is_explicit:
-            wanted.append((WHOLE, ttl))
+            wanted.append((WHOLE, ttl, of_all))
         retention = self.prompt_cache_retention
         return EngineRequest(
             params=self.params,
             retention=retention,
-            claims=[rules.claim(end, retention, lifetime) for end, lifetime in wanted],
+            claims=[rules.claim(end, retention, *how) for end, *how in wanted],
             cacheable_tokens=max([0, *ends]) if is_explicit else None,
             cache_salt=self.cache_salt,
             prompt_cache_key=self.prompt_cache_key,
@@ -185,7 +200,7 @@ class OpenAIRequest(ApiRequest):
 
 def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
     """Return a list of prompts from those of one kind, or from the ids of a single one."""
-    if not value or isinstance(value[0], int):
+    if not (value and isinstance(value[0], str | list)):
         return [_TOKEN_IDS.validate_python(value, strict=True)]
     several = _SEVERAL_TEXTS if isinstance(value[0], str) else _SEVERAL_TOKEN_IDS
     return several.validate_python(value, strict=True)
@@ -199,6 +214,7 @@ _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_
 class CompletionRequest(OpenAIRequest):
     """`POST /v1/completions`."""
 
+    unsupported = names_of("suffix")
     prompt_field = "prompt"
     default_tokens = 16
 
@@ -206,7 +222,6 @@ class CompletionRequest(OpenAIRequest):
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
-    suffix: Any = None
     best_of: int | None = Field(None, ge=1)
 
     @property
@@ -218,8 +233,6 @@ class CompletionRequest(OpenAIRequest):
         """Refuse what is not supported, too."""
         if self.max_tokens == 0 and not self.echo:
             raise out_of_bounds("max_tokens", "ge", 1, 0)
-        if self.suffix not in (None, ""):
-            raise unsupported("'suffix' is not supported.", "suffix")
         if self.best_of not in (None, self.n):
             raise unsupported("'best_of' must be equal to 'n'.", "best_of")
         super().check(rules)
@@ -227,9 +240,12 @@ class CompletionRequest(OpenAIRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Encode the texts, and decode what is echoed."""
         prompts = await tokenization.encode_prompts(self.prompt)
-        echoes = [await tokenization.decode(it) if self.echo else "" for it in self.prompt]
-        shape = CompletionShape(self, tokenization.token_text, echoes)
-        prompt_logprobs = self.logprobs if self.echo else None
+        prompt_logprobs, echoes = self.logprobs if self.echo else None, []
+        for prompt, token_ids in zip(self.prompt, prompts, strict=True):
+            text = await tokenization.decode(prompt) if self.echo else ""
+            scored = token_ids if prompt_logprobs is not None else []
+            echoes.append((text, await tokenization.starts(scored, text)))
+        shape = CompletionShape(self, tokenization, echoes)
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
         return self.asked(prompts, plan, shape=shape, parts=parts)
@@ -287,6 +303,7 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
+    unsupported = names_of("audio function_call")
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -375,6 +392,10 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 class ChatRequest(ConversationRequest):
     """`POST /v1/chat/completions`."""
 
+    known_besides = OpenAIRequest.known_besides | names_of(
+        "function_call moderation prediction web_search_options"
+    )
+    unsupported = names_of("audio functions")
     prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1, max_length=16_384)
@@ -413,7 +434,7 @@ class ChatRequest(ConversationRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        shape = ChatShape(self, tokenization.token_text)
+        shape = ChatShape(self, tokenization)
         return await self.render(tokenization, rules, arguments, shape=shape)
 
 
@@ -421,12 +442,18 @@ def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
 
 
+Echo = tuple[str, Sequence[int]]
+"""The text of a prompt, and where its tokens begin in it if they are told."""
+
+NO_ECHO: Echo = ("", ())
+
+
 class CompletionShape(Shape):
     """`/v1/completions`; all chunks of an answer share id, time and model.
 
     Args:
         body: what was asked.
-        token_text: gives the text of one token id.
+        tokenization: tells what tokens say.
         echoes: what the answers to each prompt begin with.
     """
 
@@ -434,11 +461,13 @@ class CompletionShape(Shape):
     object = chunk_object = "text_completion"
 
     def __init__(
-        self, body: OpenAIRequest, token_text: Callable[[int], str], echoes: Sequence[str] = ("",)
+        self, body: OpenAIRequest, tokenization: Tokenization, echoes: Sequence[Echo] = (NO_ECHO,)
     ) -> None:
         super().__init__()
-        self._body, self._token_text = body, token_text
-        self._echoes = [text for text in echoes for _ in range(body.n)]
+        self._body, self._token_of = body, tokenization.token
+        self._echoes = [echo for echo in echoes for _ in range(body.n)]
+        self._ends = [len(text) for text, _ in self._echoes]
+        self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
         self._is_silent = body.max_tokens == 0  # the one token that is made is left out
         self._head: Json = {"id": self.id, "object": self.object}
         self._head |= {"created": self.created, "model": body.model}
@@ -446,9 +475,9 @@ class CompletionShape(Shape):
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return a choice for each answer, and the usage of all."""
         choices = []
-        for i, (echo, answer) in enumerate(zip(self._echoes, answers, strict=True)):
+        for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
             piece = Piece(i, answer.text, answer.logprobs, answer.finish_reason)
-            text, logprobs, reason = self._said(piece, len(echo))
+            text, logprobs, reason = self._said(piece)
             choices.append(self.choice(i, echo + text, logprobs, reason))
         return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
@@ -459,13 +488,11 @@ class CompletionShape(Shape):
         head = {**self._head, "object": self.chunk_object}
         wants_usage = self._body.stream_options.include_usage
         no_usage = {"usage": None} if wants_usage else {}
-        for i, echo in enumerate(self._echoes):
+        for i, (echo, _) in enumerate(self._echoes):
             for choice in self.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
-        offsets = [len(echo) for echo in self._echoes]
         async for piece in pieces:
-            text, logprobs, reason = self._said(piece, offsets[piece.index])
-            offsets[piece.index] += len(text)
+            text, logprobs, reason = self._said(piece)
             for choice in self.delta(piece.index, text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
         if wants_usage:
@@ -487,27 +514,30 @@ class CompletionShape(Shape):
         """Return one answer in whole."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
         """Return parallel lists, as the older endpoint has them; those of an echo come first."""
-        text_offset = 0 if tokens[0].logprob is None else text_offset
-        texts = [self._token_text(token.token_id) for token in tokens]
-        both = [[*token.top, (token.token_id, token.logprob)] for token in tokens]
-        tops: list[Json | None] = [
-            {self._token_text(id): _finite(each) for id, each in top if each is not None} or None
-            for top in both
-        ]
+        offsets = list(self._echoes[index][1]) if tokens[0].logprob is None else []
+        for token in tokens[len(offsets) :]:
+            offsets.append(self._ends[index])
+            self._ends[index] += len(self._detokenizers[index].feed([token.token_id]))
         return {
-            "tokens": texts,
+            "tokens": [self._token_of(token.token_id).label for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": tops,
-            "text_offset": list(accumulate(map(len, texts), initial=text_offset))[:-1],
+            "top_logprobs": [self._top(token) or None for token in tokens],
+            "text_offset": offsets,
         }
 
-    def _said(self, piece: Piece, text_offset: int) -> tuple[str, Json | None, str | None]:
+    def _top(self, token: TokenLogprob) -> Json:
+        """Return the likeliest tokens and the chosen one; of two alike it has the name."""
+        top = {self._token_of(id).label: _finite(each) for id, each in token.top}
+        own = {self._token_of(token.token_id).label: _finite(token.logprob)}
+        return top | own if token.logprob is not None else {}
+
+    def _said(self, piece: Piece) -> tuple[str, Json | None, str | None]:
         text, tokens, reason = piece.text, piece.logprobs or [], piece.finish_reason
         if self._is_silent:
             text, tokens, reason = "", tokens[:-1], "length"
-        return text, self.logprobs(tokens, text_offset) if tokens else None, reason
+        return text, self.logprobs(tokens, piece.index) if tokens else None, reason
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
@@ -545,7 +575,7 @@ class ChatShape(CompletionShape):
         how = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index, "message": message, **how}
 
-    def logprobs(self, tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
         """Return one object a token."""
         content = []
         for token in tokens:
@@ -557,9 +587,8 @@ class ChatShape(CompletionShape):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
     def _token(self, token_id: int, logprob: float | None) -> Json:
-        text = self._token_text(token_id)
-        encoded = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
-        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+        text, encoded = self._token_of(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
 
 
 def _finite(logprob: float | None) -> float | None:

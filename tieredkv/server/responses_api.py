@@ -26,15 +26,19 @@ from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, M
 
 
 class _Known(Object):
-    """What items and parts may bear that were part of an answer; it means nothing here."""
+    """What items and parts may bear besides, or as part of an answer; it means nothing here."""
 
-    known_besides = names_of("id status phase annotations logprobs")
+    known_besides = names_of("""
+        id status phase annotations logprobs async caller namespace name
+        allowed_callers defer_loading output_schema context mode
+    """)
 
 
 class InputPart(ContentPart, _Known):
     """A part of an item's text."""
 
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
+    unsupported = names_of("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
 
@@ -90,7 +94,7 @@ Input = Annotated[
 ]
 
 
-class FunctionTool(openai.Function, openai.FunctionType):
+class FunctionTool(openai.Function, openai.FunctionType, _Known):
     """A function that may be called."""
 
 
@@ -101,7 +105,7 @@ class TextOptions(Object):
     verbosity: openai.Verbosity | None = None
 
 
-class Reasoning(Object):
+class Reasoning(_Known):
     """How long to think; it means nothing here."""
 
     effort: openai.Effort | None = None
@@ -120,6 +124,9 @@ class Options(openai.CacheOptions):
 class ResponsesRequest(openai.ConversationRequest):
     """`POST /v1/responses`."""
 
+    known_besides = openai.OpenAIRequest.known_besides | names_of(
+        "access_programs context_management image moderation"
+    )
     prompt_field = "input"
 
     input: Input

@@ -5,9 +5,10 @@ from typing import Annotated
 from pydantic import FailFast, Field
 
 from tieredkv.engine.messages import EngineInfo
+from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError
-from tieredkv.server.asked import Json, PlainRequest
+from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_api import Message, Tools
 
@@ -51,4 +52,6 @@ class DetokenizeRequest(PlainRequest):
 
     async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the text."""
+        if self.tokens:
+            pack_prompt(self.tokens, WHOLE, info.vocab_size, field="tokens")  # refuses others
         return {"prompt": await tokenization.decode(self.tokens)}

@@ -1,0 +1,76 @@
+"""What is said of the difference between two requests, of which only digests are kept."""
+
+from typing import Any
+
+import pytest
+
+from tieredkv.engine.messages import RequestUsage
+from tieredkv.server.diagnosis import Diagnosis, Seen, parts_of
+from tieredkv.types import Tier
+
+LONG = "A prefix that is worth to be kept. " * 20
+TODAY = "Today is 2026-11-20. "
+PASSING = "a request id, number or time near the top"
+NEAR_TOP = "something near the top, and nothing behind it"
+
+
+def seen(system: str, description: str | None = None, num_tokens: int = 100) -> Seen:
+    function: dict[str, Any] = {"name": "f", "description": description, "parameters": {}}
+    tools = [{"type": "function", "function": function}] if description else []
+    messages: list[dict[str, Any]] = [{"role": "system", "content": system}]
+    parts = parts_of(tools, [*messages, {"role": "user", "content": "hi"}])
+    return Seen.of(parts, num_tokens, {})
+
+
+def detail(old: Seen, new: Seen) -> str | None:
+    usage = RequestUsage(prompt_tokens=100, miss_reason="never_seen")
+    told: str | None = Diagnosis(new, [old]).miss(usage)["detail"]
+    return told
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (TODAY + LONG, TODAY.replace("20.", "21.") + LONG, PASSING),
+        ("Request a1b2c3d4: " + LONG, "Request c9d8e7f6: " + LONG, PASSING),
+        (TODAY + LONG, "2026-11-21 " + TODAY + LONG, NEAR_TOP),
+        (TODAY + LONG, TODAY + "Request abc. " + LONG, NEAR_TOP),
+        (TODAY + "Request abc. " + LONG, TODAY + LONG, NEAR_TOP),
+        ("Request abc. " + LONG, "Request xyz now. " + LONG, NEAR_TOP),
+    ],
+)
+def test_what_changes_near_the_top_is_found_where_it_is_put_in_too(
+    old: str, new: str, why: str
+) -> None:
+    expected = f"message 0 changed: {why} (segment 0, about token 0)"
+    assert detail(seen(old), seen(new)) == expected
+    told = detail(seen(old, "Look"), seen(new, "Look"))
+    assert told is not None and told.startswith(f"message 0 changed: {why} (segment 1, ")
+
+
+def test_another_text_is_like_nothing() -> None:
+    assert detail(seen(LONG), seen(LONG[: len(LONG) // 2] + "other" * 40)) is None
+    assert detail(seen("You help."), seen("You translate.")) is None
+
+
+def test_another_description_is_no_number_or_time() -> None:
+    def why(old: str, new: str) -> str:
+        found = Diagnosis(seen(LONG, new), (), "id", seen(LONG, old)).compare(
+            RequestUsage(prompt_tokens=9)
+        )
+        assert found is not None and found.kind == "tools" and found.detail is not None
+        return found.detail.partition(" (")[0]
+
+    assert why("d1", "d2") == "tool `f` changed"
+    assert why("Tells the weather", "Tells the time") == "tool `f` changed"
+    assert why("As of 19:00", "As of 20:13") == f"tool `f` changed: {PASSING}"
+
+
+def test_what_was_reused_could_be() -> None:
+    by_tier = {Tier.DEVICE: 64, Tier.HOST: 0, Tier.DISK: 0}
+    usage = RequestUsage(prompt_tokens=100, cached_tokens_by_tier=by_tier, miss_reason="never_seen")
+    old = seen(LONG, "d1")
+    found = Diagnosis(seen(LONG, "d2"), (), "id", old).compare(usage)
+    assert found is not None and found.at_token == 64
+    found = Diagnosis(seen(LONG, "d2"), (), "id", old._replace(num_tokens=32)).compare(usage)
+    assert found is not None and found.at_token == 31
