@@ -167,6 +167,8 @@ def make_again(slots: SlotAllocator) -> None:
     with slots.index.reading() as txn:
         _fill_new_index(slots, segments, sound_records(txn))
     slots.reload()
+    for _ in slots.erasing():  # all at once: who takes a slot as it is takes no new space for it
+        pass
     logger.warning("index of `%s`: made again from its records", slots.directory.path)
 
 

@@ -302,6 +302,29 @@ def test_whoever_only_looks_does_not_empty_a_store_whose_index_is_lost(tmp_path:
         assert load(store, record) == payload_of(record)
 
 
+def test_erased_slots_are_no_room_after_the_index_was_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    small = [make_record("small", position) for position in range(60)]
+    large = [make_record("large", position, size_bytes=40_960) for position in range(60)]
+    occupied = [0]
+
+    def sample(_label: str) -> None:
+        occupied.append(occupied_bytes(path))
+
+    with open_store(path, budget_bytes=2 << 20, failpoint=sample) as store:
+        put(store, *small)
+        store.delete([record.block_hash for record in small[1:]], "test")
+        sweep(store)  # what it erases are holes
+        for record in large:
+            put(store, record)
+        store.make_index_again()
+        shutil.rmtree(path / "index.bad")  # or what it takes would have room made first
+        store.slots.measure()
+        put(store, *small)
+        store.check()
+    assert max(occupied) <= 2 << 20
+
+
 # --- the folder ---------------------------------------------------------------------------------
 
 
