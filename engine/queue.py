@@ -1,8 +1,9 @@
 """Which request is admitted next: fair between tenants, and those of one prefix near each other.
 
-Between tenants it is start-time fair queueing: it is the turn of the tenant that has got the fewest
-tokens, and one that comes back starts level with the others. So at most one request of each other
-tenant is admitted before the first of a tenant that had nothing queued, however many they have.
+Between tenants it is start-time fair queueing: it is the turn of the tenant for which the fewest
+tokens were computed, and one that comes back starts level with the others. So at most one request
+of each other tenant is admitted before the first of a tenant that had nothing queued, however many
+they have. Cached tokens count nothing; generated ones do, once a request has ended.
 
 Within a tenant, of the oldest 16 the one goes next that shares most with the last one admitted.
 While there is no room for it, the first that does fit may pass it: the oldest of another tenant, or
@@ -17,7 +18,7 @@ Source: start-time fair queueing, Goyal, Vin and Cheng 1996.
 import time
 from bisect import bisect_left
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from itertools import chain, islice
 
 from tieredkv.engine.request import Request
@@ -39,7 +40,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
-        self._tokens: Counter[str] = Counter()  # that each tenant got, or missed while away
+        self._tokens: Counter[str] = Counter()  # computed for each tenant, or missed while away
         self._level = 0  # tokens of the tenant whose turn it was last
         self._last: dict[str, Sequence[BlockHash]] = {}  # chains last admitted
 
@@ -48,6 +49,11 @@ class RequestQueue:
 
     def __iter__(self) -> Iterator[Request]:
         return chain.from_iterable(self._queues.values())
+
+    @property
+    def tenants(self) -> Set[str]:
+        """Those that wait."""
+        return self._queues.keys()
 
     def upcoming(self) -> list[Request]:
         """Return the one to be admitted next, then those that may pass it; a few of them."""
@@ -84,16 +90,20 @@ class RequestQueue:
         self._queues[tenant].move_to_end(request, last=not request.table_key)
 
     def take(self, request: Request) -> None:
-        """Take out an upcoming request: its tenant has got its tokens."""
+        """Take out an upcoming request, and charge its tenant what is to be computed."""
         turn = min(self._queues, key=self._tokens.__getitem__)
         self._oldest(turn).num_passes += 1
         request.num_passes = 0
         self._level = self._tokens[turn]
-        self._tokens[request.asked.tenant] += request.num_tokens
+        self.charge(request, request.num_uncached_tokens)
         self._last[request.asked.tenant] = request.prefix.hashes
         if not request.table_key:
             self.waited_s = time.monotonic() - request.added_at
         self.remove(request)
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """Note that so many tokens are computed for a request's tenant."""
+        self._tokens[request.asked.tenant] += num_tokens
 
     def remove(self, request: Request) -> None:
         """Take out a request."""

@@ -33,6 +33,7 @@ class Request:
         max_output_tokens: tokens that it may generate at most.
         token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
         slot: its place among the running requests, -1 while it is none of them.
+        num_uncached_tokens: to be computed when it was last admitted; before that, all.
         table_key: unique to its present block table, or the last one; 0 before the first.
         num_passes: requests admitted before it while it was the oldest of the tenant in turn.
         added_at, admitted_at: when it was queued, and when it first left the queue.
@@ -49,6 +50,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     slot: int = -1
+    num_uncached_tokens: int = field(init=False)
     table_key: int = 0
     num_pending_tokens: int = 0
     num_computed_tokens: int = 0
@@ -62,7 +64,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.asked.prompt_token_ids)
-        self.num_prompt_tokens = len(self.token_ids)
+        self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
 
     @property
     def request_id(self) -> str:

@@ -10,6 +10,7 @@ Called by the engine's thread only.
 import itertools
 import logging
 import time
+from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,6 +33,23 @@ CHUNK_ALIGNMENT = 512
 
 MAX_ADMITTED_TOKENS = 32_768
 """Of prompts that begin in one step; looking up more would hold up the next tokens of others."""
+
+
+SHORT_STEP = 1 / 32
+"""Of a budget: prompt tokens of a step while tenants that compute little ask beside others.
+
+A request of which no more than that is to be computed is quick. Who arrives waits for the step in
+progress, so steps are short from the moment that a quick request is admitted until SHORT_STEPS_S
+later, while another tenant has prompts to compute; one that is alone keeps the whole budget. A
+quick request is computed in the next step. There long prompts get a quarter of a short step, so
+that they go on; whose turn it is to be admitted still goes by the tokens that were computed.
+
+Four clients that sent prompts of 1,532 tokens without end raised the time to the first token of a
+cached prompt from 15 ms to 724 on two cores, and with this from 16 to 31; they got about 4 prompts
+a second, not 4.6. With steps of half the length they got 2.7, and the other a tenth less.
+"""
+
+SHORT_STEPS_S = 10.0
 
 
 def longest_chunk(budget: int) -> int:
@@ -81,6 +99,9 @@ class Scheduler:
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.max_num_seqs))[::-1]
+        budget = self.max_num_batched_tokens
+        self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
+        self._quick_at: dict[str, float] = {}  # when a tenant's last quick request was admitted
         self._table_keys = itertools.count(1)
 
     def add(self, request: Request) -> None:
@@ -92,6 +113,7 @@ class Scheduler:
         """Take a request out, finished or cancelled, and release exactly what it holds."""
         if request.is_running:
             self._stop_running(request)
+            self.waiting.charge(request, request.num_output_tokens)
         else:
             self.waiting.remove(request)
         self.cache.release(request.prefix)
@@ -111,7 +133,17 @@ class Scheduler:
         scheduled: list[ScheduledRow] = []
         has_room = True
         # Decodes first: one token each, so that a long prefill holds up nobody's next token.
-        for request in sorted(self.running, key=lambda r: r.is_prefilling):
+        order = sorted(self.running, key=lambda r: r.is_prefilling)
+        num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
+        busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
+        tenants = busy | self.waiting.tenants
+        if busy and busy < tenants:
+            self._admit(self._short_step, claimed, scheduled, busy)
+        since = time.monotonic() - SHORT_STEPS_S
+        if any(tenants - {tenant} for tenant, at in self._quick_at.items() if at > since):
+            budget = -(-self._short_step // 4) if scheduled else self._short_step
+            order[num_decodes:] = sorted(order[num_decodes:], key=self._is_long)
+        for request in order:
             if budget <= 0:
                 break
             is_preempted = not request.is_running  # by an earlier one of this loop
@@ -126,7 +158,7 @@ class Scheduler:
                 # A decode takes nothing of the budget, which keeps the chunks beside it whole.
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
         if has_room:
-            self._admit(budget, claimed, scheduled)
+            self._admit(budget, claimed, scheduled, set())
         return scheduled
 
     def complete(self, scheduled: ScheduledRow) -> None:
@@ -235,25 +267,38 @@ class Scheduler:
         )
         return ScheduledRow(request, start, end, row)
 
-    def _admit(self, budget: int, claimed: set[int], scheduled: list[ScheduledRow]) -> None:
+    def _admit(
+        self, budget: int, claimed: set[int], scheduled: list[ScheduledRow], busy: set[str]
+    ) -> None:
+        """Admit and schedule requests in their turn, until it is that of a busy tenant.
+
+        Where there are any, one block is left for each running request: those come later.
+        """
         num_admitted_tokens = 0
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
             if num_admitted_tokens >= MAX_ADMITTED_TOKENS:
                 break
             request, *others = self.waiting.upcoming()
-            if not self.cache.is_settled(request.prefix):
+            num_free = self.cache.tiers.device.num_free
+            if request.asked.tenant in busy or not self.cache.is_settled(request.prefix):
+                break
+            if busy and self._num_blocks(request) > num_free - len(self.running):
                 break
             if not self._try(request):
                 self.cache.protect(request.prefix)
                 if self.cache.is_room_coming(request.prefix):
                     break
-                num_free = self.cache.tiers.device.num_free
                 may_pass = others if self.running else [request]
                 passing = next((r for r in may_pass if self._num_blocks(r) <= num_free), None)
                 if passing is None or not self._try(passing, is_alone=not self.running):
                     break
                 request = passing
             num_admitted_tokens += request.num_tokens
+            sources = request.prefix.sources
+            num_cached = self.block_size * (len(sources) - sources.count(None))
+            request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
+            if not self._is_long(request):
+                self._quick_at[request.asked.tenant] = time.monotonic()
             self.waiting.take(request)
             request.slot = self._free_slots.pop()
             request.admitted_at = request.admitted_at or time.monotonic()
@@ -270,6 +315,10 @@ class Scheduler:
     def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
         return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
+
+    def _is_long(self, request: Request) -> bool:
+        """Whether a request is not quick; see `SHORT_STEP`."""
+        return request.num_uncached_tokens > self._short_step
 
     def _num_blocks(self, request: Request) -> int:
         return request.num_tokens // self.block_size + 1

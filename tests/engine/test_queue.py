@@ -51,6 +51,18 @@ def test_tenants_get_equal_numbers_of_tokens_whatever_the_length_of_their_prompt
     assert len(long) + len(short) == 60
 
 
+def test_a_tenant_is_charged_for_what_is_not_cached() -> None:
+    loop = one_at_a_time()
+    loop.add("cold", 40, tenant="cached")
+    loop.run()
+    for index in range(8):
+        loop.add(f"new {index}", 40, seed=1 + index, tenant="new")
+        loop.add(f"cached {index}", 41, tenant="cached")
+    loop.run()
+    names = [name.split()[0] for name in loop.finished]
+    assert names[:11].count("new") <= 2
+
+
 def test_a_tenant_that_comes_back_does_not_catch_up_on_what_it_did_not_ask_for() -> None:
     loop = one_at_a_time()
     for index in range(20):

@@ -382,3 +382,75 @@ def test_a_queued_request_is_admitted_though_what_it_wanted_is_evicted_or_expire
         rig.cache.evict(lambda _entry: True)
     loop.run(steps=40)
     rig.check_nothing_is_held()
+
+
+BUDGET, SHORT = 256, 64
+
+
+def beside_a_flood(monkeypatch: pytest.MonkeyPatch, num_clients: int) -> Loop:
+    """Return a loop in whose first step of a flood a tenant's cached prompt arrives."""
+    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
+    loop = Loop(Rig(num_blocks=1024, has_store=False), max_num_batched_tokens=BUDGET)
+    loop.add("cold", 8 * SIZE + 1, tenant="quiet")
+    loop.run()
+    for index in range(num_clients):
+        loop.add(f"flood {index}", 2 * BUDGET, seed=1 + index, tenant="flood")
+    return loop
+
+
+def num_tokens_of(rows: list[ScheduledRow]) -> int:
+    return sum(row.end - row.start for row in rows)
+
+
+@pytest.mark.parametrize("num_clients", [1, 12])
+def test_a_cached_prompt_is_in_the_next_step_of_a_flood_and_steps_stay_short(
+    monkeypatch: pytest.MonkeyPatch, num_clients: int
+) -> None:
+    loop = beside_a_flood(monkeypatch, num_clients)
+    for number in range(5):
+        in_progress = num_tokens_of(loop.step())
+        assert 0 < in_progress <= SHORT + 2
+        loop.add(f"warm {number}", 8 * SIZE + 1, tenant="quiet")
+        rows = loop.step()
+        assert f"warm {number}" in {row.request.request_id for row in rows}
+        assert SHORT // 4 < num_tokens_of(rows) <= SHORT // 4 + 2
+    assert loop.finished == ["cold", *(f"warm {number}" for number in range(4))]
+
+
+def test_steps_are_short_for_a_while_only_and_never_for_a_tenant_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = beside_a_flood(monkeypatch, 2)
+    assert num_tokens_of(loop.step()) <= SHORT + 2
+    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 0.0)
+    assert num_tokens_of(loop.step()) == BUDGET
+    monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
+    loop = Loop(Rig(num_blocks=1024, has_store=False), max_num_batched_tokens=BUDGET)
+    for seed, num_tokens in enumerate((8, BUDGET, BUDGET)):
+        loop.add(f"{seed}", num_tokens, seed=seed)
+    assert [num_tokens_of(loop.step()) for _ in range(2)] == [BUDGET, BUDGET]
+
+
+def test_cached_prompts_without_end_do_not_starve_a_long_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop, num_steps = beside_a_flood(monkeypatch, 1), 0
+    while "flood 0" not in loop.finished:
+        loop.add(f"warm {num_steps}", 8 * SIZE + 1, tenant="quiet")
+        loop.step()
+        num_steps += 1
+    assert num_steps <= 2 * BUDGET // (SHORT // 4) + 2
+
+
+def test_a_tenant_of_cached_prompts_does_not_keep_all_places() -> None:
+    """Each of its answers counts as half a prompt of the other's."""
+    loop = Loop(Rig(num_blocks=64, has_store=False), max_num_seqs=2)
+    loop.add("cold", 8 * SIZE + 1, tenant="cached")
+    loop.run()
+    for index in range(20):
+        loop.add(f"cached {index}", 8 * SIZE + 1, max_tokens=16, tenant="cached")
+    loop.step()
+    for index in range(4):
+        loop.add(f"long {index}", 8 * SIZE, seed=1 + index, tenant="long")
+    loop.run(steps=2000)
+    assert loop.finished.index("long 3") <= 14
