@@ -140,7 +140,8 @@ class Scheduler:
         if busy and busy < tenants:
             self._admit(self._short_step, claimed, scheduled, busy)
         since = time.monotonic() - SHORT_STEPS_S
-        if any(tenants - {tenant} for tenant, at in self._quick_at.items() if at > since):
+        self._quick_at = {tenant: at for tenant, at in self._quick_at.items() if at > since}
+        if any(tenants - {tenant} for tenant in self._quick_at):
             budget = -(-self._short_step // 4) if scheduled else self._short_step
             order[num_decodes:] = sorted(order[num_decodes:], key=self._is_long)
         for request in order:
