@@ -282,17 +282,18 @@ def noise_behind_the_meta_pages(data: bytes) -> bytes:
     return data[:8192] + garbage(data[8192:])
 
 
+@pytest.mark.parametrize("healer", ["verify", "the next server"])
 @pytest.mark.parametrize("damage", [garbage, half, noise_behind_the_meta_pages])
-def test_a_damaged_index_is_made_again_by_the_next_server_and_costs_no_request(
-    damage: Callable[[bytes], bytes], store: Path, generate: Run, run: Run
+def test_a_damaged_index_is_made_again_and_costs_no_request(
+    damage: Callable[[bytes], bytes], healer: str, store: Path, generate: Run, run: Run
 ) -> None:
     index = store / "index" / "data.mdb"
     index.write_bytes(damage(index.read_bytes()))
     before = contents(store)
-    exit_code, _, stderr = run("verify", "--disk-dir", store)
+    exit_code, _, stderr = run("df", "--disk-dir", store)
     assert exit_code == 1
     assert f"error: the worker of `{store}` died" in stderr
-    assert "hint: the next start of a server sets a damaged index aside" in stderr
+    assert "hint: `tieredkv verify` makes a damaged index again, as a server's start does" in stderr
     scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
     if damage is half:
         scratch.add("index/data.mdb")  # as long again as its header says
@@ -300,6 +301,10 @@ def test_a_damaged_index_is_made_again_by_the_next_server_and_costs_no_request(
         e for e in before if e[0] not in scratch
     ]
 
+    if healer == "verify":
+        exit_code, stdout, _ = run("verify", "--disk-dir", store, "--json")
+        found = json.loads(stdout.splitlines()[-1])
+        assert (exit_code, found["by_reason"], found["repaired"]) == (1, {"index": 1}, 1)
     outputs = []
     for _ in range(2):
         exit_code, stdout, _ = generate("--default-retention", "24h", "--json")

@@ -125,7 +125,7 @@ class ResponsesRequest(openai.ConversationRequest):
     """`POST /v1/responses`."""
 
     known_besides = openai.OpenAIRequest.known_besides | names_of(
-        "access_programs context_management image moderation"
+        "access_programs background_options context_management image moderation"
     )
     prompt_field = "input"
 
