@@ -19,7 +19,7 @@ from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
 from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.index import Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
 from tieredkv.types import TENANT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,6 @@ logger = logging.getLogger(__name__)
 TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
-_INDEX_PAGE_BYTES = 4096
 # One step of erasing; a slot changes two pages of the index, half of what a block does.
 _ERASED_SLOTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,7 +38,7 @@ def headroom_bytes(index_bytes: int) -> int:
     LMDB copies each page that it changes: at most four a block, and at most all that there are;
     beside them it may add a few.
     """
-    return min(4 * TXN_BLOCKS * _INDEX_PAGE_BYTES, index_bytes) + 48 * _INDEX_PAGE_BYTES
+    return min(4 * TXN_BLOCKS * PAGE_BYTES, index_bytes) + 48 * PAGE_BYTES
 
 
 Item = TypeVar("Item")

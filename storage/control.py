@@ -128,9 +128,8 @@ class StoreControl:
         if call.verb == "verify" and call.repair and is_crash(returncode) and not set_aside:
             body = self._ask_own_worker(folder_fd, call, progress, "index")
             by_reason = {"index": 1, **body["by_reason"]}
-            return {**body, "bad": sum(by_reason.values()), "by_reason": by_reason} | {
-                "repaired": body["repaired"] + 1
-            }
+            bad, repaired = sum(by_reason.values()), body["repaired"] + 1
+            return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
         raise StorageError(
             f"the worker of `{self._path}` died: {describe_exit(returncode)}\n"
             "hint: `tieredkv verify` makes a damaged index again, as a server's start does"

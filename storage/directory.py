@@ -86,8 +86,7 @@ class StoreDirectory:
                 with suppress(FileNotFoundError):
                     directory.set_aside()
             unflushed = {} if is_flushed else {"unflushed_boot": boot}
-            directory._writer = {"pid": os.getpid(), "socket": SOCKET, **unflushed}
-            directory.note_budget(directory.budget_bytes)
+            directory._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
             if not _is_marked(path):
                 _write_marker(path)
             directory.drop_draft()
@@ -101,8 +100,14 @@ class StoreDirectory:
 
     def note_budget(self, budget_bytes: int) -> None:
         """Remember what the store's files may occupy, for whoever opens it without a budget."""
-        self.budget_bytes = budget_bytes
-        _describe_writer(self._lock_fd, {**self._writer, "budget_bytes": budget_bytes})
+        if budget_bytes != self.budget_bytes:
+            self.budget_bytes = budget_bytes
+            self._describe(self._writer)
+
+    def _describe(self, writer: dict[str, Any]) -> None:
+        """Say in the lock who writes, and within which budget."""
+        self._writer = writer
+        _describe_writer(self._lock_fd, {**writer, "budget_bytes": self.budget_bytes})
 
     def check_place(self) -> None:
         """Refuse to go on with a folder that is not at its path any more.
@@ -160,8 +165,7 @@ class StoreDirectory:
     def release(self) -> None:
         """Let the next process in; harmless when repeated."""
         if self._lock_fd >= 0:
-            self._writer = {}
-            self.note_budget(self.budget_bytes)
+            self._describe({})
             os.close(self._lock_fd)
             self._lock_fd = -1
 

@@ -34,7 +34,7 @@ _NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
 _META_END = struct.Struct("<136xQQ")  # of a page of meta: the last page's number, the transaction's
 _MOST_UNWRITTEN_BYTES = 64 << 20  # that a file may be shorter than it says
 _COMPACTED = "compact.mdb"
-_INDEX_PAGE_BYTES = 4096
+PAGE_BYTES = 4096
 _READ_AHEAD_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22
 
@@ -130,11 +130,11 @@ def is_damage(error: BaseException) -> bool:
 def _check_meta(path: str) -> None:
     """Refuse an index file that claims far more pages than it has: LMDB would map them all."""
     with open(path, "rb") as file:
-        pages = [file.read(_INDEX_PAGE_BYTES) for _ in range(2)]
+        pages = [file.read(PAGE_BYTES) for _ in range(2)]
         size_bytes = file.seek(0, os.SEEK_END)
     claims = [_META_END.unpack_from(page)[::-1] for page in pages if len(page) > _META_END.size]
     _, last_page = max(claims, default=(0, 0))
-    if last_page * _INDEX_PAGE_BYTES > size_bytes + _MOST_UNWRITTEN_BYTES:
+    if last_page * PAGE_BYTES > size_bytes + _MOST_UNWRITTEN_BYTES:
         raise lmdb.CorruptedError(f"its meta page claims {last_page} pages")
 
 

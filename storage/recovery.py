@@ -18,12 +18,12 @@ from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
-from tieredkv.storage.index import Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
 
 logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S = 60.0
-_MOST_BYTES_A_BLOCK = 4 * 4096  # of pages that one transaction writes
+_MOST_BYTES_A_BLOCK = 4 * PAGE_BYTES  # of pages that one transaction writes
 _ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
 _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
 _REPORTED_SLOTS = 25 * _ADOPTED_SLOTS

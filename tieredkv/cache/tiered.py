@@ -149,7 +149,7 @@ class TieredCache(BlockMover):
         tiers, block_hash = self.tiers, prefix.hashes[index]
         if index < prefix.num_present:
             return "behind_lookback"
-        if not self.tiers.can_load and tiers.host.lookup(block_hash) is not None:
+        if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
             return "slower_than_recomputing"
         return tiers.departed.reason(block_hash, tiers.clock.now())
 
@@ -282,7 +282,7 @@ class TieredCache(BlockMover):
         copies: list[tuple[Block, Block]] = []
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
         hashes = prefix.hashes[: len(chain)]
-        pages = tiers.host.find(hashes) if self.tiers.can_load else [None] * len(chain)
+        pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
         for block, block_hash, page in zip(chain, hashes, pages, strict=True):
             record = records.get(block_hash) if records else None
             source: Tier | None = Tier.HOST if record is None else Tier.DISK
@@ -315,7 +315,7 @@ class TieredCache(BlockMover):
             return prefix.hashes
         tiers, hashes = self.tiers, prefix.hashes
         missing = tiers.device.missing(hashes)
-        if self.tiers.can_load:
+        if tiers.can_load:
             missing = [each for each in tiers.host.missing(missing) if not prefix.records.get(each)]
         num_found = prefix.num_present = hashes.index(missing[0]) if missing else len(hashes)
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
