@@ -27,7 +27,6 @@ from tieredkv.types import BlockHash
 
 WINDOW = 16
 MAX_PASSES = 8
-MAX_RETRY_AFTER_S = 60
 
 
 class RequestQueue:
@@ -76,9 +75,7 @@ class RequestQueue:
         share = most // len({*self._queues, tenant})
         if len(self) >= most and len(self._queues.get(tenant, ())) >= share:
             text = f"The queue is full: {len(self)} requests are waiting"
-            error = RequestError(text, code="queue_full", status=429)
-            error.retry_after_s = min(1 + int(self.waited_s), MAX_RETRY_AFTER_S)
-            raise error
+            raise RequestError(text, code="queue_full", status=429).retry_in(self.waited_s)
 
     def append(self, request: Request) -> None:
         """Queue a request behind the others of its tenant; before them if it was preempted."""

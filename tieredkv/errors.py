@@ -24,6 +24,9 @@ class ConfigError(TieredKVError, ValueError):
     """A setting is unknown, malformed or out of range."""
 
 
+MAX_RETRY_AFTER_S = 60
+
+
 class RequestError(TieredKVError, ValueError):
     """A request cannot be served as asked.
 
@@ -41,6 +44,11 @@ class RequestError(TieredKVError, ValueError):
     ) -> None:
         super().__init__(message)
         self.param, self.code, self.status = param, code, status
+
+    def retry_in(self, wait_s: float) -> "RequestError":
+        """Have the client ask again after so long, in whole seconds from one to a minute."""
+        self.retry_after_s = min(1 + int(wait_s), MAX_RETRY_AFTER_S)
+        return self
 
 
 class ShapeError(TieredKVError, ValueError):

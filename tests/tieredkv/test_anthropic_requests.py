@@ -1,14 +1,12 @@
 """What `cache_control` comes to: how much of a prompt is kept, for how long, where hits end."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from tieredkv.config import Settings
-from tieredkv.engine.loader import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.fields import read
 from tieredkv.retention import RetentionPolicy
@@ -27,13 +25,6 @@ SETTINGS = Settings(
 )
 RULES = Rules(SETTINGS, is_strict=True)
 TOOL = {"name": "look", "input_schema": {"type": "object"}}
-
-
-@pytest.fixture(scope="module")
-def tokenization() -> Iterator[Tokenization]:
-    tokenization = Tokenization(load_tokenizer("tiny-random"))
-    yield tokenization
-    tokenization.close()
 
 
 def ask(

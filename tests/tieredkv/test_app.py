@@ -2,14 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import pytest
 
 from tieredkv.config import Settings
-from tieredkv.engine.loader import load_tokenizer
 from tieredkv.engine.messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput, failed
 from tieredkv.errors import RequestError
 from tieredkv.server import app
@@ -44,13 +43,6 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """Nothing to release."""
-
-
-@pytest.fixture(scope="module")
-def tokenization() -> Iterator[Tokenization]:
-    tokenization = Tokenization(load_tokenizer("tiny-random"))
-    yield tokenization
-    tokenization.close()
 
 
 def ask(

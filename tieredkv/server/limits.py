@@ -27,7 +27,6 @@ MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
-MAX_RETRY_AFTER_S = 60
 
 ID_HEADERS = ("x-request-id", "request-id")
 """What OpenAI's and Anthropic's clients call the id that each answer has."""
@@ -98,9 +97,7 @@ class Limits:
     def _too_much(self, why: str, tenant: str) -> RequestError:
         """Return a refusal until about when one of the tenant's requests will be answered."""
         error = _refused(429, f"The server {why}; retry later.")
-        wait_s = self._took_s / max(1, self._requests[tenant])
-        error.retry_after_s = min(1 + int(wait_s), MAX_RETRY_AFTER_S)
-        return error
+        return error.retry_in(self._took_s / max(1, self._requests[tenant]))
 
 
 async def read_body(request: Request) -> bytes:
