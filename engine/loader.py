@@ -106,18 +106,37 @@ class FoundModel:
             ModelError: they cannot be read, or do not fit the config.
         """
         if self.folder is None:
-            return _load_random(self, progress)
-        files = _weight_files(self.name, self.folder)
-        tokenizer = _load_tokenizer(self.name, self.folder)
-        cache_dir = cache_dir and cache_dir.expanduser()
-        digest = files_fingerprint(
-            self.config.to_dict(), files, mode=fingerprint, cache_dir=cache_dir, progress=progress
+            progress("drawing weights", 0, 1)
+            model, digest = _draw_model(self)
+            size, length = self.vocab_size, self.max_model_len
+            tokenizer: PreTrainedTokenizerBase = tiny.byte_tokenizer(size, length)
+            progress("drawing weights", 1, 1)
+            ends = tiny.stop_token_ids()
+        else:
+            table, files = self.config.to_dict(), _weight_files(self.name, self.folder)
+            tokenizer = _load_tokenizer(self.name, self.folder)
+            cache_dir = cache_dir and cache_dir.expanduser()
+            digest = files_fingerprint(
+                table, files, mode=fingerprint, cache_dir=cache_dir, progress=progress
+            )
+            progress("loading weights", 0, 1)
+            model = _read_weights(self, self.folder)
+            progress("loading weights", 1, 1)
+            ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
+        model.eval().requires_grad_(False)
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found["device"] = next(model.parameters()).device
+        told = self.name, self.config.model_type, *self.shape, self.dtype, found["device"]
+        text = "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s"
+        logger.info(text, *told, digest.hex()[:12])
+        return LoadedModel(
+            **found,
+            model=model,
+            tokenizer=tokenizer,
+            fingerprint=digest,
+            eos_token_ids=frozenset(i for i in ends if 0 <= i < self.vocab_size),
+            fused=FusedModel.from_model(model, self.config),
         )
-        progress("loading weights", 0, 1)
-        model = _read_weights(self, self.folder)
-        progress("loading weights", 1, 1)
-        eos_token_ids = _eos_token_ids(self.config, model.generation_config, tokenizer)
-        return _finish(self, model, tokenizer, digest, eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,10 +344,9 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
-    """Make a model with drawn weights, directly on the device and in its dtype."""
+def _draw_model(found: FoundModel) -> tuple[Any, bytes]:
+    """Make a model with drawn weights, directly on the device and in its dtype; and its digest."""
     config, device = found.config, found.device
-    progress("drawing weights", 0, 1)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
@@ -338,10 +356,7 @@ def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     seed = tiny.TINY_SEED if is_tiny else RANDOM_SEED
     draw = tiny.init_tiny_weights if is_tiny else _draw_weights
     draw(model)
-    digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
-    tokenizer = tiny.byte_tokenizer(found.vocab_size, found.max_model_len)
-    progress("drawing weights", 1, 1)
-    return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
+    return model, parameters_fingerprint(config.to_dict(), model, seed=seed)
 
 
 @torch.no_grad()
@@ -353,34 +368,6 @@ def _draw_weights(model: PreTrainedModel) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, RANDOM_STD, generator=generator)
-
-
-def _finish(
-    found: FoundModel,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    fingerprint: bytes,
-    eos_token_ids: frozenset[int],
-) -> LoadedModel:
-    model.eval().requires_grad_(False)
-    device = next(model.parameters()).device
-    logger.info(
-        "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s",
-        found.name,
-        found.config.model_type,
-        *found.shape,
-        found.dtype,
-        device,
-        fingerprint.hex()[:12],
-    )
-    return LoadedModel(
-        **{field.name: getattr(found, field.name) for field in fields(found)} | {"device": device},
-        model=model,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < found.vocab_size),
-        fused=FusedModel.from_model(model, found.config),
-    )
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:
