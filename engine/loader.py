@@ -15,7 +15,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tieredkv.config import Dtype
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
@@ -42,10 +43,11 @@ SHAPES = Path(__file__).parent / "shapes"
 RANDOM_PREFIX = "random:"
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
-DEFAULT_CACHE_DIR = Path("~/.cache/tieredkv")
+CACHE_DIR = Path("~/.cache/tieredkv")
+"""Where the digests of weight files are remembered."""
+
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
-_HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,18 +91,13 @@ class FoundModel:
         )
 
     def load(
-        self,
-        *,
-        progress: Progress = ignore_progress,
-        fingerprint: FingerprintMode = "full",
-        cache_dir: Path | None = DEFAULT_CACHE_DIR,
+        self, *, progress: Progress = ignore_progress, fingerprint: FingerprintMode = "full"
     ) -> "LoadedModel":
         """Load or draw the weights.
 
         Args:
             progress: told what is being done and how far it is.
             fingerprint: `full` digests all weights' bytes, `sample` pieces of them.
-            cache_dir: remembers the digests of weight files.
 
         Raises:
             ModelError: they cannot be read, or do not fit the config.
@@ -115,9 +112,8 @@ class FoundModel:
         else:
             table, files = self.config.to_dict(), _weight_files(self.name, self.folder)
             tokenizer = _load_tokenizer(self.name, self.folder)
-            cache_dir = cache_dir and cache_dir.expanduser()
             digest = files_fingerprint(
-                table, files, mode=fingerprint, cache_dir=cache_dir, progress=progress
+                table, files, mode=fingerprint, cache_dir=CACHE_DIR.expanduser(), progress=progress
             )
             progress("loading weights", 0, 1)
             model = _read_weights(self, self.folder)
@@ -158,14 +154,14 @@ class LoadedModel(FoundModel):
     fused: FusedModel | None
 
 
-def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> FoundModel:
+def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> FoundModel:
     """Find a model and refuse what cannot be served.
 
     Args:
         name: a folder with config.json and safetensors; a hub id; `tiny-random`; or
             `random:<shape>` with a known shape or the path of a config.json.
-        dtype: None or `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16
-            where it does not say.
+        dtype: `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16 where it
+            does not say.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
 
     Raises:
@@ -173,8 +169,6 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
         ConfigError: `device` asks for a GPU that is not there.
     """
     target = _resolve_device(device)
-    if dtype not in (None, "auto", *DTYPE_BYTES):
-        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
     config, folder = _drawn_config(name), None
     if config is None:
         folder = _find_folder(name)
@@ -215,9 +209,9 @@ def _resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def _resolve_dtype(dtype: str | None, config: PreTrainedConfig, device: torch.device) -> str:
-    if dtype not in (None, "auto"):
-        return str(dtype)
+def _resolve_dtype(dtype: Dtype, config: PreTrainedConfig, device: torch.device) -> str:
+    if dtype != "auto":
+        return dtype
     if device.type == "cpu":
         return "float32"
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -272,7 +266,7 @@ def _find_folder(name: str) -> Path:
         wanted, others = [*_CONFIG_FILES, "*.safetensors"], ["*/*.safetensors", "consolidated*"]
         download = huggingface_hub.snapshot_download
         return Path(download(name, allow_patterns=wanted, ignore_patterns=others))
-    except _HUB_ERRORS as error:
+    except (OSError, HFValidationError) as error:  # what else the hub raises are OSErrors
         what = "is not a local folder and cannot be fetched from the hub"
         raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
 

@@ -76,7 +76,7 @@ class EngineProcess:
                 self._channel.send(info)
             num_taken_tokens = 0
             while not self._inbox.empty() and num_taken_tokens < MAX_ADMITTED_TOKENS:
-                num_taken_tokens += self._take(self._inbox.get())
+                num_taken_tokens += self._take(core, self._inbox.get())
             self._send_outputs(core.step())
             if time.monotonic() - self._told_at > STATS_INTERVAL_S:
                 self._tell_stats(core)
@@ -102,10 +102,8 @@ class EngineProcess:
         if self._core is not None:
             self._core.wake()
 
-    def _take(self, message: ToEngine) -> int:
+    def _take(self, core: EngineCore, message: ToEngine) -> int:
         """Do what a message asks for; return how many tokens were hashed for it."""
-        core = self._core
-        assert core is not None
         match message:
             case messages.EngineRequest(request_id=request_id):
                 try:

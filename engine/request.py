@@ -131,7 +131,7 @@ def check_prompt_length(num_tokens: int, max_model_len: int) -> None:
         RequestError: it is empty, or leaves no room for an answer.
     """
     if not num_tokens:
-        raise RequestError("The prompt is empty", param="prompt", code="invalid_value")
+        raise _invalid("The prompt is empty")
     if num_tokens >= max_model_len:
         raise RequestError(
             f"This model's maximum context length is {max_model_len} tokens. However, your prompt "
@@ -151,17 +151,15 @@ def pack_prompt(token_ids: Sequence[int], vocab_size: int) -> "array[int]":
         packed = array("I", list(token_ids))
         is_known = np.frombuffer(packed, dtype=np.uint32).max() < vocab_size
     except TypeError as error:
-        raise RequestError(
-            "Token ids must be integers", param="prompt", code="invalid_value"
-        ) from error
+        raise _invalid("Token ids must be integers") from error
     except OverflowError:
         is_known = False
     if not is_known:
-        highest, lowest = max(token_ids), min(token_ids)
-        raise RequestError(
-            f"Token id {highest if lowest >= 0 else lowest} is outside the vocabulary of "
-            f"{vocab_size} tokens",
-            param="prompt",
-            code="invalid_value",
-        )
+        lowest = min(token_ids)
+        outside = max(token_ids) if lowest >= 0 else lowest
+        raise _invalid(f"Token id {outside} is outside the vocabulary of {vocab_size} tokens")
     return packed
+
+
+def _invalid(text: str) -> RequestError:
+    return RequestError(text, param="prompt", code="invalid_value")

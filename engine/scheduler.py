@@ -11,7 +11,6 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from tieredkv.cache.tiered import TieredCache
@@ -174,7 +173,7 @@ class Scheduler:
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
-            if self._unprotect(self.waiting):  # what is queued comes after what runs
+            if self._unprotect_queued():  # what is queued comes after what runs
                 continue
             if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
                 continue
@@ -258,17 +257,16 @@ class Scheduler:
             for request in self.waiting.upcoming():
                 self.cache.protect(request.prefix)
 
-    def _try(self, request: Request) -> bool:
+    def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
-        return self.cache.admit(request.prefix, self._num_blocks(request))
+        return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
 
     def _try_hard(self, request: Request) -> bool:
         """Take what is held for others in the queue, too; if nobody runs, even of their floors."""
         if self._try(request):
             return True
-        self._unprotect(self.waiting)
-        num_blocks = self._num_blocks(request)
-        return self.cache.admit(request.prefix, num_blocks, is_alone=not self.running)
+        self._unprotect_queued()
+        return self._try(request, is_alone=not self.running)
 
     def _num_blocks(self, request: Request) -> int:
         return request.num_tokens // self._block_size + 1
@@ -281,7 +279,7 @@ class Scheduler:
             held[request.prefix.tenant] += len(request.prefix.blocks)
         return max(reversed(self.running), key=lambda each: held[each.prefix.tenant])
 
-    def _unprotect(self, requests: Iterable[Request]) -> bool:
+    def _unprotect_queued(self) -> bool:
         """Let go of what is held for queued requests, so that one before them can go on.
 
         Returns:
@@ -289,9 +287,9 @@ class Scheduler:
         """
         if not self.cache.num_held_blocks:
             return False
-        protected = [request for request in requests if request.prefix.is_protected]
-        for request in protected:
-            self.cache.unprotect(request.prefix)
+        protected = [request.prefix for request in self.waiting if request.prefix.is_protected]
+        for prefix in protected:
+            self.cache.unprotect(prefix)
         return bool(protected)
 
     def _stop_running(self, request: Request) -> None:

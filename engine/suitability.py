@@ -74,9 +74,8 @@ def _reasons(config: PreTrainedConfig, kind: str) -> Iterator[tuple[object, str]
     rope = told("rope_parameters")
     ropes = [rope, *rope.values()] if isinstance(rope, Mapping) else []
     for each in ropes:  # one for all layers, or one for each type of layer
-        rope_type = (
-            str(each.get("rope_type", "default")) if isinstance(each, Mapping) else "default"
-        )
+        table = each if isinstance(each, Mapping) else {}
+        rope_type = str(table.get("rope_type", "default"))
         what = f"its rope of type `{rope_type}` depends on the sequence's length or is not known"
         yield rope_type not in _STATIC_ROPES, what
 

@@ -103,7 +103,12 @@ def _merge_parts_kernel(
 
 
 def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
-    """Combine two or more (out, lse), each contiguous but for lse's heads, into out."""
+    """Combine two or more (out, lse), each contiguous but for lse's heads, into out.
+
+    They are attention over disjoint parts of a context; out is as if it had been one, in float32.
+
+    Source: the identity behind Flash-Decoding and cascade inference.
+    """
     num_queries, num_heads, head_dim = out.shape
     first, others = parts[0], list(parts[1:])
     while others:

@@ -146,7 +146,10 @@ def attend_chunk(
         idle = max(0, prefix_len - first)
         parts = [part.rows(idle, end - first) for part in parts]
         target = out[first + idle - prefix_len : end - prefix_len]
-        merge(parts, target)
+        if len(parts) == 1:
+            target.copy_(parts[0].out)
+        else:
+            triton_module("dense_kernels").merge_parts(parts, target)
 
 
 def _gather(cache: LayerCache, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -156,17 +159,6 @@ def _gather(cache: LayerCache, block_table: Tensor, num_tokens: int) -> tuple[Te
     triton_module("dense_kernels").gather_blocks(cache, block_table[:num_blocks], gathered)
     k, v = gathered.flatten(1, 2)[:, :num_tokens]
     return k, v
-
-
-def merge(parts: list[Partial], out: Tensor) -> None:
-    """Combine attention over disjoint parts of a context, as if it had been one, in float32.
-
-    Source: the identity behind Flash-Decoding and cascade inference.
-    """
-    if len(parts) == 1:
-        out.copy_(parts[0].out)
-    else:
-        triton_module("dense_kernels").merge_parts(parts, out)
 
 
 def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:

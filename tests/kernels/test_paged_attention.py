@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import launch, partition, prefill_dense
+from tieredkv.kernels import checks, launch, partition, prefill_dense
 from tieredkv.kernels.checks import LayerCache
 from tieredkv.kernels.partition import Batch, Heads, Span
 from tieredkv.kernels.prefill_dense import Partial
@@ -239,18 +239,24 @@ def test_the_dense_path_cuts_without_a_trace(
 
 @pytest.mark.usefixtures("dense_everywhere")
 def test_the_dense_path_asks_for_a_bounded_set_of_shapes(
-    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+    make_case: MakeCase, choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
 
     def record(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Any:
         asked.add((q.shape[0], k.shape[0], is_causal))
-        return attend_torch(q, k, v, scale, is_causal)
+        return Partial(q, q.new_zeros(q.shape[1], q.shape[0]))
 
     monkeypatch.setattr(prefill_dense, "attend_cudnn", record)
-    spans = [(n, n + prefix) for n in range(10, 70, 7) for prefix in range(0, 64, 3)]
+    monkeypatch.setattr(checks.triton_module("dense_kernels"), "merge_parts", lambda *_: None)
+    spans = [(n, n + prefix) for n in range(10, 70, 7) for prefix in range(0, 64, 5)]
     case = make_case(spans, num_heads=1, num_kv_heads=1, head_dim=16, block_size=16)
-    case.attend("dense")
+    with choose("dense"):
+        chunks = launch.share_out(case.spans, case.heads).dense
+    for row, first, count, context_len in chunks:
+        queries, table = case.q[first : first + count], case.block_tables[row]
+        out = torch.empty_like(queries)
+        prefill_dense.attend_chunk(queries, case.cache, table, context_len, 1.0, out)
 
     squares = {(n, n, True) for n in (8, 16, 32)}
     pieces = {(n, m, False) for n in (8, 16, 32) for m in (8, 16, 32, 64)}

@@ -74,7 +74,7 @@ def run(
 
 def begin(settings: dict[str, Any]) -> Row:
     """Return a report without rows: what is served, and the raw limits of this run."""
-    found = find_model(settings["model"], dtype=settings.get("dtype"))
+    found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(found.dtype)}
     return {"model": found.name, "dtype": found.dtype, "raw": limits, "rows": [], "problems": []}
 
@@ -92,7 +92,7 @@ class Bench:
     ) -> None:
         """Start an engine whose tiers hold so many tokens, unless the settings tell their sizes."""
         gc.collect()  # the pool of the engine before
-        found = find_model(settings["model"], dtype=settings.get("dtype"))
+        found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
         token_bytes, least = found.kv_spec(16).token_bytes, settings.get("block_size", 16)
         host_tokens = max(host_tokens, MIN_HOST_BLOCKS * least)
         sizes = {"device_size": device_tokens * token_bytes, "host_size": host_tokens * token_bytes}
