@@ -351,7 +351,7 @@ class EngineCore:
         return digest.hexdigest()
 
     def close(
-        self, *, drain_timeout_s: float | None = None, progress: Progress | None = None
+        self, *, drain_timeout_s: float | None = None, progress: Progress = ignore_progress
     ) -> None:
         """Stop: end requests, write what a disk policy promised, release everything. Safe twice."""
         if self._is_closed:
@@ -359,9 +359,8 @@ class EngineCore:
         self._is_closed = True
         self.abort_all()
         timeout_s = self._settings.drain_timeout if drain_timeout_s is None else drain_timeout_s
-        report = progress or ignore_progress
         left = self.cache.demoter.drain(
-            deadline=time.monotonic() + timeout_s, on_progress=partial(report, "writing to disk")
+            deadline=time.monotonic() + timeout_s, on_progress=partial(progress, "writing to disk")
         )
         if left:
             logger.warning("%d blocks were not written to disk in time", left)

@@ -68,10 +68,9 @@ class EngineProcess:
             return EXIT_START_FAILED
         self._core = core
         signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
-        info = core.info
-        self._channel.send(info)
+        info: messages.EngineInfo | None = None
         while self._shutdown is None:
-            if core.info != info:  # the store's worker is another process than it was
+            if core.info != info:  # the first, or the store's worker is another than it was
                 info = core.info
                 self._channel.send(info)
             num_taken_tokens = 0

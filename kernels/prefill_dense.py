@@ -54,10 +54,6 @@ class Partial(NamedTuple):
     out: Tensor
     lse: Tensor
 
-    def rows(self, first: int, end: int) -> "Partial":
-        """Narrow to the queries [first, end)."""
-        return Partial(self.out[first:end], self.lse[:, first:end])
-
 
 @functools.cache
 def is_available(heads: Heads) -> bool:
@@ -144,7 +140,8 @@ def attend_chunk(
         for start, stop in _cut(0, first, max_steps=first // STEP):
             parts.append(attend_cudnn(queries, k[start:stop], v[start:stop], scale, False))
         idle = max(0, prefix_len - first)
-        parts = [part.rows(idle, end - first) for part in parts]
+        real = slice(idle, end - first)
+        parts = [Partial(part_out[real], lse[:, real]) for part_out, lse in parts]
         target = out[first + idle - prefix_len : end - prefix_len]
         if len(parts) == 1:
             target.copy_(parts[0].out)
