@@ -15,6 +15,7 @@ from transformers import AttentionInterface
 
 from tieredkv.errors import ModelError
 from tieredkv.kernels import launch
+from tieredkv.kernels.checks import LayerCache
 from tieredkv.kernels.partition import Batch
 
 ATTENTION_NAME = "tieredkv"
@@ -44,14 +45,15 @@ class AttentionContext:
     One thread runs forward passes over a context. The pool belongs to the caller.
 
     Attributes:
+        caches: of the layers.
         step: what is being computed.
         late_layer: before this layer a forward pass waits for the gate.
         gate: recorded when the late layers of blocks on their way have arrived; None off CUDA.
     """
 
     def __init__(self, kv_pool: Tensor) -> None:
-        self.k_caches = [kv_pool[:, layer, 0] for layer in range(kv_pool.shape[1])]
-        self.v_caches = [kv_pool[:, layer, 1] for layer in range(kv_pool.shape[1])]
+        layers = range(kv_pool.shape[1])
+        self.caches = [LayerCache(kv_pool[:, i, 0], kv_pool[:, i, 1]) for i in layers]
         self.step: StepMetadata | None = None
         self.late_layer = -1
         self.gate: torch.cuda.Event | None = None
@@ -62,7 +64,7 @@ class AttentionContext:
         """Write the step's keys and values of one layer into the pool."""
         step = self.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
-        launch.store_kv(key, value, self.k_caches[layer], self.v_caches[layer], step.slot_mapping)
+        launch.store_kv(key, value, self.caches[layer], step.slot_mapping)
 
     def attend(self, query: Tensor, scale: float, layer: int, kept: Tensor | None = None) -> Tensor:
         """Attend the step's queries, or only those kept, to the pool, which has their keys too."""
@@ -70,12 +72,10 @@ class AttentionContext:
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
         if self.gate is not None and layer == self.late_layer:
             self.gate.wait(torch.cuda.current_stream(query.device))
-        k_cache, v_cache = self.k_caches[layer], self.v_caches[layer]
-        if kept is None:
-            return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)
-        if step.last is None:
-            return launch.paged_attention(query, k_cache, v_cache, step.batch, scale)[kept]
-        return launch.paged_attention(query[kept], k_cache, v_cache, step.last, scale)
+        if kept is not None and step.last is not None:
+            return launch.paged_attention(query[kept], self.caches[layer], step.last, scale)
+        attended = launch.paged_attention(query, self.caches[layer], step.batch, scale)
+        return attended if kept is None else attended[kept]
 
 
 _handles = itertools.count(1)

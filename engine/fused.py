@@ -54,7 +54,6 @@ class FusedModel:
         final_norm: [hidden_size].
         head: the output layer's weight, [vocab_size, hidden_size].
         cos_sin: [max_positions, head_dim] float32, as `layers.rotate_and_store` takes it.
-        num_heads: heads of the queries.
         scale: factor on the attention scores.
         eps: of all norms.
     """
@@ -64,7 +63,6 @@ class FusedModel:
     final_norm: Tensor
     head: Tensor
     cos_sin: Tensor
-    num_heads: int
     scale: float
     eps: float
 
@@ -92,7 +90,6 @@ class FusedModel:
             cos_sin=_cos_sin_table(
                 whole.model.rotary_emb, config.max_position_embeddings, whole.device
             ),
-            num_heads=attention.q_proj.out_features // attention.head_dim,
             scale=float(attention.scaling),
             eps=float(config.rms_norm_eps),
         )
@@ -125,9 +122,7 @@ class FusedModel:
                 self.cos_sin,
                 positions,
                 step.slot_mapping,
-                context.k_caches[index],
-                context.v_caches[index],
-                self.num_heads,
+                context.caches[index],
                 layer.head_norms,
                 self.eps,
             )

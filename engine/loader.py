@@ -15,7 +15,7 @@ from typing import Any
 
 import huggingface_hub
 import torch
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +26,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tieredkv.config import Dtype
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
@@ -42,10 +43,11 @@ SHAPES = Path(__file__).parent / "shapes"
 RANDOM_PREFIX = "random:"
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
-DEFAULT_CACHE_DIR = Path("~/.cache/tieredkv")
+CACHE_DIR = Path("~/.cache/tieredkv")
+"""Where the digests of weight files are remembered."""
+
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
-_HUB_ERRORS = (OSError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,35 +91,48 @@ class FoundModel:
         )
 
     def load(
-        self,
-        *,
-        progress: Progress = ignore_progress,
-        fingerprint: FingerprintMode = "full",
-        cache_dir: Path | None = DEFAULT_CACHE_DIR,
+        self, *, progress: Progress = ignore_progress, fingerprint: FingerprintMode = "full"
     ) -> "LoadedModel":
         """Load or draw the weights.
 
         Args:
             progress: told what is being done and how far it is.
             fingerprint: `full` digests all weights' bytes, `sample` pieces of them.
-            cache_dir: remembers the digests of weight files.
 
         Raises:
             ModelError: they cannot be read, or do not fit the config.
         """
         if self.folder is None:
-            return _load_random(self, progress)
-        files = _weight_files(self.name, self.folder)
-        tokenizer = _load_tokenizer(self.name, self.folder)
-        cache_dir = cache_dir and cache_dir.expanduser()
-        digest = files_fingerprint(
-            self.config.to_dict(), files, mode=fingerprint, cache_dir=cache_dir, progress=progress
+            progress("drawing weights", 0, 1)
+            model, digest = _draw_model(self)
+            size, length = self.vocab_size, self.max_model_len
+            tokenizer: PreTrainedTokenizerBase = tiny.byte_tokenizer(size, length)
+            progress("drawing weights", 1, 1)
+            ends = tiny.stop_token_ids()
+        else:
+            table, files = self.config.to_dict(), _weight_files(self.name, self.folder)
+            tokenizer = _load_tokenizer(self.name, self.folder)
+            digest = files_fingerprint(
+                table, files, mode=fingerprint, cache_dir=CACHE_DIR.expanduser(), progress=progress
+            )
+            progress("loading weights", 0, 1)
+            model = _read_weights(self, self.folder)
+            progress("loading weights", 1, 1)
+            ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
+        model.eval().requires_grad_(False)
+        found = {field.name: getattr(self, field.name) for field in fields(self)}
+        found["device"] = next(model.parameters()).device
+        told = self.name, self.config.model_type, *self.shape, self.dtype, found["device"]
+        text = "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s"
+        logger.info(text, *told, digest.hex()[:12])
+        return LoadedModel(
+            **found,
+            model=model,
+            tokenizer=tokenizer,
+            fingerprint=digest,
+            eos_token_ids=frozenset(i for i in ends if 0 <= i < self.vocab_size),
+            fused=FusedModel.from_model(model, self.config),
         )
-        progress("loading weights", 0, 1)
-        model = _read_weights(self, self.folder)
-        progress("loading weights", 1, 1)
-        eos_token_ids = _eos_token_ids(self.config, model.generation_config, tokenizer)
-        return _finish(self, model, tokenizer, digest, eos_token_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,14 +154,14 @@ class LoadedModel(FoundModel):
     fused: FusedModel | None
 
 
-def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> FoundModel:
+def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> FoundModel:
     """Find a model and refuse what cannot be served.
 
     Args:
         name: a folder with config.json and safetensors; a hub id; `tiny-random`; or
             `random:<shape>` with a known shape or the path of a config.json.
-        dtype: None or `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16
-            where it does not say.
+        dtype: `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16 where it
+            does not say.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
 
     Raises:
@@ -154,8 +169,6 @@ def find_model(name: str, *, dtype: str | None = None, device: str = "auto") -> 
         ConfigError: `device` asks for a GPU that is not there.
     """
     target = _resolve_device(device)
-    if dtype not in (None, "auto", *DTYPE_BYTES):
-        raise ModelError(f"dtype `{dtype}` is not supported; use {', '.join(DTYPE_BYTES)} or auto")
     config, folder = _drawn_config(name), None
     if config is None:
         folder = _find_folder(name)
@@ -196,9 +209,9 @@ def _resolve_device(device: str) -> torch.device:
     return torch.device("cuda" if has_cuda and device != "cpu" else "cpu")
 
 
-def _resolve_dtype(dtype: str | None, config: PreTrainedConfig, device: torch.device) -> str:
-    if dtype not in (None, "auto"):
-        return str(dtype)
+def _resolve_dtype(dtype: Dtype, config: PreTrainedConfig, device: torch.device) -> str:
+    if dtype != "auto":
+        return dtype
     if device.type == "cpu":
         return "float32"
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
@@ -253,7 +266,7 @@ def _find_folder(name: str) -> Path:
         wanted, others = [*_CONFIG_FILES, "*.safetensors"], ["*/*.safetensors", "consolidated*"]
         download = huggingface_hub.snapshot_download
         return Path(download(name, allow_patterns=wanted, ignore_patterns=others))
-    except _HUB_ERRORS as error:
+    except (OSError, HFValidationError) as error:  # what else the hub raises are OSErrors
         what = "is not a local folder and cannot be fetched from the hub"
         raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
 
@@ -325,10 +338,9 @@ def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
-    """Make a model with drawn weights, directly on the device and in its dtype."""
+def _draw_model(found: FoundModel) -> tuple[Any, bytes]:
+    """Make a model with drawn weights, directly on the device and in its dtype; and its digest."""
     config, device = found.config, found.device
-    progress("drawing weights", 0, 1)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = _AUTO_MODEL.from_config(
@@ -338,10 +350,7 @@ def _load_random(found: FoundModel, progress: Progress) -> LoadedModel:
     seed = tiny.TINY_SEED if is_tiny else RANDOM_SEED
     draw = tiny.init_tiny_weights if is_tiny else _draw_weights
     draw(model)
-    digest = parameters_fingerprint(config.to_dict(), model, seed=seed)
-    tokenizer = tiny.byte_tokenizer(found.vocab_size, found.max_model_len)
-    progress("drawing weights", 1, 1)
-    return _finish(found, model, tokenizer, digest, tiny.stop_token_ids())
+    return model, parameters_fingerprint(config.to_dict(), model, seed=seed)
 
 
 @torch.no_grad()
@@ -353,34 +362,6 @@ def _draw_weights(model: PreTrainedModel) -> None:
             parameter.fill_(0.0 if name.endswith("bias") else 1.0)
         else:
             parameter.normal_(0.0, RANDOM_STD, generator=generator)
-
-
-def _finish(
-    found: FoundModel,
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    fingerprint: bytes,
-    eos_token_ids: frozenset[int],
-) -> LoadedModel:
-    model.eval().requires_grad_(False)
-    device = next(model.parameters()).device
-    logger.info(
-        "model `%s`: %s, %d layers, %d/%d heads of %d, %s on %s, fingerprint %s",
-        found.name,
-        found.config.model_type,
-        *found.shape,
-        found.dtype,
-        device,
-        fingerprint.hex()[:12],
-    )
-    return LoadedModel(
-        **{field.name: getattr(found, field.name) for field in fields(found)} | {"device": device},
-        model=model,
-        tokenizer=tokenizer,
-        fingerprint=fingerprint,
-        eos_token_ids=frozenset(i for i in eos_token_ids if 0 <= i < found.vocab_size),
-        fused=FusedModel.from_model(model, found.config),
-    )
 
 
 def _max_model_len(config: PreTrainedConfig) -> int:

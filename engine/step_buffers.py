@@ -140,26 +140,21 @@ class StepBuffers:
         max_rows = self._spare_slot = tables.num_slots
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
         max_wide_tiles = max_tokens // wide.num_queries + max_rows
-        longs = dict.fromkeys(("sources", "kept", "targets"), max_tokens)
-        longs["cells"] = CELLS_PER_ROW * max_rows
-        ints = dict.fromkeys(("token_ids", "positions", "slots"), max_tokens)
-        ints["block_ids"] = CELLS_PER_ROW * max_rows
-        ints["narrow"] = ints["last"] = partition.size_ints(narrow, max_rows)
-        ints["wide"] = partition.size_ints(wide, max_wide_tiles)
-        sizes = {name: _aligned(8 * n) for name, n in longs.items()}
-        sizes |= {name: _aligned(4 * n) for name, n in ints.items()}
+        parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
+        parts["cells"] = torch.int64, CELLS_PER_ROW * max_rows
+        parts |= dict.fromkeys(("token_ids", "positions", "slots"), (torch.int32, max_tokens))
+        parts["block_ids"] = torch.int32, CELLS_PER_ROW * max_rows
+        parts["narrow"] = parts["last"] = torch.int32, partition.size_ints(narrow, max_rows)
+        parts["wide"] = torch.int32, partition.size_ints(wide, max_wide_tiles)
+        # In words of four bytes; every part begins at a multiple of 16 bytes.
+        words = [-(-dtype.itemsize * n // 16) * 4 for dtype, n in parts.values()]
         is_cuda = heads.device.type == "cuda"
-        num_bytes = sum(sizes.values())
-        self._host = torch.zeros(num_bytes // 4, dtype=torch.int32, pin_memory=is_cuda)
-        self._device = torch.zeros(num_bytes // 4, dtype=torch.int32, device=heads.device)
+        self._host = torch.zeros(sum(words), dtype=torch.int32, pin_memory=is_cuda)
+        self._device = torch.zeros(sum(words), dtype=torch.int32, device=heads.device)
 
         def views(buffer: Tensor) -> dict[str, Tensor]:
-            words = [num_bytes // 4 for num_bytes in sizes.values()]
-            parts = dict(zip(sizes, buffer.split(words), strict=True))
-            return {
-                name: part.view(torch.int64)[: longs[name]] if name in longs else part[: ints[name]]
-                for name, part in parts.items()
-            }
+            pieces = zip(parts.items(), buffer.split(words), strict=True)
+            return {name: piece.view(dtype)[:n] for (name, (dtype, n)), piece in pieces}
 
         self._arrays = {name: view.numpy() for name, view in views(self._host).items()}
         device = views(self._device)
@@ -271,7 +266,3 @@ class Layout:
             self.last = []
         self.num_tokens = end
         self.shares = launch.share_out(self.spans, heads)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // 16) * 16

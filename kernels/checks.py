@@ -1,4 +1,4 @@
-"""What the kernels' front doors share: the choice of a backend, and checks of tensors on the host.
+"""What the kernels' front doors share: the choice of kernels, and checks of tensors on the host.
 
 The checks run for every layer of every step, so a message is made only when one fails.
 """
@@ -6,22 +6,31 @@ The checks run for every layer of every step, so a message is made only when one
 import functools
 import importlib
 from types import ModuleType
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tieredkv.errors import ModelError, ShapeError
 
-Backend = Literal["auto", "triton", "cudnn", "reference"]
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def use_triton(backend: str, device: torch.device) -> bool:
-    """Tell whether a call on a device goes to the kernels; `auto` is the kernels on CUDA."""
-    if backend not in ("auto", "triton", "cudnn", "reference"):
-        raise ShapeError(f"unknown backend `{backend}`")
-    return backend in ("triton", "cudnn") or (backend == "auto" and device.type == "cuda")
+class LayerCache(NamedTuple):
+    """One layer's keys and values in every block of the pool.
+
+    Attributes:
+        k: [num_blocks, block_size, num_kv_heads, head_dim], contiguous in head_dim.
+        v: as k, with equal strides.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def use_triton(device: torch.device) -> bool:
+    """Tell whether a call goes to Triton's kernels or to the reference; tests switch it."""
+    return device.type == "cuda"
 
 
 @functools.cache
@@ -42,34 +51,35 @@ def has_dependent_launch(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
-    """Refuse what is not one layer's cache, `[num_blocks, block_size, num_kv_heads, head_dim]`."""
-    if k_cache.ndim != 4 or k_cache.dtype not in KERNEL_DTYPES:
-        raise ShapeError(
-            f"k_cache {describe(k_cache)} is not a 4-dimensional cache of a supported dtype"
-        )
-    if v_cache.shape != k_cache.shape or v_cache.stride() != k_cache.stride():
-        raise ShapeError(f"v_cache {describe(v_cache)} and k_cache {describe(k_cache)} differ")
-    check_data("k_cache", k_cache, k_cache)
-    check_data("v_cache", v_cache, k_cache)
+def check_cache(cache: LayerCache) -> None:
+    """Refuse what is not as `LayerCache` says."""
+    k, v = cache
+    if k.ndim != 4 or k.dtype not in KERNEL_DTYPES:
+        raise ShapeError(f"k_cache {describe(k)} is not a 4-dimensional cache of a supported dtype")
+    if v.shape != k.shape or v.stride() != k.stride():
+        raise ShapeError(f"v_cache {describe(v)} and k_cache {describe(k)} differ")
+    check_data("k_cache", k, cache)
+    check_data("v_cache", v, cache)
 
 
-def check_data(name: str, tensor: Tensor, cache: Tensor) -> None:
+def check_data(name: str, tensor: Tensor, cache: LayerCache) -> None:
     """Refuse a tensor of another dtype or device than the cache, or with gaps in its last dim."""
-    if tensor.dtype != cache.dtype or tensor.device != cache.device:
+    if tensor.dtype != cache.k.dtype or tensor.device != cache.k.device:
         raise ShapeError(
-            f"{name} {describe(tensor)} is not of the cache's dtype and device {describe(cache)}"
+            f"{name} {describe(tensor)} is not of the cache's dtype and device {describe(cache.k)}"
         )
-    if tensor.stride(-1) != 1 and tensor.shape[-1] != 1:
-        raise ShapeError(
-            f"{name} {describe(tensor)} is not contiguous in head_dim: stride {tensor.stride(-1)}"
-        )
+    check_last_dim(name, tensor)
 
 
-def check_indices(name: str, tensor: Tensor, cache: Tensor) -> None:
+def check_indices(name: str, tensor: Tensor, cache: LayerCache) -> None:
     """Refuse what are not indices on the cache's device."""
-    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.device:
-        raise ShapeError(f"{name} {describe(tensor)} is not int32 or int64 on {cache.device}")
+    if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.k.device:
+        raise ShapeError(f"{name} {describe(tensor)} is not int32 or int64 on {cache.k.device}")
+    check_last_dim(name, tensor)
+
+
+def check_last_dim(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor with gaps in its last dimension."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         raise ShapeError(f"{name} {describe(tensor)} is not contiguous in its last dimension")
 

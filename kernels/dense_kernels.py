@@ -1,6 +1,6 @@
 """Triton kernels of the dense prefill path: gathering a context, merging partial results.
 
-Callers go through `tieredkv.kernels.prefill_dense`, which has both in torch as well.
+Callers go through `tieredkv.kernels.prefill_dense`.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tieredkv.kernels.checks import LayerCache
 
 TILE = 16384
 MERGED_ROWS = 16
@@ -39,12 +41,12 @@ def _gather_kernel(
     tl.store(target + half_elements, v, mask)
 
 
-def gather_blocks(k_cache: Tensor, v_cache: Tensor, table: Tensor, out: Tensor) -> None:
+def gather_blocks(cache: LayerCache, table: Tensor, out: Tensor) -> None:
     """Copy blocks, whose tokens are contiguous, to out [2, num_blocks, *block shape]."""
-    num_blocks, num_elements = table.shape[0], k_cache[0].numel()
+    num_blocks, num_elements = table.shape[0], cache.k[0].numel()
     tile = min(TILE, triton.next_power_of_2(num_elements))
     _gather_kernel[(num_blocks, triton.cdiv(num_elements, tile))](
-        k_cache, v_cache, table, out, k_cache.stride(0), num_blocks * num_elements,
+        *cache, table, out, cache.k.stride(0), num_blocks * num_elements,
         NUM_ELEMENTS=num_elements, TILE=tile, num_warps=8,
     )  # fmt: skip
 
@@ -101,7 +103,12 @@ def _merge_parts_kernel(
 
 
 def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
-    """Combine two or more (out, lse), each contiguous but for lse's heads, into out."""
+    """Combine two or more (out, lse), each contiguous but for lse's heads, into out.
+
+    They are attention over disjoint parts of a context; out is as if it had been one, in float32.
+
+    Source: the identity behind Flash-Decoding and cascade inference.
+    """
     num_queries, num_heads, head_dim = out.shape
     first, others = parts[0], list(parts[1:])
     while others:

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tieredkv.kernels.checks import LayerCache
+
 ROW_TILE = 4096
 """Weights that one program multiplies at a time."""
 
@@ -200,21 +202,20 @@ def rotate_and_store(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
+    cache: LayerCache,
     head_norms: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Launch the kernel; same contract as `layers.rotate_and_store`."""
     num_tokens = qkv.shape[0]
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size, num_kv_heads, head_dim = cache.k.shape[1:]
+    num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     out = qkv.new_empty(num_tokens, num_heads, head_dim)
     half_tile = triton.next_power_of_2(head_dim // 2)
     head_tile = max(1, ROTATE_TILE // half_tile)
     _rotate_and_store_kernel[(num_tokens, triton.cdiv(num_heads + 2 * num_kv_heads, head_tile))](
-        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, head_norms, out, eps,
-        qkv.stride(0), *k_cache.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
+        qkv, cos_sin, positions, slot_mapping, *cache, head_norms, out, eps,
+        qkv.stride(0), *cache.k.stride()[:3], BLOCK_SIZE=block_size, NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads, HALF_DIM=head_dim // 2, HAS_NORM=head_norms is not None,
         HEAD_TILE=head_tile, HALF_TILE=half_tile, num_warps=4,
     )  # fmt: skip

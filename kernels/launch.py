@@ -1,10 +1,9 @@
 """The kernels' front door: checks tensors on the host, then picks Triton or the torch reference.
 
 Layout: the device pool is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; a
-layer's `k_cache = pool[:, layer, 0]` and `v_cache = pool[:, layer, 1]` are strided views
-`[num_blocks, block_size, num_kv_heads, head_dim]`. Nothing here reads a device tensor on the host
-unless its docstring says so, so that calls can be captured in CUDA graphs. It knows no requests,
-tiers or models.
+layer's `LayerCache` is `pool[:, layer, 0]` and `pool[:, layer, 1]`, strided views of it. Nothing
+here reads a device tensor on the host unless its docstring says so, so that calls can be captured
+in CUDA graphs. It knows no requests, tiers or models.
 """
 
 import logging
@@ -16,16 +15,8 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import partition, prefill_dense, reference
-from tieredkv.kernels.checks import (
-    Backend,
-    check_cache,
-    check_data,
-    check_indices,
-    describe,
-    triton_module,
-    use_triton,
-)
+from tieredkv.kernels import checks, partition, prefill_dense, reference
+from tieredkv.kernels.checks import LayerCache, describe, triton_module
 from tieredkv.kernels.partition import Batch, Heads, Span, Tiling
 
 logger = logging.getLogger(__name__)
@@ -33,46 +24,36 @@ logger = logging.getLogger(__name__)
 MAX_TRITON_HEAD_DIM = 256
 
 
-def store_kv(
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-    *,
-    backend: Backend = "auto",
-) -> None:
+def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write new keys and values into the paged cache, in place.
 
     Args:
         k: [num_tokens, num_kv_heads, head_dim], the cache's dtype, contiguous in head_dim.
         v: as k.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        v_cache: as k_cache, with equal strides.
+        cache: of the layer.
         slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
             token. Slots must be distinct; they are not checked.
-        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
 
     Source: PagedAttention, Kwon et al. 2023, section 5.1.
     """
-    check_cache(k_cache, v_cache)
-    if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != k_cache.shape[2:]:
+    checks.check_cache(cache)
+    if k.shape != v.shape or k.ndim != 3 or k.shape[1:] != cache.k.shape[2:]:
         raise ShapeError(
-            f"k {describe(k)} and v {describe(v)} do not fit the cache {describe(k_cache)}"
+            f"k {describe(k)} and v {describe(v)} do not fit the cache {describe(cache.k)}"
         )
     if slot_mapping.shape != k.shape[:1]:
         raise ShapeError(f"slot_mapping {describe(slot_mapping)} for k {describe(k)}")
-    check_data("k", k, k_cache)
-    check_data("v", v, k_cache)
-    check_indices("slot_mapping", slot_mapping, k_cache)
+    checks.check_data("k", k, cache)
+    checks.check_data("v", v, cache)
+    checks.check_indices("slot_mapping", slot_mapping, cache)
     if not k.shape[0]:
         return
-    is_triton = use_triton(backend, k.device)
+    is_triton = checks.use_triton(k.device)
     store = triton_module("store_kv").store_kv if is_triton else reference.store_kv
-    store(k, v, k_cache, v_cache, slot_mapping)
+    store(k, v, cache, slot_mapping)
 
 
 class Shares(NamedTuple):
@@ -83,10 +64,10 @@ class Shares(NamedTuple):
     wide: list[Span]
 
 
-def share_out(spans: Sequence[Span], heads: Heads, backend: Backend = "auto") -> Shares:
+def share_out(spans: Sequence[Span], heads: Heads) -> Shares:
     """Give each span, or its parts, to the kernel that is fastest for it."""
     dense, narrow, wide = [], [], []
-    is_dense = backend == "cudnn" or (backend == "auto" and prefill_dense.is_available(heads))
+    is_dense = prefill_dense.is_available(heads)
     for span in spans:
         if span.query_len == 1:
             narrow.append(span)
@@ -100,40 +81,26 @@ def share_out(spans: Sequence[Span], heads: Heads, backend: Backend = "auto") ->
     return Shares(dense, narrow, wide)
 
 
-def make_batch(
-    block_tables: Tensor, spans: Sequence[Span], heads: Heads, *, backend: Backend = "auto"
-) -> Batch:
+def make_batch(block_tables: Tensor, spans: Sequence[Span], heads: Heads) -> Batch:
     """Plan a step and upload the plan; who runs many steps keeps buffers for it instead."""
-    if not use_triton(backend, heads.device):
+    if not checks.use_triton(heads.device):
         return Batch(block_tables, spans)
-    shares = share_out(spans, heads, backend)
-
-    def upload(spans: Sequence[Span], tiling: Tiling) -> Tensor | None:
-        if not spans:
-            return None
-        num_ints = partition.size_ints(tiling, partition.count_tiles(tiling, spans))
-        plan = np.zeros(num_ints, dtype=np.int32)
-        partition.partition(spans, tiling, plan)
-        return torch.from_numpy(plan).to(heads.device)
-
-    return Batch(
-        block_tables,
-        spans,
-        shares.dense,
-        upload(shares.narrow, partition.narrow_tiling(heads)),
-        upload(shares.wide, partition.wide_tiling(heads)),
-    )
+    shares = share_out(spans, heads)
+    narrow = _upload_plan(shares.narrow, partition.narrow_tiling(heads), heads.device)
+    wide = _upload_plan(shares.wide, partition.wide_tiling(heads), heads.device)
+    return Batch(block_tables, spans, shares.dense, narrow, wide)
 
 
-def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    batch: Batch,
-    scale: float,
-    *,
-    backend: Backend = "auto",
-) -> Tensor:
+def _upload_plan(spans: Sequence[Span], tiling: Tiling, device: torch.device) -> Tensor | None:
+    if not spans:
+        return None
+    num_ints = partition.size_ints(tiling, partition.count_tiles(tiling, spans))
+    plan = np.zeros(num_ints, dtype=np.int32)
+    partition.partition(spans, tiling, plan)
+    return torch.from_numpy(plan).to(device)
+
+
+def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
     """Attend each request's queries, the last of its context, causally to the context.
 
     Query `i` of a span stands at position `context_len - query_len + i` and sees positions 0 to its
@@ -141,12 +108,9 @@ def paged_attention(
 
     Args:
         q: [num_tokens, num_heads, head_dim], the cache's dtype, contiguous in head_dim.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        v_cache: as k_cache, with equal strides.
-        batch: see `Batch`; made for the same backend.
+        cache: of the layer.
+        batch: see `Batch`.
         scale: factor on the scores, 1/sqrt(head_dim) in most models.
-        backend: `auto` is the kernels for CUDA tensors and the reference elsewhere; `triton`
-            leaves the dense path out, `cudnn` demands it for what it takes.
 
     Returns:
         [num_tokens, num_heads, head_dim] in q's dtype; tokens of no span get no defined output.
@@ -154,17 +118,17 @@ def paged_attention(
     Raises:
         ShapeError: the tensors disagree; checked on the host before launch.
     """
-    check_cache(k_cache, v_cache)
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    checks.check_cache(cache)
+    num_kv_heads, head_dim = cache.k.shape[2:]
     if q.ndim != 3 or q.shape[2] != head_dim or q.shape[1] % num_kv_heads or not q.shape[1]:
-        raise ShapeError(f"q {describe(q)} does not fit the cache {describe(k_cache)}")
-    check_data("q", q, k_cache)
+        raise ShapeError(f"q {describe(q)} does not fit the cache {describe(cache.k)}")
+    checks.check_data("q", q, cache)
     if batch.block_tables.ndim != 2:
         raise ShapeError(f"block_tables {describe(batch.block_tables)} is not 2-dimensional")
-    check_indices("block_tables", batch.block_tables, k_cache)
-    if not use_triton(backend, q.device):
-        _check_spans(q, k_cache, batch)
-        return reference.paged_attention(q, k_cache, v_cache, batch, scale)
+    checks.check_indices("block_tables", batch.block_tables, cache)
+    if not checks.use_triton(q.device):
+        _check_spans(q, cache, batch)
+        return reference.paged_attention(q, cache, batch, scale)
     if head_dim > MAX_TRITON_HEAD_DIM:
         raise ShapeError(f"head_dim {head_dim} is above {MAX_TRITON_HEAD_DIM}, the kernels' most")
     out = q.new_empty(q.shape)
@@ -173,33 +137,30 @@ def paged_attention(
         chunk = slice(span.first_token, span.first_token + span.query_len)
         table = batch.block_tables[span.row]
         try:
-            prefill_dense.attend_chunk(
-                q[chunk], k_cache, v_cache, table, span.context_len, scale, out[chunk]
-            )
+            prefill_dense.attend_chunk(q[chunk], cache, table, span.context_len, scale, out[chunk])
         except prefill_dense.RefusedError as error:
-            if backend == "cudnn":
-                raise ShapeError(str(error)) from error
             logger.warning("a chunk is attended by the paged kernel: %s", error)
-            alone = make_batch(batch.block_tables, [span], heads, backend="triton")
-            out[chunk] = paged_attention(q, k_cache, v_cache, alone, scale, backend="triton")[chunk]
+            plan = _upload_plan([span], partition.wide_tiling(heads), q.device)
+            alone = Batch(batch.block_tables, [span], wide=plan)
+            out[chunk] = paged_attention(q, cache, alone, scale)[chunk]
     for plan, tiling in (
         (batch.narrow, partition.narrow_tiling(heads)),
         (batch.wide, partition.wide_tiling(heads)),
     ):
         if plan is not None:
             triton_module("paged_attention").paged_attention(
-                q, k_cache, v_cache, batch.block_tables, plan, tiling, scale, out
+                q, cache, batch.block_tables, plan, tiling, scale, out
             )
     return out
 
 
-def _check_spans(q: Tensor, k_cache: Tensor, batch: Batch) -> None:
+def _check_spans(q: Tensor, cache: LayerCache, batch: Batch) -> None:
     num_rows, max_blocks = batch.block_tables.shape
     for span in batch.spans:
         if not (
             0 <= span.row < num_rows
             and 0 <= span.first_token <= span.first_token + span.query_len <= q.shape[0]
-            and span.query_len <= span.context_len <= max_blocks * k_cache.shape[1]
+            and span.query_len <= span.context_len <= max_blocks * cache.k.shape[1]
         ):
             raise ShapeError(
                 f"{span} for {q.shape[0]} queries and block_tables {list(batch.block_tables.shape)}"

@@ -14,17 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import reference
-from tieredkv.kernels.checks import (
-    KERNEL_DTYPES,
-    Backend,
-    check_cache,
-    check_data,
-    check_indices,
-    describe,
-    triton_module,
-    use_triton,
-)
+from tieredkv.kernels import checks, reference
+from tieredkv.kernels.checks import LayerCache, describe, triton_module
 
 MAX_HIDDEN_SIZE = 16_384
 """The widest row that a program holds in registers."""
@@ -33,14 +24,13 @@ PRODUCT_ROWS = 8_192
 """Rows multiplied at a time, and a shorter rest with the last of them; more are slower."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend = "auto") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Divide each row by the root of its mean square, and multiply it by the weight.
 
     Args:
         x: [num_tokens, hidden_size], contiguous in hidden_size.
         weight: [hidden_size], x's dtype.
         eps: added to the mean of squares.
-        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
     Returns:
         [num_tokens, hidden_size], contiguous.
@@ -52,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend = "auto"
     """
     _check_rows("x", x)
     _check_norms("weight", weight, x, x.shape[1:])
-    if not use_triton(backend, x.device):
+    if not checks.use_triton(x.device):
         return reference.rms_norm(x, weight, eps)
     if x.shape[1] > MAX_HIDDEN_SIZE:
         raise ShapeError(f"hidden_size {x.shape[1]} is above {MAX_HIDDEN_SIZE}")
@@ -63,12 +53,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, backend: Backend = "auto"
 
 
 def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    backend: Backend = "auto",
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None
 ) -> Tensor:
     """Multiply by a weight matrix, add the bias, and add all of it to a residual stream.
 
@@ -79,14 +64,12 @@ def linear(
         weight: [num_outputs, num_inputs], contiguous.
         bias: [num_outputs] or None.
         residual: [num_tokens, num_outputs], x's dtype, added to in place; None for none.
-        backend: `auto` is the kernel for one row on CUDA whose shape it takes, torch elsewhere;
-            `triton` demands the kernel.
 
     Returns:
         [num_tokens, num_outputs] in x's dtype: the residual itself, if there is one.
 
     Raises:
-        ShapeError: the residual does not fit, or the kernel was demanded and does not take it.
+        ShapeError: the residual does not fit.
     """
     num_rows = len(x)
     if residual is not None and (
@@ -94,13 +77,11 @@ def linear(
     ):
         raise ShapeError(f"residual {describe(residual)} for {num_rows} rows of {len(weight)}")
     is_row = num_rows == 1 and bias is None and x.dtype != torch.float32
-    if backend == "triton" or (backend == "auto" and x.is_cuda and is_row):
+    if is_row and checks.use_triton(x.device):
         kernels = triton_module("fused")
-        if is_row and weight.is_contiguous() and kernels.takes_row(*weight.shape):
+        if weight.is_contiguous() and kernels.takes_row(*weight.shape):
             row: Tensor = kernels.multiply_row(x, weight, residual)
             return row
-        if backend == "triton":
-            raise ShapeError(f"x {describe(x)} and weight {describe(weight)} are not one row's")
     if residual is None and num_rows < 2 * PRODUCT_ROWS:
         return F.linear(x, weight, bias)
     out = x.new_empty(num_rows, len(weight)) if residual is None else residual
@@ -117,12 +98,11 @@ def linear(
     return out
 
 
-def silu_mul(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
+def silu_mul(gate_up: Tensor) -> Tensor:
     """Multiply the second half of each row by the SiLU of its first half.
 
     Args:
         gate_up: [num_tokens, 2 * intermediate_size], contiguous in its last dimension.
-        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
     Returns:
         [num_tokens, intermediate_size], contiguous.
@@ -135,7 +115,7 @@ def silu_mul(gate_up: Tensor, *, backend: Backend = "auto") -> Tensor:
     _check_rows("gate_up", gate_up)
     if gate_up.shape[1] % 2:
         raise ShapeError(f"gate_up {describe(gate_up)} has no two halves")
-    if not use_triton(backend, gate_up.device):
+    if not checks.use_triton(gate_up.device):
         return reference.silu_mul(gate_up)
     if not gate_up.shape[0]:
         return gate_up.new_empty(0, gate_up.shape[1] // 2)
@@ -148,13 +128,9 @@ def rotate_and_store(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
+    cache: LayerCache,
     head_norms: Tensor | None,
     eps: float,
-    *,
-    backend: Backend = "auto",
 ) -> Tensor:
     """Rotate queries and keys by their positions, and write keys and values into the paged cache.
 
@@ -166,13 +142,10 @@ def rotate_and_store(
         positions: [num_tokens] int32 or int64, below max_positions; they are not checked.
         slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
             token's keys and values. Slots must be distinct; they are not checked.
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        v_cache: as k_cache, with equal strides.
-        num_heads: heads of the queries.
+        cache: of the layer.
         head_norms: [2, head_dim], the cache's dtype, contiguous: weights of the queries' and of
             the keys' RMS norm, head by head, before they are rotated; None for no norm.
         eps: of the norms.
-        backend: `auto` is Triton for CUDA tensors and the reference elsewhere.
 
     Returns:
         The rotated queries, [num_tokens, num_heads, head_dim], contiguous.
@@ -182,13 +155,12 @@ def rotate_and_store(
 
     Source: RoFormer, Su et al. 2021, with the halves of a head as the pairs (GPT-NeoX).
     """
-    check_cache(k_cache, v_cache)
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    if qkv.ndim != 2 or qkv.shape[1] != (num_heads + 2 * num_kv_heads) * head_dim or head_dim % 2:
-        raise ShapeError(
-            f"qkv {describe(qkv)} with {num_heads} heads does not fit the cache {describe(k_cache)}"
-        )
-    check_data("qkv", qkv, k_cache)
+    checks.check_cache(cache)
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    num_heads = qkv.shape[-1] // head_dim - 2 * num_kv_heads
+    if qkv.ndim != 2 or qkv.shape[1] % head_dim or num_heads < 1 or head_dim % 2:
+        raise ShapeError(f"qkv {describe(qkv)} does not fit the cache {describe(cache.k)}")
+    checks.check_data("qkv", qkv, cache)
     if cos_sin.ndim != 2 or cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous():
         raise ShapeError(f"cos_sin {describe(cos_sin)} for heads of {head_dim}")
     if cos_sin.dtype != torch.float32 or cos_sin.device != qkv.device:
@@ -196,26 +168,21 @@ def rotate_and_store(
     for name, indices in (("positions", positions), ("slot_mapping", slot_mapping)):
         if indices.shape != qkv.shape[:1]:
             raise ShapeError(f"{name} {describe(indices)} for qkv {describe(qkv)}")
-        check_indices(name, indices, k_cache)
+        checks.check_indices(name, indices, cache)
     if head_norms is not None:
         _check_norms("head_norms", head_norms, qkv, (2, head_dim))
-    is_triton = use_triton(backend, qkv.device)
+    is_triton = checks.use_triton(qkv.device)
     if not qkv.shape[0]:
         return qkv.new_empty(0, num_heads, head_dim)
     rotate = triton_module("fused").rotate_and_store if is_triton else reference.rotate_and_store
-    q: Tensor = rotate(
-        qkv, cos_sin, positions, slot_mapping, k_cache, v_cache, num_heads, head_norms, eps
-    )
+    q: Tensor = rotate(qkv, cos_sin, positions, slot_mapping, cache, head_norms, eps)
     return q
 
 
 def _check_rows(name: str, tensor: Tensor) -> None:
-    if tensor.ndim != 2 or tensor.dtype not in KERNEL_DTYPES:
+    if tensor.ndim != 2 or tensor.dtype not in checks.KERNEL_DTYPES:
         raise ShapeError(f"{name} {describe(tensor)} is not a matrix of a supported dtype")
-    if tensor.stride(1) != 1 and tensor.shape[1] != 1:
-        raise ShapeError(
-            f"{name} {describe(tensor)} is not contiguous in its rows: stride {tensor.stride(1)}"
-        )
+    checks.check_last_dim(name, tensor)
 
 
 def _check_norms(name: str, weight: Tensor, data: Tensor, shape: tuple[int, ...]) -> None:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tieredkv.kernels.checks import has_dependent_launch
+from tieredkv.kernels.checks import LayerCache, has_dependent_launch
 from tieredkv.kernels.partition import INTS_PER_PROGRAM, INTS_PER_TILE, Tiling
 
 LOG2_E = 1.4426950408889634
@@ -209,8 +209,7 @@ def _merge_kernel(
 
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: LayerCache,
     block_tables: Tensor,
     plan: Tensor,
     tiling: Tiling,
@@ -219,7 +218,7 @@ def paged_attention(
 ) -> None:
     """Launch the kernel and the merge over one partition; see `launch.paged_attention`."""
     _, num_heads, head_dim = q.shape
-    _, block_size, num_kv_heads, _ = k_cache.shape
+    _, block_size, num_kv_heads, _ = cache.k.shape
     group = num_heads // num_kv_heads
     is_narrow = tiling.num_queries == 1
     num_partials = 2 * tiling.num_programs * num_kv_heads * tiling.row_tile
@@ -237,8 +236,8 @@ def paged_attention(
         "IS_DEPENDENT": is_dependent,
     }
     _attention_kernel[(num_kv_heads, tiling.num_programs)](
-        out, partial_out, partial_lse, q, k_cache, v_cache, block_tables, plan, scale * LOG2_E,
-        *out.stride()[:2], *q.stride()[:2], *k_cache.stride()[:3], block_tables.stride(0),
+        out, partial_out, partial_lse, q, *cache, block_tables, plan, scale * LOG2_E,
+        *out.stride()[:2], *q.stride()[:2], *cache.k.stride()[:3], block_tables.stride(0),
         BLOCK_SIZE=block_size, KV_TILE=tiling.kv_tile, IS_NARROW=is_narrow, **sizes,
         num_warps=tiling.num_warps, num_stages=tiling.num_stages, **launch_options,
     )  # fmt: skip

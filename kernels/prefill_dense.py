@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tieredkv.kernels.checks import triton_module
+from tieredkv.kernels.checks import LayerCache, triton_module
 from tieredkv.kernels.partition import Heads
 
 logger = logging.getLogger(__name__)
@@ -53,10 +53,6 @@ class Partial(NamedTuple):
 
     out: Tensor
     lse: Tensor
-
-    def rows(self, first: int, end: int) -> "Partial":
-        """Narrow to the queries [first, end)."""
-        return Partial(self.out[first:end], self.lse[:, first:end])
 
 
 @functools.cache
@@ -113,13 +109,7 @@ def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool
 
 
 def attend_chunk(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    context_len: int,
-    scale: float,
-    out: Tensor,
+    q: Tensor, cache: LayerCache, block_table: Tensor, context_len: int, scale: float, out: Tensor
 ) -> None:
     """Attend the queries that `count_queries` gave, the last of their context, to the whole of it.
 
@@ -128,8 +118,7 @@ def attend_chunk(
 
     Args:
         q: [num_queries, num_heads, head_dim].
-        k_cache: [num_blocks, block_size, num_kv_heads, head_dim].
-        v_cache: as k_cache.
+        cache: of the layer.
         block_table: [max_blocks].
         context_len: tokens of the context, a multiple of STEP, these queries included.
         scale: factor on the scores.
@@ -138,52 +127,35 @@ def attend_chunk(
     Raises:
         RefusedError: the operator does not support these shapes on this machine.
     """
-    attend = attend_cudnn if q.is_cuda else attend_torch
     prefix_len = context_len - q.shape[0]
     begin = prefix_len // STEP * STEP
     rows = q
     if begin != prefix_len:
         rows = q.new_zeros(context_len - begin, *q.shape[1:])
         rows[prefix_len - begin :] = q
-    k, v = _gather(k_cache, v_cache, block_table, context_len)
+    k, v = _gather(cache, block_table, context_len)
     for first, end in _cut(begin, context_len, max_steps=MAX_SQUARE_STEPS):
         queries = rows[first - begin : end - begin]
-        parts = [attend(queries, k[first:end], v[first:end], scale, True)]
+        parts = [attend_cudnn(queries, k[first:end], v[first:end], scale, True)]
         for start, stop in _cut(0, first, max_steps=first // STEP):
-            parts.append(attend(queries, k[start:stop], v[start:stop], scale, False))
+            parts.append(attend_cudnn(queries, k[start:stop], v[start:stop], scale, False))
         idle = max(0, prefix_len - first)
-        parts = [part.rows(idle, end - first) for part in parts]
+        real = slice(idle, end - first)
+        parts = [Partial(part_out[real], lse[:, real]) for part_out, lse in parts]
         target = out[first + idle - prefix_len : end - prefix_len]
-        merge(parts, target)
+        if len(parts) == 1:
+            target.copy_(parts[0].out)
+        else:
+            triton_module("dense_kernels").merge_parts(parts, target)
 
 
-def _gather(
-    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, num_tokens: int
-) -> tuple[Tensor, Tensor]:
+def _gather(cache: LayerCache, block_table: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
     """Copy the first tokens of a context out of the cache: [num_tokens, num_kv_heads, head_dim]."""
-    num_blocks = -(-num_tokens // k_cache.shape[1])
-    table = block_table[:num_blocks]
-    if k_cache.is_cuda:
-        gathered = k_cache.new_empty(2, num_blocks, *k_cache.shape[1:])
-        triton_module("dense_kernels").gather_blocks(k_cache, v_cache, table, gathered)
-        k, v = gathered
-    else:
-        k, v = (cache.index_select(0, table) for cache in (k_cache, v_cache))
-    return k.flatten(0, 1)[:num_tokens], v.flatten(0, 1)[:num_tokens]
-
-
-def merge(parts: list[Partial], out: Tensor) -> None:
-    """Combine attention over disjoint parts of a context, as if it had been one, in float32.
-
-    Source: the identity behind Flash-Decoding and cascade inference.
-    """
-    if len(parts) == 1:
-        out.copy_(parts[0].out)
-    elif out.is_cuda:
-        triton_module("dense_kernels").merge_parts(parts, out)
-    else:
-        weights = torch.softmax(torch.stack([part.lse.t() for part in parts]), 0)[..., None]
-        out.copy_(sum(w * part.out.float() for w, part in zip(weights, parts, strict=True)))
+    num_blocks = -(-num_tokens // cache.k.shape[1])
+    gathered = cache.k.new_empty(2, num_blocks, *cache.k.shape[1:])
+    triton_module("dense_kernels").gather_blocks(cache, block_table[:num_blocks], gathered)
+    k, v = gathered.flatten(1, 2)[:, :num_tokens]
+    return k, v
 
 
 def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
@@ -206,15 +178,3 @@ def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool)
             f"cuDNN refuses q {list(q.shape)}, k {list(k.shape)} {q.dtype}: {error}"
         ) from error
     return Partial(out[0].transpose(0, 1).contiguous(), lse.reshape(q.shape[1], q.shape[0]))
-
-
-def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
-    """Attend in plain torch, float32 inside: the same contract where cuDNN is not."""
-    group = q.shape[1] // k.shape[1]
-    keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
-    scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * scale  # [Hq, n, m]
-    if is_causal:
-        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    out = torch.softmax(scores, -1) @ values
-    return Partial(out.transpose(0, 1).to(q.dtype).contiguous(), torch.logsumexp(scores, -1))

@@ -9,16 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tieredkv.kernels.checks import LayerCache
 from tieredkv.kernels.partition import Batch
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Write new keys and values into the paged cache, in place; see `launch.store_kv`."""
     kept = slot_mapping >= 0
     slots = slot_mapping[kept]
-    block_ids, offsets = slots // k_cache.shape[1], slots % k_cache.shape[1]
-    k_cache[block_ids, offsets] = k[kept]
-    v_cache[block_ids, offsets] = v[kept]
+    block_ids, offsets = slots // cache.k.shape[1], slots % cache.k.shape[1]
+    cache.k[block_ids, offsets] = k[kept]
+    cache.v[block_ids, offsets] = v[kept]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -39,20 +40,19 @@ def rotate_and_store(
     cos_sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    num_heads: int,
+    cache: LayerCache,
     head_norms: Tensor | None,
     eps: float,
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `layers.rotate_and_store`."""
-    num_kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.unflatten(1, (num_heads + 2 * num_kv_heads, head_dim))
+    num_kv_heads, head_dim = cache.k.shape[2:]
+    heads = qkv.unflatten(1, (-1, head_dim))
+    num_heads = heads.shape[1] - 2 * num_kv_heads
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
     if head_norms is not None:
         q, k = rms_norm(q, head_norms[0], eps), rms_norm(k, head_norms[1], eps)
     cos, sin = cos_sin[positions][:, None].chunk(2, dim=-1)
-    store_kv(_rotate(k, cos, sin), v, k_cache, v_cache, slot_mapping)
+    store_kv(_rotate(k, cos, sin), v, cache, slot_mapping)
     return _rotate(q, cos, sin)
 
 
@@ -62,15 +62,12 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
 
-def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: Batch, scale: float
-) -> Tensor:
+def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
     """Attend each span's queries causally to its context; see `launch.paged_attention`."""
     out = q.new_zeros(q.shape)
     for row, start, query_len, context_len in batch.spans:
         if query_len:
-            k = gather_context(k_cache, batch.block_tables[row], context_len)
-            v = gather_context(v_cache, batch.block_tables[row], context_len)
+            k, v = (gather_context(part, batch.block_tables[row], context_len) for part in cache)
             queries = q[start : start + query_len]
             attended = _attend(queries.float(), k.float(), v.float(), scale)
             out[start : start + query_len] = attended.to(q.dtype)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tieredkv.kernels.checks import LayerCache
+
 TILE = 1024
 
 
@@ -46,13 +48,13 @@ def _store_kv_kernel(
     tl.store(v_cache_ptr + target, v, mask=mask)
 
 
-def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> None:
     """Launch the kernel; same contract as `launch.store_kv`."""
     num_tokens, num_kv_heads, head_dim = k.shape
     num_elements = num_kv_heads * head_dim
     tile = min(TILE, triton.next_power_of_2(num_elements))
     _store_kv_kernel[(num_tokens, triton.cdiv(num_elements, tile))](
-        k, v, k_cache, v_cache, slot_mapping, *k.stride()[:2], *v.stride()[:2],
-        *k_cache.stride()[:3], BLOCK_SIZE=k_cache.shape[1], NUM_ELEMENTS=num_elements,
+        k, v, *cache, slot_mapping, *k.stride()[:2], *v.stride()[:2],
+        *cache.k.stride()[:3], BLOCK_SIZE=cache.k.shape[1], NUM_ELEMENTS=num_elements,
         HEAD_DIM=head_dim, TILE=tile, num_warps=4,
     )  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tieredkv.engine import tiny
+from tieredkv.engine import loader, tiny
 
 VOCAB_SIZE = 300
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -28,6 +28,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 Checkpoints = Callable[[str], Path]
+
+
+@pytest.fixture(autouse=True)
+def no_digests_are_remembered(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Remember the digests of weight files for one test only."""
+    monkeypatch.setattr(loader, "CACHE_DIR", tmp_path / "digests")
 
 
 @pytest.fixture(params=sorted(FAMILIES))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tieredkv.config import Dtype
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.loader import LoadedModel, find_model
@@ -56,7 +57,7 @@ Load = Callable[..., LoadedModel]
 
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
-    def make(device: str = "cpu", dtype: str = "float32", **config: Any) -> LoadedModel:
+    def make(device: str = "cpu", dtype: Dtype = "float32", **config: Any) -> LoadedModel:
         """Load a small model and draw all its parameters, norms and biases too, where they lie."""
         table = {
             "vocab_size": 300,

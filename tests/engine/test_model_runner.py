@@ -88,7 +88,7 @@ def test_greedy_tokens_equal_those_of_transformers(
     family: str, checkpoints: Any, chunks: list[int]
 ) -> None:
     folder = checkpoints(family)
-    harness = Harness(find_model(str(folder), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(folder), device="cpu").load())
     ids = prompt(77, seed=1)
     tokens = harness.generate(ids, 40, chunks)
     assert tokens == reference_tokens(folder, ids, 40)
@@ -97,7 +97,7 @@ def test_greedy_tokens_equal_those_of_transformers(
 
 def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> None:
     folder = checkpoints(family)
-    harness = Harness(find_model(str(folder), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(folder), device="cpu").load())
     ids = prompt(130, seed=2)
     with torch.inference_mode():
         expected = reference_model(folder)(torch.tensor([ids])).logits[0]
@@ -115,7 +115,7 @@ def test_logits_of_every_position_are_close(family: str, checkpoints: Any) -> No
 
 def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints: Any) -> None:
     folder = checkpoints(family)
-    loaded = find_model(str(folder), device="cpu").load(cache_dir=None)
+    loaded = find_model(str(folder), device="cpu").load()
     harness = Harness(loaded)
     prompts = [prompt(n, seed=n) for n in (21, 40, 17, 64)]
     tables = [harness.table(len(ids) + 1) for ids in prompts]
@@ -137,7 +137,7 @@ def test_mixed_batches_give_each_row_what_it_gets_alone(family: str, checkpoints
 
 
 def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> None:
-    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
     row = BatchRow(prompt(20, seed=1), 0, harness.table(20), needs_logits=False)
     assert harness.runner.execute([row]).logits.shape == (0, 300)
 
@@ -145,7 +145,7 @@ def test_a_step_in_which_nobody_wants_logits_gives_none(checkpoints: Any) -> Non
 def test_chunks_of_which_nobody_wants_logits_leave_their_keys_and_values(
     family: str, checkpoints: Any
 ) -> None:
-    harness = Harness(find_model(str(checkpoints(family)), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints(family)), device="cpu").load())
     ids, tables = prompt(70, seed=8), [harness.table(70), harness.table(70)]
     for table, needs_logits in zip(tables, (True, False), strict=True):
         harness.runner.execute([BatchRow(ids[:50], 0, table, needs_logits=needs_logits)])
@@ -158,7 +158,7 @@ def test_chunks_of_which_nobody_wants_logits_leave_their_keys_and_values(
 def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
     checkpoints: Any,
 ) -> None:
-    harness = Harness(find_model(str(checkpoints("qwen3")), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("qwen3")), device="cpu").load())
     ids = prompt(48, seed=4)
     table = harness.table(48)
     cold = harness.prefill(ids, table, [48])
@@ -169,7 +169,7 @@ def test_a_wholly_cached_prompt_recomputes_its_last_token_and_writes_nothing(
 
 
 def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
-    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
     ids = prompt(40, seed=6)
     table = harness.table(40)
     cold = harness.prefill(ids, table, [40])
@@ -185,7 +185,7 @@ def test_write_from_spares_the_blocks_before_it(checkpoints: Any) -> None:
 
 def test_two_runners_in_one_process_keep_their_pools_apart(checkpoints: Any) -> None:
     folders = [checkpoints("llama"), checkpoints("qwen2")]
-    harnesses = [Harness(find_model(str(f), device="cpu").load(cache_dir=None)) for f in folders]
+    harnesses = [Harness(find_model(str(f), device="cpu").load()) for f in folders]
     ids = prompt(30, seed=8)
     tables = [harness.table(64) for harness in harnesses]
     last = [h.prefill(ids, t, [30]) for h, t in zip(harnesses, tables, strict=True)]
@@ -200,7 +200,7 @@ def test_two_runners_in_one_process_keep_their_pools_apart(checkpoints: Any) -> 
 
 def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
     folder = checkpoints("mistral")
-    loaded = find_model(str(folder), device="cpu").load(cache_dir=None)
+    loaded = find_model(str(folder), device="cpu").load()
     spec = loaded.kv_spec(64)
     runner = ModelRunner(loaded, make_kv_pool(spec, 4, loaded.device), spec)
     ids = prompt(100, seed=9)
@@ -209,7 +209,7 @@ def test_blocks_may_be_of_other_sizes(checkpoints: Any) -> None:
 
 
 def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> None:
-    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
     seen: list[tuple[str, int, int]] = []
     harness.runner.warm_up(lambda *report: seen.append(report))
     assert seen[-1] == ("warming up", 1, 1)
@@ -217,7 +217,7 @@ def test_warming_up_writes_nothing_and_reports_progress(checkpoints: Any) -> Non
 
 
 def test_a_model_that_mixes_tokens_outside_of_attention_is_refused(checkpoints: Any) -> None:
-    loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
+    loaded = find_model(str(checkpoints("llama")), device="cpu").load()
     loaded = dataclasses.replace(loaded, fused=None)
     spec = loaded.kv_spec(BLOCK_SIZE)
     check_paging(loaded, spec)
@@ -240,13 +240,13 @@ def test_models_beyond_the_tested_families_are_checked_before_they_serve(tmp_pat
 
 
 def test_a_token_id_beyond_the_vocabulary_never_reaches_the_device(checkpoints: Any) -> None:
-    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
     with pytest.raises(AssertionError, match="unknown token ids"):
         harness.runner.execute([BatchRow([1, 300], 0, harness.table(2))])
 
 
 def test_a_row_that_its_blocks_cannot_hold_is_our_bug(checkpoints: Any) -> None:
-    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None))
+    harness = Harness(find_model(str(checkpoints("llama")), device="cpu").load())
     with pytest.raises(AssertionError, match="1 blocks for 17 tokens"):
         harness.runner.execute([BatchRow([1] * 17, 0, [0])])
 
@@ -261,7 +261,7 @@ def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers(
     with torch.inference_mode():
         exact = reference_model(folder, device="cuda")(batch).logits[0]
         theirs = reference_model(folder, torch.bfloat16, "cuda")(batch).logits[0].float()
-    loaded = find_model(str(folder), dtype="bfloat16", device="cuda").load(cache_dir=None)
+    loaded = find_model(str(folder), dtype="bfloat16", device="cuda").load()
     harness = Harness(loaded)
     table = harness.table(len(ids))
     rows = [BatchRow(ids[:90], 0, table, all_logits=True), BatchRow(ids[90:], 90, table)]
@@ -280,7 +280,7 @@ def test_greedy_tokens_on_the_device_equal_those_of_transformers(
     family: str, checkpoints: Any
 ) -> None:
     folder = checkpoints(family)
-    harness = Harness(find_model(str(folder), dtype="float32", device="cuda").load(cache_dir=None))
+    harness = Harness(find_model(str(folder), dtype="float32", device="cuda").load())
     harness.runner.warm_up()
     ids = prompt(77, seed=1)
     expected = reference_tokens(folder, ids, 20)
@@ -292,7 +292,7 @@ def test_a_slot_may_change_hands_before_the_device_has_read_its_block_table(
     checkpoints: Any,
 ) -> None:
     folder = str(checkpoints("llama"))
-    loaded = find_model(folder, dtype="float32", device="cuda").load(cache_dir=None)
+    loaded = find_model(folder, dtype="float32", device="cuda").load()
     harness = Harness(loaded)
     prompts = [prompt(160, seed=seed) for seed in (21, 22)]
     tables = [harness.table(len(ids)) for ids in prompts]
@@ -312,7 +312,7 @@ def test_a_slot_may_change_hands_before_the_device_has_read_its_block_table(
 
 @pytest.mark.gpu
 def test_the_pool_is_sized_from_what_steps_take() -> None:
-    loaded = find_model("random:qwen3-0.6b", device="cuda").load(cache_dir=None)
+    loaded = find_model("random:qwen3-0.6b", device="cuda").load()
     spec = loaded.kv_spec(16)
     peak_bytes = profile_peak_bytes(loaded, spec, max_num_batched_tokens=2048, max_num_seqs=64)
     assert peak_bytes > 64 * loaded.vocab_size * 4
@@ -323,7 +323,7 @@ def test_the_pool_is_sized_from_what_steps_take() -> None:
 
 
 def test_a_row_may_begin_behind_blocks_that_no_row_has_covered(checkpoints: Any) -> None:
-    loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
+    loaded = find_model(str(checkpoints("llama")), device="cpu").load()
     harness = Harness(loaded)
     ids = prompt(100, seed=6)
     table = harness.table(len(ids))
@@ -334,7 +334,7 @@ def test_a_row_may_begin_behind_blocks_that_no_row_has_covered(checkpoints: Any)
 
 
 def test_a_row_takes_the_token_that_the_step_before_made_most_likely(checkpoints: Any) -> None:
-    loaded = find_model(str(checkpoints("llama")), device="cpu").load(cache_dir=None)
+    loaded = find_model(str(checkpoints("llama")), device="cpu").load()
     harness = Harness(loaded)
     ids = prompt(40, seed=7)
     expected = harness.generate(ids, 4, [40])

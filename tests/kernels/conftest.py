@@ -1,8 +1,9 @@
 """Random paged requests for the attention tests, and Triton's interpreter where there is no GPU."""
 
+import contextlib
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -14,9 +15,24 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tieredkv.kernels import launch  # noqa: E402
-from tieredkv.kernels.checks import Backend  # noqa: E402
+from tieredkv.kernels import checks, launch, prefill_dense  # noqa: E402
+from tieredkv.kernels.checks import LayerCache  # noqa: E402
 from tieredkv.kernels.partition import Batch, Heads, Span  # noqa: E402
+
+
+@contextlib.contextmanager
+def choose(backend: str) -> Iterator[None]:
+    """Let the front doors take Triton without the dense path, `dense`, `reference`, or `auto`."""
+    with pytest.MonkeyPatch.context() as patch:
+        if backend != "auto":
+            patch.setattr(checks, "use_triton", lambda _: backend != "reference")
+            patch.setattr(prefill_dense, "is_available", lambda _: backend == "dense")
+        yield
+
+
+@pytest.fixture(name="choose")
+def choose_fixture() -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    return choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,27 +40,26 @@ class PagedCase:
     """A ragged batch over a poisoned pool: whatever no request may read is NaN."""
 
     q: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
+    cache: LayerCache
     block_tables: Tensor
     spans: list[Span]
     scale: float
 
     @property
     def heads(self) -> Heads:
-        num_kv_heads, head_dim = self.k_cache.shape[2:]
+        num_kv_heads, head_dim = self.cache.k.shape[2:]
         return Heads(self.q.shape[1], num_kv_heads, head_dim, self.q.dtype, self.q.device)
 
-    def batch(self, backend: Backend = "auto") -> Batch:
-        return launch.make_batch(self.block_tables, self.spans, self.heads, backend=backend)
+    def batch(self) -> Batch:
+        return launch.make_batch(self.block_tables, self.spans, self.heads)
 
-    def attend(self, backend: Backend = "auto") -> Tensor:
-        arguments = (self.q, self.k_cache, self.v_cache, self.batch(backend), self.scale)
-        return launch.paged_attention(*arguments, backend=backend)
+    def attend(self, backend: str = "auto") -> Tensor:
+        with choose(backend):
+            return launch.paged_attention(self.q, self.cache, self.batch(), self.scale)
 
     def oracle(self) -> Tensor:
         """Attend by the definition, query by query, in float64 on the CPU."""
-        q, k_cache, v_cache = (x.double().cpu() for x in (self.q, self.k_cache, self.v_cache))
+        q, k_cache, v_cache = (x.double().cpu() for x in (self.q, *self.cache))
         group = q.shape[1] // k_cache.shape[2]
         out = torch.zeros_like(q)
         for row, first_token, query_len, context_len in self.spans:
@@ -105,8 +120,7 @@ def make_case() -> Callable[..., PagedCase]:
         q = torch.randn(starts[-1], num_heads, head_dim, device=device).to(dtype)
         return PagedCase(
             q=q,
-            k_cache=pool[:, 1, 0],
-            v_cache=pool[:, 1, 1],
+            cache=LayerCache(pool[:, 1, 0], pool[:, 1, 1]),
             block_tables=tables.to(device),
             spans=[Span(row, starts[row], *span) for row, span in enumerate(spans)],
             scale=head_dim**-0.5,

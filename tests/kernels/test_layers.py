@@ -1,5 +1,7 @@
 """The fused kernels between a model's products against their references, which float64 checks."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -8,8 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import layers
-from tieredkv.kernels.checks import Backend
+from tieredkv.kernels import layers, reference
+from tieredkv.kernels.checks import LayerCache, triton_module
+
+Choose = Callable[[str], AbstractContextManager[None]]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {
@@ -40,25 +44,28 @@ def table(num_positions: int, head_dim: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "hidden_size"), [(1, 64), (5, 2048), (3, 1000), (0, 64)])
 def test_rows_are_normed_and_rounded_before_they_are_weighed(
-    device: str, backend: Backend, dtype: torch.dtype, num_tokens: int, hidden_size: int
+    device: str, choose: Choose, backend: str, dtype: torch.dtype, num_tokens: int, hidden_size: int
 ) -> None:
     x = 3 * torch.randn(num_tokens, hidden_size).to(dtype).to(device)
     before, weight = x.clone(), torch.randn(hidden_size).to(dtype).to(device)
     rows = x.cpu().double()
     rows = rows / (rows.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * weight.double().cpu()
-    normed = layers.rms_norm(x, weight, EPS, backend=backend)
+    with choose(backend):
+        normed = layers.rms_norm(x, weight, EPS)
     assert_close(normed, rows.to(dtype))
     assert normed.is_contiguous()
     assert torch.equal(x, before)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_rows_may_lie_apart(device: str, backend: Backend) -> None:
+def test_rows_may_lie_apart(device: str, choose: Choose, backend: str) -> None:
     wide = torch.randn(3, 4, 200, device=device)
     weight = torch.randn(96, device=device)
-    expected = layers.rms_norm(wide[0, :, 8:104].clone(), weight, EPS, backend="reference")
-    assert_close(layers.rms_norm(wide[0, :, 8:104], weight, EPS, backend=backend), expected)
-    gated = layers.silu_mul(wide[2, :, 10:110], backend=backend)
+    expected = reference.rms_norm(wide[0, :, 8:104].clone(), weight, EPS)
+    with choose(backend):
+        normed = layers.rms_norm(wide[0, :, 8:104], weight, EPS)
+        gated = layers.silu_mul(wide[2, :, 10:110])
+    assert_close(normed, expected)
     assert gated.is_contiguous()
     assert_close(gated, F.silu(wide[2, :, 10:60]) * wide[2, :, 60:110])
 
@@ -66,20 +73,22 @@ def test_rows_may_lie_apart(device: str, backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 96), (4, 1500), (0, 32)])
 def test_the_gate_is_rounded_and_then_multiplied(
-    device: str, dtype: torch.dtype, num_tokens: int, size: int
+    device: str, choose: Choose, dtype: torch.dtype, num_tokens: int, size: int
 ) -> None:
     gate_up = (4 * torch.randn(num_tokens, 2 * size)).to(dtype).to(device)
     gate, up = gate_up.cpu().chunk(2, dim=1)
     expected = F.silu(gate) * up
     for backend in ("reference", "triton"):
-        assert_close(layers.silu_mul(gate_up, backend=backend), expected)
+        with choose(backend):
+            assert_close(layers.silu_mul(gate_up), expected)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
-def test_the_gate_holds_for_the_largest_numbers(device: str) -> None:
+def test_the_gate_holds_for_the_largest_numbers(device: str, choose: Choose) -> None:
     gate = torch.tensor([[-1e38, -200.0, -0.0, 200.0, 1e38]], device=device)
     gate_up = torch.cat([gate, torch.ones_like(gate)], dim=1)
-    out = layers.silu_mul(gate_up, backend="triton")
+    with choose("triton"):
+        out = layers.silu_mul(gate_up)
     assert torch.equal(out.cpu(), torch.tensor([[0.0, 0.0, 0.0, 200.0, 1e38]]))
 
 
@@ -99,7 +108,6 @@ def rotation_case(
         "cos_sin": table(50, head_dim),
         "positions": torch.randint(50, (num_tokens,)),
         "slot_mapping": slots,
-        "num_heads": num_heads,
         "head_norms": torch.randn(2, head_dim).to(dtype) if norm else None,
         "eps": EPS,
     }
@@ -109,13 +117,11 @@ def on(device: str, case: dict[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in case.items()}
 
 
-def rotate(case: dict[str, Any], pool: Tensor, device: str, backend: Backend) -> tuple[Tensor, ...]:
+def rotate(case: dict[str, Any], pool: Tensor, device: str) -> tuple[Tensor, ...]:
     """Run on the device over a copy of the pool, and bring queries and pool back."""
     moved = on(device, case)
     pool = pool.clone().to(device)
-    q = layers.rotate_and_store(
-        **moved, k_cache=pool[:, 1, 0], v_cache=pool[:, 1, 1], backend=backend
-    )
+    q = layers.rotate_and_store(**moved, cache=LayerCache(pool[:, 1, 0], pool[:, 1, 1]))
     assert q.is_contiguous()
     return q.cpu(), pool.cpu()
 
@@ -127,7 +133,8 @@ def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tenso
     qkv = case["qkv"].double().unflatten(1, (-1, head_dim))
     queries = []
     for token, slot in enumerate(case["slot_mapping"].tolist()):
-        q, k, v = qkv[token].split([case["num_heads"], num_kv_heads, num_kv_heads])
+        num_heads = qkv.shape[1] - 2 * num_kv_heads
+        q, k, v = qkv[token].split([num_heads, num_kv_heads, num_kv_heads])
         row = case["cos_sin"][case["positions"][token]].double()
         turn = torch.complex(*row.chunk(2))
         turned = []
@@ -154,7 +161,8 @@ def expected_rotation(case: dict[str, Any], pool: Tensor) -> tuple[Tensor, Tenso
 )
 def test_heads_are_rotated_and_stored_where_they_belong(
     device: str,
-    backend: Backend,
+    choose: Choose,
+    backend: str,
     dtype: torch.dtype,
     norm: bool,
     num_heads: int,
@@ -164,7 +172,8 @@ def test_heads_are_rotated_and_stored_where_they_belong(
 ) -> None:
     case = rotation_case(num_heads, num_kv_heads, head_dim, dtype, num_tokens, norm)
     pool = torch.randn(4, 3, 2, 16, num_kv_heads, head_dim).to(dtype)
-    q, stored = rotate(case, pool, device, backend)
+    with choose(backend):
+        q, stored = rotate(case, pool, device)
     expected_q, expected = expected_rotation(case, pool)
     assert_close(q, expected_q)
     assert_close(stored, expected)
@@ -173,23 +182,29 @@ def test_heads_are_rotated_and_stored_where_they_belong(
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_rows_of_a_wider_matrix_and_int32_indices_are_taken(device: str, backend: Backend) -> None:
+def test_rows_of_a_wider_matrix_and_int32_indices_are_taken(
+    device: str, choose: Choose, backend: str
+) -> None:
     case = rotation_case(4, 2, 32, torch.float32, 5, norm=False)
     pool = torch.randn(4, 3, 2, 16, 2, 32)
-    expected = rotate(case, pool, device, "reference")
+    with choose("reference"):
+        expected = rotate(case, pool, device)
     wide = torch.randn(5, 300)
     wide[:, 10:266] = case["qkv"]
     case["qkv"] = wide[:, 10:266]
     case["positions"] = case["positions"].to(torch.int32)
     case["slot_mapping"] = case["slot_mapping"].to(torch.int32)
-    for out, wanted in zip(rotate(case, pool, device, backend), expected, strict=True):
+    with choose(backend):
+        taken = rotate(case, pool, device)
+    for out, wanted in zip(taken, expected, strict=True):
         assert_close(out, wanted)
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
-def test_no_tokens_is_no_launch(device: str, backend: Backend) -> None:
+def test_no_tokens_is_no_launch(device: str, choose: Choose, backend: str) -> None:
     case = rotation_case(4, 2, 32, torch.float32, 0, norm=False)
-    q, _ = rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), device, backend)
+    with choose(backend):
+        q, _ = rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), device)
     assert q.shape == (0, 4, 32)
 
 
@@ -213,7 +228,7 @@ def test_a_rotation_of_tensors_that_disagree_is_refused(
 ) -> None:
     case = rotation_case(4, 2, 32, torch.float32, 3, norm=False) | change
     with pytest.raises(ShapeError, match=message):
-        rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), "cpu", "reference")
+        rotate(case, torch.zeros(4, 3, 2, 16, 2, 32), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -233,25 +248,30 @@ def test_a_norm_of_tensors_that_disagree_is_refused(
         layers.rms_norm(x, weight, EPS)
 
 
-def test_rows_without_two_halves_and_rows_too_wide_are_refused() -> None:
+def test_rows_without_two_halves_and_rows_too_wide_are_refused(choose: Choose) -> None:
     with pytest.raises(ShapeError, match="has no two halves"):
         layers.silu_mul(torch.zeros(2, 33))
     wide = layers.MAX_HIDDEN_SIZE + 1
-    with pytest.raises(ShapeError, match="hidden_size 16385 is above 16384"):
-        layers.rms_norm(torch.zeros(1, wide), torch.ones(wide), EPS, backend="triton")
+    with choose("triton"), pytest.raises(ShapeError, match="hidden_size 16385 is above 16384"):
+        layers.rms_norm(torch.zeros(1, wide), torch.ones(wide), EPS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(8, 1024), (4104, 1024), (16384, 256)])
-def test_one_row_times_a_matrix(device: str, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+def test_one_row_times_a_matrix(
+    device: str, choose: Choose, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     weight = torch.randn(shape).to(dtype).to(device)
     x = torch.randn(1, shape[1]).to(dtype).to(device)
     exact = (x.double() @ weight.double().t()).to(dtype)
-    assert_close(layers.linear(x, weight, backend="triton"), exact)
-    assert_close(layers.linear(x, weight), exact)
+    assert triton_module("fused").takes_row(*shape)
+    for backend in ("triton", "reference"):
+        with choose(backend):
+            assert_close(layers.linear(x, weight), exact)
     residual = torch.randn(1, shape[0]).to(dtype).to(device)
     total = (residual.double() + x.double() @ weight.double().t()).to(dtype)
-    assert_close(layers.linear(x, weight, residual=residual, backend="triton"), total)
+    with choose("triton"):
+        assert_close(layers.linear(x, weight, residual=residual), total)
     assert_close(residual, total)
 
 
@@ -283,32 +303,36 @@ def test_a_residual_of_another_shape_is_refused(residual: Tensor) -> None:
 @pytest.mark.parametrize(
     ("x", "weight"), [((2, 1024), (8, 1024)), ((1, 1000), (8, 1000)), ((1, 1024), (6, 1024))]
 )
-def test_other_products_are_left_to_torch(x: tuple[int, int], weight: tuple[int, int]) -> None:
+def test_other_products_are_left_to_torch(
+    choose: Choose, monkeypatch: pytest.MonkeyPatch, x: tuple[int, int], weight: tuple[int, int]
+) -> None:
     factors = torch.randn(x).half(), torch.randn(weight).half()
-    with pytest.raises(ShapeError, match="are not one row's"):
-        layers.linear(*factors, backend="triton")
-    assert_close(layers.linear(*factors), (factors[0].double() @ factors[1].double().t()).half())
+    monkeypatch.delattr(triton_module("fused"), "multiply_row")
+    with choose("triton"):
+        product = layers.linear(*factors)
+    assert_close(product, (factors[0].double() @ factors[1].double().t()).half())
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_tokens", [1, 8192])
 def test_on_the_gpu_the_sizes_of_real_models_agree_with_the_reference(
-    dtype: torch.dtype, num_tokens: int
+    choose: Choose, dtype: torch.dtype, num_tokens: int
 ) -> None:
     pool = torch.zeros(num_tokens // 16 + 1, 3, 2, 16, 8, 128, dtype=dtype)
     for hidden_size in (4096, 5120, 16384):
         x = torch.randn(num_tokens, hidden_size, device="cuda").to(dtype)
         weight = torch.randn(hidden_size, device="cuda").to(dtype)
-        expected = layers.rms_norm(x, weight, EPS, backend="reference")
+        expected = reference.rms_norm(x, weight, EPS)
         assert_close(layers.rms_norm(x, weight, EPS), expected)
     gate_up = torch.randn(num_tokens, 2 * 14336, device="cuda").to(dtype)
-    assert_close(layers.silu_mul(gate_up), layers.silu_mul(gate_up, backend="reference"))
+    assert_close(layers.silu_mul(gate_up), reference.silu_mul(gate_up))
     for norm in (False, True):
         case = rotation_case(32, 8, 128, dtype, num_tokens, norm)
         case["slot_mapping"] = torch.randperm(num_tokens)
-        results = [rotate(case, pool, "cuda", backend) for backend in ("auto", "reference")]
-        for out, wanted in zip(*results, strict=True):
+        with choose("reference"):
+            expected_rotated = rotate(case, pool, "cuda")
+        for out, wanted in zip(rotate(case, pool, "cuda"), expected_rotated, strict=True):
             assert_close(out, wanted)
 
 
@@ -321,7 +345,7 @@ def test_on_the_gpu_a_captured_graph_sees_new_numbers() -> None:
     weight = torch.ones(512, dtype=torch.bfloat16, device="cuda")
 
     def step() -> Tensor:
-        q = layers.rotate_and_store(**moved, k_cache=pool[:, 1, 0], v_cache=pool[:, 1, 1])
+        q = layers.rotate_and_store(**moved, cache=LayerCache(pool[:, 1, 0], pool[:, 1, 1]))
         normed = layers.rms_norm(q.flatten(1), weight, EPS)
         return layers.silu_mul(torch.cat([normed, q.flatten(1)], dim=1))
 

@@ -4,6 +4,7 @@ The interpreter multiplies the raw bits of bfloat16, so on a CPU Triton runs in 
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import launch, partition, prefill_dense
+from tieredkv.kernels import checks, launch, partition, prefill_dense
+from tieredkv.kernels.checks import LayerCache
 from tieredkv.kernels.partition import Batch, Heads, Span
+from tieredkv.kernels.prefill_dense import Partial
 
 TOLERANCE = {torch.float32: 5e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -22,6 +25,7 @@ GPU_TOLERANCE = TOLERANCE | {torch.float32: 1e-5}
 
 MakeCase = Callable[..., Any]
 RelativeError = Callable[[Tensor, Tensor], float]
+Choose = Callable[[str], AbstractContextManager[None]]
 
 BACKENDS = [
     ("triton", torch.float32),
@@ -199,10 +203,22 @@ def test_a_reference_request_does_not_depend_on_its_batch(make_case: MakeCase) -
         assert torch.equal(alone[chunk], together[chunk])
 
 
+def attend_torch(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
+    """What cuDNN is asked for, in plain torch, float32 inside."""
+    group = q.shape[1] // k.shape[1]
+    keys, values = (x.float().repeat_interleave(group, 1).transpose(0, 1) for x in (k, v))
+    scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * scale  # [Hq, n, m]
+    if is_causal:
+        future = torch.ones(scores.shape[1:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    out = torch.softmax(scores, -1) @ values
+    return Partial(out.transpose(0, 1).to(q.dtype).contiguous(), torch.logsumexp(scores, -1))
+
+
 @pytest.fixture
 def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the dense path take what it can in small steps, and run in torch everywhere."""
-    monkeypatch.setattr(prefill_dense, "attend_cudnn", prefill_dense.attend_torch)
+    """Let the dense path take what it can in small steps, attended in torch."""
+    monkeypatch.setattr(prefill_dense, "attend_cudnn", attend_torch)
     monkeypatch.setattr(prefill_dense, "STEP", 8)
     monkeypatch.setattr(prefill_dense, "MAX_SQUARE_STEPS", 4)
     monkeypatch.setattr(prefill_dense, "MIN_QUERY_TOKENS", 10)
@@ -211,31 +227,36 @@ def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("dense_everywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_dense_path_cuts_without_a_trace(
-    make_case: MakeCase, relative_error: RelativeError, dtype: torch.dtype
+    make_case: MakeCase, relative_error: RelativeError, choose: Choose, dtype: torch.dtype
 ) -> None:
     spans = [(8, 8), (16, 16), (5, 5), (40, 48), (17, 100), (17, 73), (1, 1), (99, 130), (12, 13)]
     case = make_case(spans, num_heads=4, num_kv_heads=2, head_dim=32, block_size=16, dtype=dtype)
-    shares = launch.share_out(case.spans, case.heads, "cudnn")
+    with choose("dense"):
+        shares = launch.share_out(case.spans, case.heads)
     assert [span.row for span in shares.dense] == [1, 3, 4, 5, 7, 8]
-    assert relative_error(case.attend("cudnn"), case.oracle()) < TOLERANCE[dtype]
+    assert relative_error(case.attend("dense"), case.oracle()) < TOLERANCE[dtype]
 
 
 @pytest.mark.usefixtures("dense_everywhere")
 def test_the_dense_path_asks_for_a_bounded_set_of_shapes(
-    make_case: MakeCase, monkeypatch: pytest.MonkeyPatch
+    make_case: MakeCase, choose: Choose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = set()
-    attend_torch = prefill_dense.attend_torch
 
     def record(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Any:
         asked.add((q.shape[0], k.shape[0], is_causal))
-        return attend_torch(q, k, v, scale, is_causal)
+        return Partial(q, q.new_zeros(q.shape[1], q.shape[0]))
 
-    monkeypatch.setattr(prefill_dense, "attend_torch", record)
     monkeypatch.setattr(prefill_dense, "attend_cudnn", record)
-    spans = [(n, n + prefix) for n in range(10, 70, 7) for prefix in range(0, 64, 3)]
+    monkeypatch.setattr(checks.triton_module("dense_kernels"), "merge_parts", lambda *_: None)
+    spans = [(n, n + prefix) for n in range(10, 70, 7) for prefix in range(0, 64, 5)]
     case = make_case(spans, num_heads=1, num_kv_heads=1, head_dim=16, block_size=16)
-    case.attend("cudnn")
+    with choose("dense"):
+        chunks = launch.share_out(case.spans, case.heads).dense
+    for row, first, count, context_len in chunks:
+        queries, table = case.q[first : first + count], case.block_tables[row]
+        out = torch.empty_like(queries)
+        prefill_dense.attend_chunk(queries, case.cache, table, context_len, 1.0, out)
 
     squares = {(n, n, True) for n in (8, 16, 32)}
     pieces = {(n, m, False) for n in (8, 16, 32) for m in (8, 16, 32, 64)}
@@ -254,20 +275,20 @@ def test_the_dense_path_asks_for_a_bounded_set_of_shapes(
 
 @pytest.mark.usefixtures("dense_everywhere")
 def test_chunks_that_the_dense_operator_refuses_go_to_the_paged_kernel(
-    make_case: MakeCase, relative_error: RelativeError, monkeypatch: pytest.MonkeyPatch
+    make_case: MakeCase,
+    relative_error: RelativeError,
+    choose: Choose,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def refuse(*_: object) -> prefill_dense.Partial:
+    def refuse(*_: object) -> Partial:
         raise prefill_dense.RefusedError("no engine for these shapes")
 
-    monkeypatch.setattr(prefill_dense, "attend_torch", refuse)
     monkeypatch.setattr(prefill_dense, "attend_cudnn", refuse)
     case = make_case([(12, 30), (3, 20)], num_heads=4, num_kv_heads=2, head_dim=32, block_size=16)
-    with pytest.raises(ShapeError, match="no engine"):
-        case.attend("cudnn")
-    batch = case.batch("cudnn")
+    with choose("dense"):
+        batch = case.batch()
+        out = launch.paged_attention(case.q, case.cache, batch, case.scale)
     assert batch.dense
-    monkeypatch.setattr(launch, "use_triton", lambda *_: True)
-    out = launch.paged_attention(case.q, case.k_cache, case.v_cache, batch, case.scale)
     assert relative_error(out, case.oracle()) < TOLERANCE[torch.float32]
 
 
@@ -277,22 +298,20 @@ def test_chunks_that_the_dense_operator_refuses_go_to_the_paged_kernel(
         ({"q": torch.zeros(6, 3, 32)}, "does not fit the cache"),
         ({"q": torch.zeros(6, 4, 16)}, "does not fit the cache"),
         ({"q": torch.zeros(6, 4, 32, dtype=torch.float16)}, "dtype and device"),
-        ({"k_cache": torch.zeros(2, 16, 2, 32, dtype=torch.float64)}, "supported dtype"),
+        ({"cache": LayerCache(*torch.zeros(2, 2, 16, 2, 32).double())}, "supported dtype"),
         ({"batch": Batch(torch.zeros(2, 2), [])}, "not int32 or int64"),
         ({"batch": Batch(torch.zeros(2, dtype=torch.int32), [])}, "2-dimensional"),
         ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(2, 0, 1, 1)])}, "row=2"),
         ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 5, 2, 9)])}, "Span"),
         ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 3, 2)])}, "Span"),
         ({"batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 3, 33)])}, "Span"),
-        ({"backend": "flash"}, "unknown backend `flash`"),
     ],
 )
 def test_arguments_that_disagree_are_refused(change: dict[str, Any], message: str) -> None:
     pool = torch.zeros(2, 1, 2, 16, 2, 32)
     arguments: dict[str, Any] = {
         "q": torch.zeros(6, 4, 32),
-        "k_cache": pool[:, 0, 0],
-        "v_cache": pool[:, 0, 1],
+        "cache": LayerCache(pool[:, 0, 0], pool[:, 0, 1]),
         "batch": Batch(torch.zeros(2, 2, dtype=torch.int32), [Span(0, 0, 6, 6)]),
         "scale": 1.0,
     }
@@ -333,7 +352,7 @@ def test_on_the_gpu_a_mixed_batch_equals_the_reference(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["triton", "cudnn", "auto"])
+@pytest.mark.parametrize("backend", ["triton", "dense", "auto"])
 @pytest.mark.parametrize("span", [(8192, 8192), (2048, 32_768), (5000, 7777), (64, 32_768)])
 @pytest.mark.parametrize(
     ("num_heads", "num_kv_heads", "head_dim"), [(32, 8, 128), (28, 4, 128), (16, 8, 64)]
@@ -398,7 +417,7 @@ def test_on_the_gpu_a_captured_launch_follows_new_plans(
         device="cuda",
     )
     batch = case.batch()
-    arguments = (case.q, case.k_cache, case.v_cache, batch, case.scale)
+    arguments = (case.q, case.cache, batch, case.scale)
     launch.paged_attention(*arguments)  # compiled before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

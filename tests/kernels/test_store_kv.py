@@ -1,11 +1,17 @@
 """store_kv against its reference and against a loop that says what a slot is."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import Tensor
 
 from tieredkv.errors import ShapeError
-from tieredkv.kernels import checks, launch
+from tieredkv.kernels import launch
+from tieredkv.kernels.checks import LayerCache
+
+Choose = Callable[[str], AbstractContextManager[None]]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -17,13 +23,15 @@ def make_pool(
     return torch.randn(num_blocks, 3, 2, block_size, num_kv_heads, head_dim).to(dtype)
 
 
-def store(
-    pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, device: str, backend: checks.Backend
-) -> Tensor:
+def middle_of(pool: Tensor) -> LayerCache:
+    return LayerCache(pool[:, 1, 0], pool[:, 1, 1])
+
+
+def store(pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor, device: str) -> Tensor:
     """Store on the device into a copy of the pool, and bring it back."""
     pool = pool.clone().to(device)
     k, v, slot_mapping = k.to(device), v.to(device), slot_mapping.to(device)
-    launch.store_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slot_mapping, backend=backend)
+    launch.store_kv(k, v, middle_of(pool), slot_mapping)
     return pool.cpu()
 
 
@@ -45,7 +53,8 @@ def expected_pool(pool: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> T
 )
 def test_writes_every_slot_and_nothing_else(
     device: str,
-    backend: checks.Backend,
+    choose: Choose,
+    backend: str,
     dtype: torch.dtype,
     block_size: int,
     num_kv_heads: int,
@@ -57,21 +66,23 @@ def test_writes_every_slot_and_nothing_else(
     slot_mapping = torch.randperm(4 * block_size)[:num_tokens]
     slot_mapping[::3] = -1
 
-    stored = store(pool, k, v, slot_mapping, device, backend)
+    with choose(backend):
+        stored = store(pool, k, v, slot_mapping, device)
 
     assert torch.equal(stored, expected_pool(pool, k, v, slot_mapping))
 
 
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 def test_takes_views_of_a_fused_projection_and_int32_slots(
-    device: str, backend: checks.Backend
+    device: str, choose: Choose, backend: str
 ) -> None:
     pool = make_pool(3, 16, 2, 32, torch.float32)
     fused = torch.randn(5, 8 + 2 + 2, 32)
     k, v = fused[:, 8:10], fused[:, 10:]
     slot_mapping = torch.tensor([47, 0, -1, 16, 1], dtype=torch.int32)
 
-    stored = store(pool, k, v, slot_mapping, device, backend)
+    with choose(backend):
+        stored = store(pool, k, v, slot_mapping, device)
 
     assert torch.equal(stored, expected_pool(pool, k, v, slot_mapping))
 
@@ -79,7 +90,7 @@ def test_takes_views_of_a_fused_projection_and_int32_slots(
 def test_no_tokens_is_no_launch() -> None:
     pool = make_pool(1, 16, 2, 32, torch.float32)
     empty = torch.empty(0, 2, 32)
-    launch.store_kv(empty, empty, pool[:, 0, 0], pool[:, 0, 1], torch.empty(0, dtype=torch.int64))
+    launch.store_kv(empty, empty, middle_of(pool), torch.empty(0, dtype=torch.int64))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +99,10 @@ def test_no_tokens_is_no_launch() -> None:
         ({"k": torch.zeros(4, 2, 16)}, "do not fit the cache"),
         ({"k": torch.zeros(4, 2, 32, dtype=torch.float16)}, "dtype and device"),
         ({"v": torch.zeros(5, 2, 32)}, "do not fit the cache"),
-        ({"v": torch.zeros(4, 2, 64)[..., ::2]}, "not contiguous in head_dim"),
+        ({"v": torch.zeros(4, 2, 64)[..., ::2]}, "not contiguous in its last dimension"),
         ({"slot_mapping": torch.zeros(3, dtype=torch.int64)}, "slot_mapping"),
         ({"slot_mapping": torch.zeros(4)}, "not int32 or int64"),
-        ({"v_cache": torch.zeros(2, 16, 2, 32)}, "differ"),
-        ({"backend": "cuda"}, "unknown backend `cuda`"),
+        ({"cache": LayerCache(torch.zeros(2, 16, 2, 32), torch.zeros(2, 16, 1, 32))}, "differ"),
     ],
 )
 def test_tensors_that_disagree_are_refused_with_their_shapes(
@@ -102,8 +112,7 @@ def test_tensors_that_disagree_are_refused_with_their_shapes(
     arguments = {
         "k": torch.zeros(4, 2, 32),
         "v": torch.zeros(4, 2, 32),
-        "k_cache": pool[:, 0, 0],
-        "v_cache": pool[:, 0, 1],
+        "cache": middle_of(pool),
         "slot_mapping": torch.zeros(4, dtype=torch.int64),
     }
     with pytest.raises(ShapeError, match=message):
@@ -125,7 +134,7 @@ def test_on_the_gpu_writes_every_slot_and_nothing_else(
     slot_mapping = torch.randperm(num_blocks * block_size)[:num_tokens]
     slot_mapping[::7] = -1
 
-    stored = store(pool, k, v, slot_mapping, "cuda", "triton")
+    stored = store(pool, k, v, slot_mapping, "cuda")
 
     assert torch.equal(stored, expected_pool(pool, k, v, slot_mapping))
 
@@ -137,7 +146,7 @@ def test_on_the_gpu_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     k, v = torch.randn(2, 1, 8, 128, device="cuda").bfloat16()
     slot = torch.tensor([num_blocks * 16 - 1], device="cuda")
 
-    launch.store_kv(k, v, pool[:, 1, 0], pool[:, 1, 1], slot, backend="triton")
+    launch.store_kv(k, v, middle_of(pool), slot)
 
     assert torch.equal(pool[-1, 1, :, -1], torch.stack([k[0], v[0]]))
     assert int(torch.count_nonzero(pool)) == int(torch.count_nonzero(k) + torch.count_nonzero(v))

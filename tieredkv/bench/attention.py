@@ -26,6 +26,7 @@ from tieredkv.bench import raw
 from tieredkv.engine.loader import FoundModel, find_model
 from tieredkv.errors import ConfigError
 from tieredkv.kernels import launch, reference
+from tieredkv.kernels.checks import LayerCache
 from tieredkv.kernels.partition import Heads, Span
 from tieredkv.types import Progress, tracked
 
@@ -105,11 +106,14 @@ class _Paged:
         batches = [launch.make_batch(one, spans, heads) for one in tables]
         self.places = list(itertools.product(range(layers), batches))
 
+    def cache(self, layer: int) -> LayerCache:
+        """Return the pool's part of a layer."""
+        return LayerCache(self.pool[:, layer, 0], self.pool[:, layer, 1])
+
     def attend(self, place: int) -> Tensor:
         """Attend as the engine does."""
         layer, batch = self.places[place]
-        k, v = self.pool[:, layer, 0], self.pool[:, layer, 1]
-        return launch.paged_attention(self.q, k, v, batch, self.scale)
+        return launch.paged_attention(self.q, self.cache(layer), batch, self.scale)
 
     def attend_dense(self, place: int) -> Tensor:
         """Attend by torch over as many contiguous keys and values of the same memory."""
@@ -124,13 +128,14 @@ class _Paged:
     def relative_error(self) -> float:
         """Compare the last queries of a chunk, or the last requests, with the reference."""
         layer, batch = self.places[0]
-        k, v, count = self.pool[:, layer, 0], self.pool[:, layer, 1], min(len(self.q), MAX_CHECKED)
+        count = min(len(self.q), MAX_CHECKED)
         spans = [
             Span(span.row, index, min(span.query_len, count), span.context_len)
             for index, span in enumerate(batch.spans[-count:])
         ]
         checked = batch._replace(spans=spans)
-        expected = reference.paged_attention(self.q[-count:], k, v, checked, self.scale).float()
+        q, cache = self.q[-count:], self.cache(layer)
+        expected = reference.paged_attention(q, cache, checked, self.scale).float()
         return float((self.attend(0)[-count:].float() - expected).norm() / expected.norm())
 
 
