@@ -53,7 +53,9 @@ def run(
     settings = settings | {"policies": (*DEFAULT_POLICIES, DEVICE_ONLY)}
     report = begin(settings)
     report["raw"]["h2d_GBps"] = raw.h2d_GBps()
-    token_bytes = find_model(settings["model"], dtype=settings.get("dtype", "auto")).kv_spec(16).token_bytes
+    token_bytes = (
+        find_model(settings["model"], dtype=settings.get("dtype", "auto")).kv_spec(16).token_bytes
+    )
     if promotion:
         room = (promotion + NUM_DECODING * (DECODING_TOKENS + SPARE_TOKENS)) * 3 // 2
         told = {"host_size": 2 * promotion * token_bytes, **settings}
