@@ -9,6 +9,7 @@ Called by the engine's thread only.
 
 import itertools
 import logging
+import sys
 import time
 from bisect import bisect_left
 from collections import Counter
@@ -32,8 +33,10 @@ CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
 
 MAX_ADMITTED_TOKENS = 32_768
-"""Of prompts that begin in one step; looking up more would hold up the next tokens of others."""
+"""Of prompts that begin in one step; looking up more would hold up the next tokens of others.
 
+Hashing as many does, too: beside others, who was hashed since the last step begins in the next.
+"""
 
 SHORT_STEP = 1 / 32
 """Of a budget: prompt tokens of a step while tenants that compute little ask beside others.
@@ -103,11 +106,13 @@ class Scheduler:
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
         self._quick_at: dict[str, float] = {}  # when a tenant's last quick request was admitted
         self._table_keys = itertools.count(1)
+        self._num_hashed_tokens = 0  # since the last step, or below zero: it has admitted nobody
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up, protected and prefetched from now on."""
         self.cache.arrive(request.prefix, is_next=not self.waiting)
         self.waiting.append(request)
+        self._num_hashed_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a request out, finished or cancelled, and release exactly what it holds."""
@@ -158,7 +163,9 @@ class Scheduler:
                 scheduled.append(row)
                 # A decode takes nothing of the budget, which keeps the chunks beside it whole.
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
-        if has_room:
+        is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
+        self._num_hashed_tokens = -sys.maxsize if is_late else 0
+        if has_room and not is_late:
             self._admit(budget, claimed, scheduled, set())
         return scheduled
 

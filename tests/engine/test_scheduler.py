@@ -340,8 +340,18 @@ def test_prompts_of_a_burst_are_looked_up_in_several_steps(monkeypatch: pytest.M
     loop.step()
     for name in "abcd":
         loop.add(name, 20)
-    admitted = [{row.request.request_id for row in loop.step()} for _ in range(2)]
-    assert admitted == [{"decodes", "a", "b"}, {"decodes", "c", "d"}]
+    admitted = [{row.request.request_id for row in loop.step()} for _ in range(3)]
+    assert admitted == [{"decodes"}, {"decodes", "a", "b"}, {"decodes", "c", "d"}]
+
+
+def test_what_was_just_hashed_waits_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "MAX_ADMITTED_TOKENS", 16)
+    loop = Loop(Rig(num_blocks=64, has_store=False))
+    admitted = []
+    for number in range(6):  # one more before each step
+        loop.add(f"{number}", 16, max_tokens=9, seed=number)
+        admitted.append(max(row.request.request_id for row in loop.step()))
+    assert admitted == ["0", "0", "1", "1", "2", "2"]
 
 
 def test_a_short_rest_of_a_prompt_goes_with_the_chunk_before_it() -> None:

@@ -46,7 +46,7 @@ def run(
     demotion: str | None,
     promotion: int,
     pairs: int = 7,
-    repeats: int = 3,
+    repeats: int = 15,
     tokens: int = 200,
 ) -> Row:
     """Measure what the options tell, demotion in an engine with little VRAM."""
@@ -113,7 +113,10 @@ class Moving(Bench):
             decoding = [self.submit(prompt, SPARE_TOKENS, DEVICE_ONLY.name) for prompt in some]
             began = self.run(partial(self.have, decoding, 0))
             came = self.run(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
-            loading = [self.submit(prompt, 1) for prompt in two]
+            loading = []
+            for prompt in two:  # as the engine's process takes them: so many tokens a step
+                loading.append(self.submit(prompt, 1))
+                self.step()
             ended = self.run(partial(self.has_loaded, before))
             self.run(partial(self.have, loading, 0))
             quiet += self.gaps_ms(decoding, began, came)
@@ -196,7 +199,7 @@ class Moving(Bench):
 @click.option("--demotion", help="Workload that evicts all the time, e.g. 64x2048+64.")
 @click.option("--pairs", default=7, show_default=True, help="Demotion on and off.")
 @click.option("--promotion", default=0, help="Tokens that come up, e.g. 32768.")
-@click.option("--repeats", default=3, show_default=True, help="Of the promotion.")
+@click.option("--repeats", default=15, show_default=True, help="Of the promotion.")
 @click.option("--tokens", default=200, show_default=True, help="Gaps that count as quiet.")
 @click.option("--commit", help="Commit to report, for a tree without its history.")
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
