@@ -90,7 +90,7 @@ class EngineCore:
         self._launched: _Launched | None = None
         self._seeds = random.Random(settings.seed)
         self._is_closed = False
-        self._is_stalled = False
+        self._is_issued = self._is_stalled = False
         self.on_logits: Callable[[str, torch.Tensor], None] | None = None
         with contextlib.ExitStack() as stack:
             self._build(settings, progress, stack)
@@ -225,8 +225,14 @@ class EngineCore:
         """Issue one step, then return what the step before it made.
 
         The device computes the one while the host takes in the other. May return nothing, after
-        the first step or while requests wait for bytes.
+        the first step or while requests wait for bytes. While steps are short none is issued ahead,
+        nor before the caller could add those who have come meanwhile.
         """
+        if self._is_issued and self.scheduler.has_short_steps:
+            self._is_issued = False
+            self._runner.synchronize()
+            self._collect()
+            return self._take_outputs()
         self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
         if self._launched is not None and (
@@ -238,9 +244,9 @@ class EngineCore:
         self._collect()
         self._launched = launched
         self.cache.pump()
+        self._is_issued = bool(scheduled)
         self._is_stalled = not scheduled and not self.scheduler.is_short
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self._take_outputs()
 
     def wait(self, timeout_s: float) -> None:
         """Return when something may have changed: a wake, a copy that arrived, or the timeout."""
@@ -433,6 +439,10 @@ class EngineCore:
                 if time.monotonic() - request.touched_at > TOUCH_AGAIN_S:
                     self._touch(request)
                 self._finish(request)
+
+    def _take_outputs(self) -> list[TokenOutput]:
+        outputs, self._outputs = self._outputs, []
+        return outputs
 
     def _touch(self, request: Request) -> None:
         request.touched_at = time.monotonic()

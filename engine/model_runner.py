@@ -167,6 +167,11 @@ class ModelRunner:
         last = Batch(tables, layout.last, narrow=buffers.last) if layout.last else None
         return self._forward(buffers, num_tokens, num_kept, batch, last)
 
+    def synchronize(self) -> None:
+        """Wait until every step that was issued has been computed."""
+        if self._loaded.device.type == "cuda":
+            torch.cuda.current_stream(self._loaded.device).synchronize()
+
     def keep_tokens(self, output: StepOutput, tokens: Tensor) -> None:
         """Let the next step see these tokens instead of the most likely ones; before it is issued.
 
