@@ -1,0 +1,104 @@
+"""Measures what compression does to loads and stores of 2 MiB blocks of Gaussian bfloat16.
+
+    python -m tests.stress.compression --dir /nvme --blocks 1024
+
+A store without compression and one with it, one after the other: payload GB a second from one
+request's loads (32 threads) and stores (8 threads), the ratio, and what one core packs and unpacks.
+Prints JSON; every block is compared with what was stored.
+"""
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from tests.storage.blocks import make_record
+from tieredkv.bench import raw
+from tieredkv.clock import Clock
+from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.messages import StoreOptions
+
+BLOCK_BYTES, GROUP, WRITERS, READERS, REPEATS = 2 << 20, 64, 8, 32, 3
+
+
+def measure(folder: Path, num_blocks: int, compression: Any) -> dict[str, Any]:
+    draw = np.random.default_rng(0).standard_normal(BLOCK_BYTES // 2).astype(np.float32)
+    block = (draw.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    pages = [aligned_buffer(BLOCK_BYTES) for _ in range(GROUP)]
+    for page in pages:
+        page[:] = block
+    now, budget_bytes = time.time(), 2 * num_blocks * BLOCK_BYTES
+    options = StoreOptions(
+        path=str(folder), budget_bytes=budget_bytes, compression=compression, sync="none"
+    )
+    records = [
+        make_record("a", i, now=now, size_bytes=BLOCK_BYTES, expires_at=now + 86_400)
+        for i in range(num_blocks)
+    ]
+    with BlockStore.open(options, Clock()) as store:
+
+        def write() -> None:
+            with ThreadPoolExecutor(WRITERS) as pool:
+                for first in range(0, num_blocks, GROUP):
+                    some = records[first : first + GROUP]
+                    packed = list(pool.map(store.packing.pack, pages[: len(some)]))
+                    slots = store.reserve_many(some, packed)
+                    each = zip(slots, some, pages, packed, strict=False)
+                    store.commit(list(pool.map(lambda it: store.write_payload(*it), each)))
+
+        def read() -> None:
+            located = [store.locate(record.block_hash) for record in records]
+            with ThreadPoolExecutor(READERS) as pool:
+                list(pool.map(read_one, enumerate(located)))
+
+        def read_one(numbered: Any) -> None:
+            index, located = numbered
+            store.read_payload(located, pages[index % GROUP])
+
+        stored = rate(write, num_blocks)
+        for page in pages:
+            page[:] = bytes(BLOCK_BYTES)
+        loaded = max(rate(read, num_blocks) for _ in range(REPEATS))
+        stats = store.stats()
+    return {
+        "store_GBps": stored,
+        "load_GBps": loaded,
+        "ratio": stats.compression_ratio,
+        "pack_GBps": stats.compression_rate / 1e9,
+        "unpack_GBps": stats.decompression_rate / 1e9,
+        "blocks_equal": sum(bytes(page) == block for page in pages),
+    }
+
+
+def rate(move: Callable[[], None], num_blocks: int) -> float:
+    start = time.perf_counter()
+    move()
+    return num_blocks * BLOCK_BYTES / (time.perf_counter() - start) / 1e9
+
+
+@click.command(help=__doc__)
+@click.option("--dir", "folder", type=click.Path(path_type=Path), required=True)
+@click.option("--blocks", default=1024, show_default=True)
+@click.option("--commit")
+def main(folder: Path, blocks: int, commit: str | None) -> None:
+    command = " ".join(["python -m tests.stress.compression", *sys.argv[1:]])
+    raw_GBps = raw.disk_read_GBps(folder, num_bytes=1 << 30)
+    report = raw.head(commit, command) | {"raw": {"disk_read_GBps": raw_GBps}}
+    found = {}
+    for setting in ("off", "on"):
+        with tempfile.TemporaryDirectory(dir=folder) as path:
+            found[setting] = measure(Path(path) / "store", blocks, setting)
+    click.echo(json.dumps(report | {"blocks": blocks, "block_bytes": BLOCK_BYTES, **found}))
+    sys.exit(any(each["blocks_equal"] != GROUP for each in found.values()))
+
+
+if __name__ == "__main__":
+    main()
