@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 import tieredkv
+from tieredkv.engine.loader import FoundModel, find_model
 
 COPY_BYTES = 256 << 20
 READ_BYTES = 2 << 20
@@ -57,6 +58,12 @@ def head(commit_told: str | None, command: str | None = None) -> dict[str, Any]:
     """Return what a report begins with; the command is this process's own if None."""
     command = command or shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
+
+
+def found_model(settings: dict[str, Any]) -> FoundModel:
+    """Find the model that settings name, in the dtype and on the device that they tell."""
+    told = {name: settings[name] for name in ("dtype", "device") if name in settings}
+    return find_model(settings["model"], **told)
 
 
 def device() -> str:
@@ -105,7 +112,7 @@ def gemm_TFLOPs(dtype: str) -> float:
 
 
 def h2d_GBps() -> float:
-    """Return the rate of one large copy from host memory to the device, best of five.
+    """Return the rate of one large copy from host memory to the device.
 
     On a machine without a GPU the "device" is ordinary memory, and so is this copy.
     """
@@ -113,7 +120,7 @@ def h2d_GBps() -> float:
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=is_pinned).random_()
     target = torch.empty_like(source, device=device())
     copy = partial(target.copy_, source, non_blocking=True)
-    return round(COPY_BYTES / min(median_s(copy, repeats=1) for _ in range(5)) / 1e9, 2)
+    return round(COPY_BYTES / median_s(copy) / 1e9, 2)
 
 
 class RawFile:

@@ -27,6 +27,7 @@ DIRECTIONS = UP, DOWN, BOTH = ("host to device", "device to host", "both at once
 """The rate of both at once is that of each way, with half of the bytes each."""
 
 SINGLE_COPIES = 50
+PLOTTED = "GBps"
 
 Row = dict[str, Any]
 
