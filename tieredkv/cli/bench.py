@@ -190,9 +190,9 @@ def attention() -> None:
 
     A case is a chunk of new over cached tokens (8192+24576), or a decode batch of requests x
     context (64x4096, or 64x128..16384 for lengths between). The raw limits are a matrix product's
-    FLOPs and a copy's bytes of the same run; ratio is the larger of both times over ours. Beside it
-    stands cuDNN over contiguous keys, where it takes the case. Exit 1 if a result differs from the
-    torch reference by more than rounding. On a CPU the reference itself is what runs.
+    FLOPs and a copy's bytes of the same run; ratio is the larger of both times over ours. Exit 1 if
+    a result differs from the torch reference by more than rounding. On a CPU the reference itself
+    is what runs.
 
     \b
     Example, a minute:
