@@ -82,7 +82,7 @@ class Settings:
     )
     gpu_memory_utilization: float = _cache(0.9, "share of VRAM for weights, activations and blocks")
     host_size: Bytes = _cache(1 << 30, "pinned host memory for blocks")
-    disk_dir: str | None = _cache(None, "folder of the disk tier; none if not set")
+    disk_dir: str | None = _cache(None, "folder of the disk tier, e.g. /nvme/kv; none if not set")
     disk_size: Bytes = _cache(20 << 30, "what the disk tier's files may occupy")
     disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
     disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
@@ -93,9 +93,7 @@ class Settings:
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
     )
     default_retention: str = _cache("in_memory", "retention of requests that name none")
-    max_retention: str | None = _cache(
-        None, "longest retention that requests may ask for; any if not set"
-    )
+    max_retention: str | None = _cache(None, "longest that requests may ask for; any if not set")
     min_cache_tokens: int = _cache(
         0, "a shorter prompt is not cached; OpenAI's minimum is 1024, 0 for one block"
     )
@@ -114,10 +112,10 @@ class Settings:
 
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
-    api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
-    canonical_tools: Switch = _server(
-        "off", "sort the keys of tools, so that equal ones are shared"
+    api_keys: tuple[str, ...] = _server(
+        (), "keys that clients must present, if any"
     )
+    canonical_tools: Switch = _server("off", "sort the keys of tools, so that equal ones share")
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
     cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
     api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")

@@ -329,4 +329,4 @@ def test_bench_serve_fails_where_requests_fail(server: Server, tmp_path: Path) -
 def test_bench_serve_says_where_no_server_answers(server: Server, tmp_path: Path) -> None:
     result = bench_serve(server, "--api-key", "sk-b", folder=tmp_path)
     assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"error: `{server.root}` does not list its models: ")
+    assert result.stderr.startswith(f"error: `{server.root}` does not answer: ")

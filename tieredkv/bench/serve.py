@@ -5,7 +5,7 @@ loop). All have one system prompt; each turn adds what the user says to what was
 for the whole streamed answer, and thinks. Which tier a prefix came from is what `usage` tells of
 the answer: the slowest one counts. A row is one retention at one rate.
 
-Texts are made of random letters, as many as a first request shows to be wanted. Each row has a
+Texts are made of random letters, as many as the tokenizer shows to be wanted. Each row has a
 cache salt of its own, so that it finds nothing of the rows before, but their blocks in its way.
 """
 
@@ -90,22 +90,18 @@ class Client:
         self._http, self._workload, self.model, self._chars_a_token = http, workload, "", 1.0
 
     async def begin(self) -> None:
-        """Learn what the model is called and how long its tokens are, by a first answer.
+        """Learn what the model is called, and how many letters it takes for a token.
 
         Raises:
-            TieredKVError: there is none.
+            TieredKVError: the server does not tell.
         """
+        letters = {"prompt": self._text(random.Random(1), CALIBRATION_CHARS)}
         try:
-            models = (await self._http.get("/v1/models")).json()
-            self.model = models["data"][0]["id"]
+            self.model = (await self._http.get("/v1/models")).json()["data"][0]["id"]
+            counted = (await self._http.post("/tokenize", json=letters)).json()["count"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            what = f"`{self._http.base_url}` does not list its models: {error!r}"
-            raise TieredKVError(what) from None
-        text = self._text(random.Random(1), CALIBRATION_CHARS)
-        turn = await self._answer([{"role": "user", "content": text}], max_completion_tokens=1)
-        if turn.error:
-            raise TieredKVError(f"The server does not answer: {turn.error}")
-        self._chars_a_token = CALIBRATION_CHARS / turn.usage["prompt_tokens"]
+            raise TieredKVError(f"`{self._http.base_url}` does not answer: {error!r}") from None
+        self._chars_a_token = CALIBRATION_CHARS / counted
 
     async def measure(self, rate: float, retention: str) -> Row:
         """Let conversations begin at a rate; return what they came to."""

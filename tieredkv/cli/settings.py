@@ -24,13 +24,6 @@ _SPELLINGS = {
     "default_retention": ("--default-retention", "--retention"),
     "hash_algo": ("--hash-algo", "--prefix-caching-hash-algo"),
 }
-_EXAMPLES = {
-    "api_keys": "sk-team-a; repeatable",
-    "disk_dir": "/nvme/kv",
-    "disk_write_limit": "200MiB",
-    "max_model_len": "32768",
-    "served_model_name": "llama",
-}
 
 
 def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
@@ -67,8 +60,8 @@ def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
     if text.split(",")[0] not in choices:
         text = f"{text[0].upper()}{text[1:]}"
-    if example := _EXAMPLES.get(setting.name, kind.example):
-        text = f"{text}, e.g. {example}"
+    if kind.example:
+        text = f"{text}, e.g. {kind.example}"
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
         setting.name,
