@@ -112,9 +112,7 @@ class Settings:
 
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
-    api_keys: tuple[str, ...] = _server(
-        (), "keys that clients must present, if any"
-    )
+    api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
     canonical_tools: Switch = _server("off", "sort the keys of tools, so that equal ones share")
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
     cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
