@@ -161,8 +161,9 @@ class _Disk:
         with closing(self._serve(path=str(path), budget_bytes=UNBOUNDED_BYTES)) as client:
             lookup = partial(self._lookup, client)
             _, client_us = (self._us(lookup, calls, size) for _ in range(2))
-        every_us = zip(warm_us, miss_us, client_us, strict=True)
-        names = ("hit_us", "miss_us", "client_us")
+            client_miss_us = self._us(lookup, misses, 0)
+        every_us = zip(warm_us, miss_us, client_us, client_miss_us, strict=True)
+        names = ("hit_us", "miss_us", "client_us", "client_miss_us")
         samples = [dict(zip(names, each, strict=True)) for each in every_us]
         firsts = {"first_us": cold_us[0], "first_us_all": cold_us, "open_s": open_s}
         return _row("index", f"{count} blocks", samples) | firsts
