@@ -137,11 +137,10 @@ class Settings:
                 raise ConfigError(f"`{name}` = {value} must be {what}")
         if not all(self.api_keys):
             raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
-        shares = self.tenant_shares.values()
-        is_fair = all(share >= 0 for share in shares) and sum(shares) <= 1
-        if not is_fair:
+        shares = [*self.tenant_shares.values()]
+        if not (sum(shares) <= 1 and min(shares, default=0) >= 0):
             what = "at least 0 each and at most 1 in all"
-            raise ConfigError(f"`tenant_shares` = {[*shares]} must be {what}")
+            raise ConfigError(f"`tenant_shares` = {shares} must be {what}")
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:

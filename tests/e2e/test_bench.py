@@ -59,7 +59,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--arms", "warm", "Unknown arm `warm`; arms are cold, device, host, disk, restart"),
+        ("--arms", "warm", "'warm' is not one of 'cold', 'device', 'host', 'disk', 'restart'"),
         (
             "--prefix-tokens",
             "16,99999999",
@@ -247,7 +247,7 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         (["disk", "--dir", "/no/such/folder"], "does not exist"),
         (["transfer", "--total", "1MiB"], "must hold two blocks"),
         (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
-        (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a list"),
+        (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
         (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
     ],
 )

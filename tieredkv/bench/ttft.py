@@ -138,11 +138,9 @@ def run(
     removed again.
 
     Raises:
-        ConfigError: there is no such arm or folder.
+        ConfigError: there is no such folder.
         TieredKVError: a process failed.
     """
-    if unknown := [arm for arm in arms if arm not in TIER_OF_ARM]:
-        raise ConfigError(f"Unknown arm `{', '.join(unknown)}`; arms are {', '.join(TIER_OF_ARM)}")
     parent = settings.get("disk_dir")
     if parent and not Path(parent).is_dir():
         raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
@@ -214,15 +212,14 @@ def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
         The largest difference of two logits, whether the tokens are equal, whether they are left
         out.
     """
-    largest = 0.0
-    for index, (token, cold_token) in enumerate(zip(sample.token_ids, cold.token_ids, strict=True)):
-        difference = float(np.abs(sample.logits[index] - cold.logits[index]).max())
-        largest = max(largest, difference)
-        if token != cold_token:
-            second, best = np.partition(cold.logits[index], -2)[-2:]
-            is_tie = bool(best - second <= 2 * difference)
-            return largest, is_tie, is_tie
-    return largest, True, False
+    differences = np.abs(sample.logits - cold.logits).max(axis=1)
+    parted = np.flatnonzero(np.not_equal(sample.token_ids, cold.token_ids))
+    if not len(parted):
+        return float(differences.max()), True, False
+    at = parted[0]
+    second, best = np.partition(cold.logits[at], -2)[-2:]
+    is_tie = bool(best - second <= 2 * differences[at])
+    return float(differences[: at + 1].max()), is_tie, is_tie
 
 
 def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
