@@ -17,6 +17,7 @@ import numpy as np
 from tieredkv.bench import raw
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
+from tieredkv.engine.loader import find_model
 from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
@@ -74,7 +75,7 @@ def run(
 
 def begin(settings: Row) -> Row:
     """Return a report without rows: what is served, and the raw limits of this run."""
-    found = raw.found_model(settings)
+    found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(found.dtype)}
     return {"model": found.name, "dtype": found.dtype, "raw": limits, "rows": [], "problems": []}
 
@@ -84,7 +85,8 @@ class Bench:
 
     def __init__(self, settings: Row, report: Row, progress: Progress, device_tokens: int) -> None:
         """Start an engine whose VRAM holds so many tokens, unless the settings tell its size."""
-        spec = raw.found_model(settings).kv_spec(settings.get("block_size", 16))
+        found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
+        spec = found.kv_spec(settings.get("block_size", 16))
         sizes = {"device_size": device_tokens * spec.token_bytes}
         sizes["host_size"] = MIN_HOST_BLOCKS * spec.block_bytes
         told = Settings(**{"restore": "load", **sizes, **settings})

@@ -31,9 +31,10 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, payload_checksum, slot_bytes_for
-from tieredkv.storage.directory import INDEX
+from tieredkv.storage.directory import INDEX, SEGMENTS
+from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import Index
+from tieredkv.storage.index import Index, SegmentState
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
 from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
@@ -143,7 +144,15 @@ class _Disk:
         path, size = self._folder / f"index-{count}", min(count, LOOKUP_HASHES)
         options = StoreOptions(path=str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
         BlockStore.open(options, Clock()).close()
-        with closing(Index(str(path / INDEX), sync=False)) as index:
+        slot_bytes = slot_bytes_for(INDEX_PAYLOAD_BYTES)
+        with (
+            closing(Index(str(path / INDEX), sync=False)) as index,
+            closing(SegmentFiles(str(path / SEGMENTS))) as files,
+        ):
+            files.open(1, slot_bytes, create=True)
+            files.truncate(1, count)  # sparse: it occupies nothing
+            with index.writing() as txn:
+                txn.put_segment(1, SegmentState(slot_bytes, num_slots=count, num_used=count))
             for first in range(0, count, BATCH_BLOCKS):
                 with index.writing() as txn:
                     for number in range(first, min(first + BATCH_BLOCKS, count)):

@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 import tieredkv
-from tieredkv.engine.loader import FoundModel, find_model
 
 COPY_BYTES = 256 << 20
 READ_BYTES = 2 << 20
@@ -58,12 +57,6 @@ def head(commit_told: str | None, command: str | None = None) -> dict[str, Any]:
     """Return what a report begins with; the command is this process's own if None."""
     command = command or shlex.join(["tieredkv", *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
-
-
-def found_model(settings: dict[str, Any]) -> FoundModel:
-    """Find the model that settings name, in the dtype and on the device that they tell."""
-    told = {name: settings[name] for name in ("dtype", "device") if name in settings}
-    return find_model(settings["model"], **told)
 
 
 def device() -> str:

@@ -35,6 +35,7 @@ import torch
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.engine.llm import LLM
+from tieredkv.engine.loader import find_model
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import Progress, Tier, tracked
@@ -144,7 +145,8 @@ def run(
     parent = settings.get("disk_dir")
     if parent and not Path(parent).is_dir():
         raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
-    found = raw.found_model(settings)
+    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
+    found = find_model(settings["model"], **told)
     kv_spec = found.kv_spec(settings.get("block_size", 16))
     sizes = _sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
@@ -152,12 +154,12 @@ def run(
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)
         limits = {"h2d_GBps": raw.h2d_GBps(), "disk_read_GBps": disk_read_GBps}
-        told = sizes | settings | {"restore": "load", "disk_dir": str(path / "store")}
+        settings = sizes | settings | {"restore": "load", "disk_dir": str(path / "store")}
         first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
         last = TIER_OF_ARM["restart"] if "restart" in arms else None
-        samples = _in_new_process(told, prefix_tokens, repeats, first, last)
+        samples = _in_new_process(settings, prefix_tokens, repeats, first, last)
         for length in prefix_tokens if last else ():
-            samples |= _in_new_process(told, [length], repeats, ["restart"], last)
+            samples |= _in_new_process(settings, [length], repeats, ["restart"], last)
         page_cache = "bypassed" if raw.block_device(path) else "warm"
     rows = [
         _row(arm, length, samples, kv_spec.token_bytes, page_cache)

@@ -108,9 +108,7 @@ def measure(
 @measured(
     MODEL,
     several("--prefix-tokens", COUNT, default="512,2048", help="Lengths."),
-    several(
-        "--arms", click.Choice(ARMS), default=",".join(ARMS), help="Where prefixes come from."
-    ),
+    several("--arms", click.Choice(ARMS), default=",".join(ARMS), help="Where prefixes come from."),
     repeats(5),
     settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
 )
