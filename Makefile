@@ -10,6 +10,8 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 CPU_TORCH := torch==2.13.0
 
 CLIENTS := .venv-clients
+# With a GPU, shapes and a length that leave something to save.
+DEMO := $(if $(HAS_GPU),random:qwen2.5-1.5b --prefix-tokens 98304,tiny-random --prefix-tokens 2048)
 
 .PHONY: help setup demo test test-full test-clients lint types format clean
 
@@ -31,7 +33,7 @@ $(STAMP): pyproject.toml
 	@touch $@
 
 demo: setup
-	@$(BIN)/tieredkv demo
+	@$(BIN)/tieredkv bench ttft --model $(DEMO) --repeats 3 --json
 
 test: lint types
 	@$(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 2 --dist loadfile

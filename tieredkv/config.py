@@ -9,11 +9,11 @@ import difflib
 import math
 import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_origin
 
 import msgspec
 
@@ -25,6 +25,8 @@ from tieredkv.units import format_bytes, format_duration, parse_bytes, parse_dur
 ENVIRONMENT_PREFIX = "TIEREDKV_"
 CLOCK_OFFSET_VARIABLE = "TIEREDKV_TEST_CLOCK_OFFSET_FILE"
 
+Bytes = Annotated[int, "bytes"]
+Seconds = Annotated[float, "seconds"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
@@ -48,9 +50,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What a number may be, if not above 0, or at least 0 where that is its default."""
 
 
-def _setting(section: str, default: Any, help: str, unit: str = "") -> Any:
-    """Declare a field: its TOML section, its default, what it is for, and how it is written."""
-    return field(default=default, metadata={"section": section, "help": help, "unit": unit})
+def _setting(section: str, default: Any, help: str) -> Any:
+    """Declare a field: its TOML section, its default, what it is for."""
+    return field(default=default, metadata={"section": section, "help": help})
 
 
 _model, _cache, _scheduler, _server = (
@@ -75,34 +77,32 @@ class Settings:
     seed: int = _model(0, "seed of requests that name none")
 
     block_size: int = _cache(16, "tokens a block, a power of two from 16 to 256")
-    device_size: int | None = _cache(
-        None, "VRAM for blocks; gpu_memory_utilization if not set, 256 MiB without a GPU", "bytes"
+    device_size: Bytes | None = _cache(
+        None, "VRAM for blocks; gpu_memory_utilization if not set, 256 MiB without a GPU"
     )
     gpu_memory_utilization: float = _cache(0.9, "share of VRAM for weights, activations and blocks")
-    host_size: int = _cache(1 << 30, "pinned host memory for blocks", "bytes")
-    disk_dir: str | None = _cache(None, "folder of the disk tier; none if not set")
-    disk_size: int = _cache(20 << 30, "what the disk tier's files may occupy", "bytes")
+    host_size: Bytes = _cache(1 << 30, "pinned host memory for blocks")
+    disk_dir: str | None = _cache(None, "folder of the disk tier, e.g. /nvme/kv; none if not set")
+    disk_size: Bytes = _cache(20 << 30, "what the disk tier's files may occupy")
     disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
     disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
-    disk_write_limit: int = _cache(0, "what goes to disk a second at most; 0 for no limit", "bytes")
+    disk_write_limit: Bytes = _cache(0, "what goes to disk a second at most; 0 for no limit")
     disk_compression: DiskCompression = _cache("off", "off, on, or auto: on if loads get faster")
     hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
     isolate_by: IsolateBy = _cache(
         "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
     )
     default_retention: str = _cache("in_memory", "retention of requests that name none")
-    max_retention: str | None = _cache(
-        None, "longest retention that requests may ask for; any if not set"
-    )
+    max_retention: str | None = _cache(None, "longest that requests may ask for; any if not set")
     min_cache_tokens: int = _cache(
         0, "a shorter prompt is not cached; OpenAI's minimum is 1024, 0 for one block"
     )
     restore: Restore = _cache(
         "auto", "load cached blocks or compute them; auto loads, until it can tell which is faster"
     )
-    load_timeout: float = _cache(30.0, "a block that takes longer to load is computed", "seconds")
-    drain_timeout: float = _cache(30.0, "time to write what 24h promised when stopping", "seconds")
-    sweep_interval: float = _cache(10.0, "expired bytes are erased within this time", "seconds")
+    load_timeout: Seconds = _cache(30.0, "a block that takes longer to load is computed")
+    drain_timeout: Seconds = _cache(30.0, "time to write what 24h promised when stopping")
+    sweep_interval: Seconds = _cache(10.0, "expired bytes are erased within this time")
 
     max_num_seqs: int = _scheduler(256, "requests that run at once")
     max_num_batched_tokens: int | None = _scheduler(
@@ -113,9 +113,7 @@ class Settings:
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
     api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
-    canonical_tools: Switch = _server(
-        "off", "sort the keys of tools, so that equal ones are shared"
-    )
+    canonical_tools: Switch = _server("off", "sort the keys of tools, so that equal ones share")
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
     cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
     api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")
@@ -139,11 +137,10 @@ class Settings:
                 raise ConfigError(f"`{name}` = {value} must be {what}")
         if not all(self.api_keys):
             raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
-        shares = self.tenant_shares.values()
-        is_fair = all(share >= 0 for share in shares) and sum(shares) <= 1
-        if not is_fair:
+        shares = [*self.tenant_shares.values()]
+        if not (sum(shares) <= 1 and min(shares, default=0) >= 0):
             what = "at least 0 each and at most 1 in all"
-            raise ConfigError(f"`tenant_shares` = {[*shares]} must be {what}")
+            raise ConfigError(f"`tenant_shares` = {shares} must be {what}")
         names = [policy.name for policy in self.policies]
         for name in names:
             if names.count(name) > 1:
@@ -252,7 +249,7 @@ def load_settings(
             values[name] = _parse_policies(value)
             sources |= {f"retention.{policy.name}": "argument" for policy in values[name]}
         elif name not in _KNOWN:
-            raise ConfigError(f"Unknown setting `{name}`{_nearest(name, _KNOWN)}")
+            raise ConfigError(f"Unknown setting `{name}`{_hint(name, _KNOWN)}")
         elif value is not None:
             take(name, value, f"`{name}`", "argument")
     values["clock_offset_file"] = environ.get(CLOCK_OFFSET_VARIABLE) or None
@@ -270,19 +267,17 @@ def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
     known: dict[str, list[str]] = {}
     for name, setting in _KNOWN.items():
         known.setdefault(setting.metadata["section"], []).append(name)
-    sections = [*known, "retention"]
     for section, table in document.items():
-        if section not in sections:
+        if section not in (sections := [*known, "retention"]):
+            what = f"unknown section `{section}`{_hint(section, sections)}"
             if not isinstance(table, dict):
-                what = f"`{section}` stands outside of a section{_home(section)}"
-            else:
-                what = f"unknown section `{section}`{_nearest(section, sections)}"
+                what = f"`{section}` stands outside of a section{_hint(section, _KNOWN)}"
             raise ConfigError(f"`{path}`: {what}")
         if not isinstance(table, dict):
             raise ConfigError(f"`{path}`: `{section}` must be one table, headed `[{section}]`")
         for name, value in table.items():
-            if section in known and name not in known[section]:
-                hint = _home(name) if name in _KNOWN else _nearest(name, known[section])
+            if name not in known.get(section, table):
+                hint = _hint(name, known[section])
                 raise ConfigError(f"`{path}`: unknown key `{section}.{name}`{hint}")
             yield section, name, value
 
@@ -291,11 +286,11 @@ def _read_policy(where: str, name: str, row: object) -> RetentionPolicy:
     """Return a policy; what a row of a default policy leaves out stays as it is."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table with {', '.join(_POLICY_KEYS)}")
-    known = {policy.name: asdict(policy) for policy in DEFAULT_POLICIES}
-    values = known.get(name, {"name": name})
+    values: dict[str, Any] = {"name": name}
+    values |= next((asdict(it) for it in DEFAULT_POLICIES if it.name == name), {})
     for key, value in row.items():
         if key not in _POLICY_KEYS:
-            raise ConfigError(f"{where}: unknown key `{key}`{_nearest(key, _POLICY_KEYS)}")
+            raise ConfigError(f"{where}: unknown key `{key}`{_hint(key, _POLICY_KEYS)}")
         field, parse = _POLICY_KEYS[key]
         values[field] = _parse(parse, value, f"{where[:-1]}.{key}`")
     for key, (field, _) in _POLICY_KEYS.items():
@@ -354,11 +349,13 @@ _POLICY_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 """The fields of a retention policy and what reads them, by what they are called in a file."""
 
+_SIZE = Kind(parse_bytes, format_bytes, "SIZE", "64GiB")
 _TEXT = Kind(_plain(str, "a text"), str, "TEXT")
 _INTEGER = Kind(_plain(int, "a whole number"), str, "NUMBER")
 _KINDS = {
-    "bytes": Kind(parse_bytes, format_bytes, "SIZE", "64GiB"),
-    "seconds": Kind(parse_duration, format_duration, "DURATION", "2m"),
+    Bytes: _SIZE,
+    Bytes | None: _SIZE,
+    Seconds: Kind(parse_duration, format_duration, "DURATION", "2m"),
     int: _INTEGER,
     int | None: _INTEGER,
     float: Kind(_plain(float, "a number"), str, "NUMBER"),
@@ -368,19 +365,15 @@ _KINDS = {
 
 
 def kind_of(setting: Any) -> Kind:
-    """Return the kind of a field, which its unit tells, or else its type."""
-    return _KINDS.get(setting.metadata["unit"] or setting.type, _TEXT)
+    """Return the kind of a field, which its type tells."""
+    return _KINDS.get(setting.type, _TEXT)
 
 
-def _home(name: str) -> str:
-    """Return a hint to the section of a known setting, or to the nearest known one."""
-    if name not in _KNOWN:
-        return _nearest(name, _KNOWN)
-    return f"; it belongs to section `{_KNOWN[name].metadata['section']}`"
-
-
-def _nearest(name: str, known: Any) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def _hint(name: str, known: Iterable[str]) -> str:
+    """Return where a known setting belongs, else the nearest of what is known, else all of it."""
+    if name in _KNOWN:
+        return f"; it belongs to section `{_KNOWN[name].metadata['section']}`"
+    matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)
     return f"; did you mean `{matches[0]}`?" if matches else f"; known are {', '.join(known)}"
 
 

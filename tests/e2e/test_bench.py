@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.serving import Server, running
 from tieredkv.bench import disk, raw
 from tieredkv.types import BlockRecord, ignore_progress
 
@@ -57,7 +59,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
-        ("--arms", "warm", "Unknown arm `warm`; arms are cold, device, host, disk, restart"),
+        ("--arms", "warm", "'warm' is not one of 'cold', 'device', 'host', 'disk', 'restart'"),
         (
             "--prefix-tokens",
             "16,99999999",
@@ -202,7 +204,7 @@ def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
 
     last = 3 * ((8 << 20) // (68 << 10)) + 20  # stored after the fill and a round of each sync
     options: dict[str, Any] = {"block_bytes": "64KiB", "disk_size": "8MiB", "index_blocks": [10]}
-    options |= {"repeats": 1, "readers": 2, "writers": 2}
+    options |= {"repeats": 1}
     monkeypatch.setattr(raw, "drop_cached", spoil)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         report = disk.run(ignore_progress, folder=Path(folder), **options)
@@ -211,7 +213,7 @@ def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
     assert [row.get("amplification") for row in report["rows"]] == [None] * 4
     found = "; ".join(report["problems"])
     assert "checksum, 1 blocks" in found
-    assert "verify: the bytes differ, 2 blocks" in found
+    assert "load: the bytes differ, 2 blocks" in found
 
 
 def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         (["disk", "--dir", "/no/such/folder"], "does not exist"),
         (["transfer", "--total", "1MiB"], "must hold two blocks"),
         (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
-        (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a list"),
+        (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
         (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
     ],
 )
@@ -268,17 +270,43 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert "hint: pip install 'tieredkv[plot]'" in result.stderr
 
 
-def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "serve", "--model", "tiny-random"]
-    command += ["--rates", "2", "--duration", "3", "--turns", "3", "--think", "0.2"]
-    command += ["--system-tokens", "300", "--user-tokens", "100", "--answer-tokens", "20"]
-    command += ["--retentions", "device_only,in_memory", "--device-size", "4MiB", "--json"]
+TIERS_OFF = """
+[retention.device_only]
+idle = "10m"
+absolute = "1h"
+tiers = ["device"]
+"""
+
+
+def bench_serve(server: Server, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Let conversations begin at a rate for a while."""
+    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "serve", "--url", server.root]
+    return subprocess.run([*command, *words], capture_output=True, text=True, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a server that has a retention for the tiers off, and wants a key."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "tiers.toml").write_text(TIERS_OFF)
+    words = ["--config", str(folder / "tiers.toml"), "--device-size", "4MiB", "--api-key", "sk-a"]
+    with running(folder, *words) as it:
+        yield it
+
+
+def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(
+    server: Server, tmp_path: Path
+) -> None:
+    words = ["--rates", "2", "--duration", "3", "--turns", "3", "--think", "0.2"]
+    words += ["--system-tokens", "300", "--user-tokens", "100", "--answer-tokens", "20"]
+    words += ["--retentions", "device_only,in_memory", "--api-key", "sk-a", "--json"]
     picture = tmp_path / "serve.png"
     if find_spec("matplotlib"):
-        command += ["--plot", str(picture)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+        words += ["--plot", str(picture)]
+    result = bench_serve(server, *words, folder=tmp_path)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout.splitlines()[-1])
+    assert report["model"] == "tiny-random"
     assert [row["retention"] for row in report["rows"]] == ["device_only", "in_memory"]
     for row in report["rows"]:
         sources = [row[f"{source}_answers"] for source in ("cold", "device", "host", "disk")]
@@ -290,10 +318,15 @@ def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(tmp_path: P
     assert picture.exists() == bool(find_spec("matplotlib"))
 
 
-def test_bench_serve_fails_where_requests_fail(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "serve", "--model", "tiny-random"]
-    command += ["--rates", "9", "--duration", "1", "--retentions", "for_ever"]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+def test_bench_serve_fails_where_requests_fail(server: Server, tmp_path: Path) -> None:
+    words = ["--rates", "9", "--duration", "1", "--api-key", "sk-a", "--retentions", "for_ever"]
+    result = bench_serve(server, *words, folder=tmp_path)
     assert result.returncode == 1
     assert "error: for_ever at 9.0/s: 400 " in result.stderr
     assert "Invalid value: 'for_ever'" in result.stderr
+
+
+def test_bench_serve_says_where_no_server_answers(server: Server, tmp_path: Path) -> None:
+    result = bench_serve(server, "--api-key", "sk-b", folder=tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: `{server.root}` does not answer: ")

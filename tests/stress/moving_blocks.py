@@ -102,7 +102,7 @@ class Moving(Bench):
         self.to_host()
         before = self.counts()
         self.submit([*prefix, *self.prompt(SUFFIX_TOKENS)], SPARE_TOKENS)
-        self.run(lambda: self.since(before, "promoted_host_blocks") > 0)
+        self.run_until(lambda: self.since(before, "promoted_host_blocks") > 0)
         self.settle()
         is_released = self.counts()["held"] == before["held"]
         for _ in repeats:
@@ -111,14 +111,14 @@ class Moving(Bench):
             two = [[*prefix, *self.prompt(SUFFIX_TOKENS)] for _ in range(2)]
             some = [self.prompt(DECODING_TOKENS) for _ in range(NUM_DECODING)]
             decoding = [self.submit(prompt, SPARE_TOKENS, DEVICE_ONLY.name) for prompt in some]
-            began = self.run(partial(self.have, decoding, 0))
-            came = self.run(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
+            began = self.run_until(partial(self.have, decoding, 0))
+            came = self.run_until(partial(self.have, decoding, min(num_gaps, SPARE_TOKENS // 2)))
             loading = []
             for prompt in two:  # as the engine's process takes them: so many tokens a step
                 loading.append(self.submit(prompt, 1))
                 self.step()
-            ended = self.run(partial(self.has_loaded, before))
-            self.run(partial(self.have, loading, 0))
+            ended = self.run_until(partial(self.has_loaded, before))
+            self.run_until(partial(self.have, loading, 0))
             quiet += self.gaps_ms(decoding, began, came)
             busy += self.gaps_ms(decoding, came, ended)
             loaded.add(self.since(before, "promoted_host_blocks"))
@@ -143,17 +143,16 @@ class Moving(Bench):
         if not is_released:
             self.report["problems"].append("a cancelled request still holds blocks")
 
-    def run(self, until: Callable[[], bool] = lambda: False) -> float:
-        """Step until something holds or every request has ended; return when that was."""
-        while self.unfinished and not until():
+    def run_until(self, holds: Callable[[], bool]) -> float:
+        """Step until something holds; return when that was."""
+        while self.core.has_work and not holds():
             self.step()
         return time.perf_counter()
 
     def settle(self) -> None:
         """Cancel what runs, and wait until nothing moves."""
-        for name in self.unfinished:
-            self.core.abort(name)
-        super().settle()
+        self.core.abort_all()
+        self.run()
 
     def serve_counted(self, mode: str, workload: Workload) -> Row:
         """Serve a workload with the host tier or without, and count what it has moved."""

@@ -18,8 +18,10 @@ import contextlib
 import json
 import random
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
@@ -28,7 +30,6 @@ import click
 import httpx
 
 from tieredkv.bench import raw
-from tieredkv.bench.serve import running_server
 from tieredkv.config import load_settings
 from tieredkv.engine.messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
@@ -150,9 +151,22 @@ class Arms:
             ]
         return [1e3 * it for it in times[1:]]
 
+    @contextlib.contextmanager
+    def serving(self) -> Iterator[str]:
+        """Run `tieredkv serve`; yield its URL."""
+        words = [sys.executable, "-P", "-m", "tieredkv", "serve", "--port", "0", "--json"]
+        words += [self.settings["model"], "--block-size", str(self.settings["block_size"])]
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
+            process.communicate()
+
     def server(self, vocab_size: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
         told, rows = self.told, dict[str, Any](tok_s=[])
-        with running_server(self.settings) as url:
+        with self.serving() as url:
             model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
             [prompt] = prompts_of(1, told["prompt_tokens"], vocab_size, 1)
             rows["ttft_ms"] = asyncio.run(self.ttft_over_http(url, model, prompt))

@@ -61,8 +61,10 @@ def test_every_setting_has_a_flag_that_names_its_default() -> None:
         if field.metadata["section"] and name not in ("model", "api_keys"):
             assert f"--{name.replace('_', '-')}" in text
     assert "--host-size, --host-cache-size SIZE" in text
-    assert "[default 1GiB; in bytes or with a unit; e.g. 64GiB]" in text
-    assert "[default 30s; in seconds or with a unit; e.g. 2m]" in text
+    assert "Pinned host memory for blocks, e.g. 64GiB. [default: (1 GiB)]" in text
+    assert (
+        "a block that takes longer to load is computed, e.g. 2m. [default: (30s)]" in text.lower()
+    )
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:
@@ -85,8 +87,11 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
         (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
         (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --ns, --older-than"),
-        (["evict", "--all", "--ns", "a"], "error: --all does not go together with another"),
-        (["evict", "--older-than", "soon"], "error: `soon` is not a duration"),
+        (
+            ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
+            "error: --all does not go together with another",
+        ),
+        (["evict", "--disk-dir", ".", "--older-than", "soon"], "error: `soon` is not a duration"),
         (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
     ],
 )

@@ -9,18 +9,14 @@ ones are called one after the other. Each result is compared with the torch refe
 # mypy: disable-error-code="no-untyped-call"
 # (how much of torch.cuda is typed differs between torch versions)
 
-import contextlib
 import itertools
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tieredkv.bench import raw
 from tieredkv.engine.loader import FoundModel, find_model
@@ -115,16 +111,6 @@ class _Paged:
         layer, batch = self.places[place]
         return launch.paged_attention(self.q, self.cache(layer), batch, self.scale)
 
-    def attend_dense(self, place: int) -> Tensor:
-        """Attend by torch over as many contiguous keys and values of the same memory."""
-        batch, context = len(self.context_lens), self.context_lens[0]
-        kv_heads, head_dim = self.pool.shape[4:]
-        kv = self.pool.view(len(self.places), 2, batch, kv_heads, -1, head_dim)
-        k, v = kv[place, ..., :context, :]
-        q = self.q.view(batch, -1, *self.q.shape[1:]).transpose(1, 2)
-        causal = not self.is_decode
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
-
     def relative_error(self) -> float:
         """Compare the last queries of a chunk, or the last requests, with the reference."""
         layer, batch = self.places[0]
@@ -140,14 +126,9 @@ class _Paged:
 
 
 def _measure(case: str, paged: _Paged, limits: dict[str, float], repeats: int) -> dict[str, Any]:
-    error, ms = paged.relative_error(), _median_ms(paged, paged.attend, repeats)
+    error, ms = paged.relative_error(), _median_ms(paged, repeats)
     gemm_ms = paged.flops / limits["gemm_TFLOPs"] / 1e9
     copy_ms = paged.kv_bytes / limits["copy_GBps"] / 1e6
-    dense_ms, context = None, set(paged.context_lens)
-    is_plain = len(context) == 1 and (paged.is_decode or context == set(paged.query_lens))
-    if torch.cuda.is_available() and is_plain:
-        with contextlib.suppress(RuntimeError), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            dense_ms = _median_ms(paged, paged.attend_dense, repeats)
     return {
         "kind": "decode" if paged.is_decode else "prefill",
         "case": case,
@@ -158,18 +139,17 @@ def _measure(case: str, paged: _Paged, limits: dict[str, float], repeats: int) -
         "limit_ms": max(gemm_ms, copy_ms),
         "ratio": max(gemm_ms, copy_ms) / ms,
         "relative_error": error,
-        "cudnn_contiguous_ms": dense_ms,
     }
 
 
-def _median_ms(paged: _Paged, attend: Callable[[int], Tensor], repeats: int) -> float:
+def _median_ms(paged: _Paged, repeats: int) -> float:
     """Return the median time of a call, each at another place of the pool than the one before."""
-    once_s = raw.median_s(partial(attend, 0), repeats=3)
+    once_s = raw.median_s(partial(paged.attend, 0), repeats=3)
     count = max(2, min(1000, int(SAMPLE_S / once_s)))
 
     def attend_all() -> None:
         for index in range(count):
-            attend(index % len(paged.places))
+            paged.attend(index % len(paged.places))
 
     replay = attend_all
     if torch.cuda.is_available() and len(paged.q) <= GRAPH_MAX_TOKENS:

@@ -17,13 +17,12 @@ LOG_INTERVAL_S = 2.0
 
 def terminal_progress() -> Progress:
     """Return a function that draws a bar a stage on stderr, or logs where that is no terminal."""
-    if not sys.stderr.isatty():
-        return _logged_progress()
     parts = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     screen = RichProgress(*parts, console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}
+    told_at: dict[str, float] = {}
 
-    def report(stage: str, done: int, total: int) -> None:
+    def draw(stage: str, done: int, total: int) -> None:
         if stage not in tasks:
             tasks[stage] = screen.add_task(stage, total=total or None)
             screen.start()
@@ -33,16 +32,10 @@ def terminal_progress() -> Progress:
             if not tasks:
                 screen.stop()
 
-    return report
-
-
-def _logged_progress() -> Progress:
-    told_at: dict[str, float] = {}
-
-    def report(stage: str, done: int, total: int) -> None:
+    def log(stage: str, done: int, total: int) -> None:
         now = time.monotonic()
         if now - told_at.setdefault(stage, now) >= LOG_INTERVAL_S:
             told_at[stage] = now
             logger.info("%s: %d of %s", stage, done, total or "?")
 
-    return report
+    return draw if sys.stderr.isatty() else log

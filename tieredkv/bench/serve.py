@@ -3,55 +3,42 @@
 Conversations begin at random moments, at a rate that does not care how the server keeps up (open
 loop). All have one system prompt; each turn adds what the user says to what was said before, waits
 for the whole streamed answer, and thinks. Which tier a prefix came from is what `usage` tells of
-the answer: the slowest one counts. Rows:
+the answer: the slowest one counts. A row is one retention at one rate.
 
-    one retention at one rate; `device_only` is a policy of the bench's own server, whose blocks
-    never leave VRAM: the tiers off
-
-Texts are made of random letters, as many as a first request shows to be wanted. Each row has a
+Texts are made of random letters, as many as the tokenizer shows to be wanted. Each row has a
 cache salt of its own, so that it finds nothing of the rows before, but their blocks in its way.
 """
 
 import asyncio
-import contextlib
 import itertools
 import json
 import random
 import string
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import numpy as np
 
 from tieredkv.bench import raw
-from tieredkv.config import load_settings
 from tieredkv.errors import TieredKVError
-from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
-from tieredkv.server.serve import Server
-from tieredkv.types import Progress, Tier, ignore_progress, tracked
+from tieredkv.types import Progress, Tier, tracked
 
-DEVICE_ONLY = RetentionPolicy(
-    name="device_only", idle_s=600.0, absolute_s=3600.0, tiers=frozenset({Tier.DEVICE})
-)
-STOP_TIMEOUT_S, ANSWER_TIMEOUT_S = 60.0, 300.0
+ANSWER_TIMEOUT_S = 300.0
 CALIBRATION_CHARS = 1000
 LETTERS = string.ascii_lowercase + 5 * " "
 SOURCES = ("cold", *Tier)
-SHOWN = (
-    *("retention", "rate", "answers", "failed", "hit_rate", "output_tok_s"),
-    *("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"),
-)
+COLUMNS: tuple[str, ...] = ("retention", "rate", "answers", "failed", "hit_rate", "output_tok_s")
+COLUMNS += ("ttft_p50_ms", "ttft_p90_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms")
+COLUMNS += tuple(f"{source}_ttft_p50_ms" for source in SOURCES)
+PLOTTED = "ttft_p50_ms"
+
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """What clients do.
 
     Attributes:
@@ -67,7 +54,6 @@ class Workload:
     system_tokens: int
     user_tokens: int
     answer_tokens: int
-    bench_seed: int
 
 
 @dataclass
@@ -101,32 +87,28 @@ class Client:
     """Makes conversations with one server."""
 
     def __init__(self, http: httpx.AsyncClient, workload: Workload) -> None:
-        self._http, self._workload, self._model, self._chars_a_token = http, workload, "", 1.0
+        self._http, self._workload, self.model, self._chars_a_token = http, workload, "", 1.0
 
     async def begin(self) -> None:
-        """Learn what the model is called and how long its tokens are, by a first answer.
+        """Learn what the model is called, and how many letters it takes for a token.
 
         Raises:
-            TieredKVError: there is none.
+            TieredKVError: the server does not tell.
         """
+        letters = {"prompt": self._text(random.Random(1), CALIBRATION_CHARS)}
         try:
-            models = (await self._http.get("/v1/models")).json()
-            self._model = models["data"][0]["id"]
+            self.model = (await self._http.get("/v1/models")).json()["data"][0]["id"]
+            counted = (await self._http.post("/tokenize", json=letters)).json()["count"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            what = f"`{self._http.base_url}` does not list its models: {error!r}"
-            raise TieredKVError(what) from None
-        text = self._text(random.Random(1), CALIBRATION_CHARS)
-        turn = await self._answer([{"role": "user", "content": text}], max_completion_tokens=1)
-        if turn.error:
-            raise TieredKVError(f"The server does not answer: {turn.error}")
-        self._chars_a_token = CALIBRATION_CHARS / turn.usage["prompt_tokens"]
+            raise TieredKVError(f"`{self._http.base_url}` does not answer: {error!r}") from None
+        self._chars_a_token = CALIBRATION_CHARS / counted
 
     async def measure(self, rate: float, retention: str) -> Row:
         """Let conversations begin at a rate; return what they came to."""
         workload, turns, at_s = self._workload, list[Turn](), 0.0
         body = {"prompt_cache_retention": retention or None}
         body["cache_salt"] = random.randbytes(8).hex()
-        generator, start = random.Random(f"{workload.bench_seed}/{rate}"), time.perf_counter()
+        generator, start = random.Random(rate), time.perf_counter()
         async with asyncio.TaskGroup() as group:
             while (at_s := at_s + generator.expovariate(rate)) < workload.duration:
                 each = random.Random(generator.random())
@@ -154,7 +136,7 @@ class Client:
     async def _answer(self, messages: list[Row], **body: Any) -> Turn:
         length = {"max_completion_tokens": self._workload.answer_tokens, "ignore_eos": True}
         stream = {"stream": True, "stream_options": {"include_usage": True}, "temperature": 0}
-        asked = {"model": self._model, "messages": messages, **length, **stream, **body}
+        asked = {"model": self.model, "messages": messages, **length, **stream, **body}
         turn = Turn(time.perf_counter())
         try:
             async with self._http.stream("POST", "/v1/chat/completions", json=asked) as response:
@@ -177,33 +159,33 @@ class Client:
 def run(
     progress: Progress,
     *,
-    settings: Row,
-    url: str | None,
+    url: str,
+    api_key: str | None,
     rates: list[float],
     retentions: list[str],
     **workload: Any,
 ) -> Row:
-    """Measure a running server, or one that is started with `settings` and stopped again.
+    """Measure a running server.
 
     Raises:
-        TieredKVError: the server does not start or answer.
+        TieredKVError: it does not answer.
     """
     asked, cases = Workload(**workload), list(itertools.product(rates, retentions))
+    options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
+    if api_key:
+        options["headers"] = {"Authorization": f"Bearer {api_key}"}
 
-    async def measure(base: str) -> list[Row]:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(
-            base_url=base, timeout=ANSWER_TIMEOUT_S, limits=limits
-        ) as http:
+    async def measure() -> tuple[str, list[Row]]:
+        async with httpx.AsyncClient(base_url=url, **options) as http:
             client = Client(http, asked)
             await client.begin()
-            return [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
+            done = [await client.measure(*case) for case in tracked(progress, "measuring", cases)]
+            return client.model, done
 
-    with contextlib.nullcontext(url) if url else running_server(settings) as base:
-        rows = asyncio.run(measure(base))
+    model, rows = asyncio.run(measure())
     errors = [(row["retention"], row["rate"], row.pop("error")) for row in rows]
     problems = [f"{retention} at {rate}/s: {error}" for retention, rate, error in errors if error]
-    facts = {"model": settings["model"], "workload": asdict(asked)}
+    facts = {"model": model, "workload": asked._asdict()}
     return {**facts, "raw": {}, "rows": rows, "problems": problems}
 
 
@@ -223,54 +205,3 @@ def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
         some_ms = [ms for source, ms in zip(sources, firsts_ms, strict=True) if source == name]
         row |= {f"{name}_answers": len(some_ms)} | percentiles(f"{name}_ttft", some_ms)
     return row | {"error": next((turn.error for turn in turns if turn.error), "")}
-
-
-def table(rows: list[Row]) -> list[Row]:
-    """Return rows for people: by tier the answers and their median TTFT."""
-    shown = []
-    for row in rows:
-        cells = {name: row[name] for name in SHOWN}
-        for name in SOURCES:
-            count, p50_ms = row[f"{name}_answers"], row[f"{name}_ttft_p50_ms"]
-            cells[name] = f"{count} x {p50_ms:.4g} ms" if count else None
-        shown.append(cells)
-    return shown
-
-
-@contextlib.contextmanager
-def running_server(settings: Row) -> Iterator[str]:
-    """Start a server in a process of its own; yield its URL.
-
-    Raises:
-        TieredKVError: it does not start.
-    """
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(settings, theirs), name="server")
-    process.start()
-    theirs.close()
-    answer = TieredKVError("The server ended before it was ready")
-    try:
-        with contextlib.suppress(EOFError):
-            answer = ours.recv()
-        if isinstance(answer, TieredKVError):
-            raise answer
-        yield answer
-    finally:
-        process.terminate()
-        process.join(STOP_TIMEOUT_S)
-        process.kill()
-
-
-def _serve(settings: Row, ready: Connection) -> None:
-    """Run a server; its URL, or the error that it ends with, is sent to `ready`."""
-    arguments = {"policies": [*DEFAULT_POLICIES, DEVICE_ONLY], **settings, "port": 0}
-    try:
-        Server(
-            settings=load_settings(arguments=arguments).settings,
-            on_progress=ignore_progress,
-            on_ready=lambda url, _info: ready.send(url),
-            log_level="WARNING",
-        ).serve()
-    except TieredKVError as error:
-        ready.send(error)

@@ -23,10 +23,11 @@ from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockId, PageId, Progress, tracked
 from tieredkv.units import parse_bytes
 
-DIRECTIONS = UP, DOWN, BOTH = ("host to device", "device to host", "both at once")
-"""The rate of both at once is that of each way, with half of the bytes each."""
+DIRECTIONS = {"host to device": 1.0, "device to host": 0.0, "both at once": 0.5}
+"""Which share of the bytes goes up; the others go down. The rate is that of each way."""
 
 SINGLE_COPIES = 50
+PLOTTED = "GBps"
 
 Row = dict[str, Any]
 
@@ -72,57 +73,56 @@ class _Memories:
         self._large_device = torch.zeros_like(self._large, device=device)
         self._streams = [torch.cuda.Stream() if is_cuda else None for _ in range(2)]
 
-    def copy_large(self, direction: str) -> None:
+    def copy_large(self, share: float) -> None:
         """Queue one copy each way, on a stream each."""
-        middle = self._large.numel() // 2 if direction == BOTH else None
-        up, down = slice(middle), slice(middle, None)
-        if direction != DOWN:
-            with torch.cuda.stream(self._streams[0]):
-                self._large_device[up].copy_(self._large[up], non_blocking=True)
-        if direction != UP:
-            with torch.cuda.stream(self._streams[1]):
-                self._large[down].copy_(self._large_device[down], non_blocking=True)
+        middle = int(self._large.numel() * share)
+        host, device = (it.tensor_split([middle]) for it in (self._large, self._large_device))
+        copies = (device[0], host[0]), (host[1], device[1])
+        for stream, (target, source) in zip(self._streams, copies, strict=True):
+            if len(target):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
 
-    def copy_blocks(self, direction: str, count: int | None = None) -> tuple[float, float]:
+    def copy_blocks(self, share: float, count: int | None = None) -> tuple[float, float]:
         """Copy blocks, asking for their arrival as the engine does.
 
         Returns:
             Seconds until all have arrived, and how many of them the calls took.
         """
         pairs = self.order[:count].tolist()
-        middle = len(pairs) // 2 if direction == BOTH else None
+        middle = int(len(pairs) * share)
         up = [(PageId(page), BlockId(block)) for page, block in pairs[:middle]]
-        down = [(BlockId(block), PageId(page)) for page, block in pairs[middle or 0 :]]
+        down = [(BlockId(block), PageId(page)) for page, block in pairs[middle:]]
         raw.synchronize()
         start = time.perf_counter()
-        if direction != DOWN:
+        if up:
             self._transfer.promote(up, None)
-        if direction != UP:
+        if down:
             self._transfer.demote(down, None)
         called = time.perf_counter()
         while self._transfer.has_pending:
             self._transfer.poll()
         return time.perf_counter() - start, called - start
 
-    def are_equal_after(self, direction: str) -> bool:
+    def are_equal_after(self, share: float) -> bool:
         """Fill both memories anew, copy every block once more, and compare every byte."""
         for first, memory in enumerate((self.pages, self.pool)):
             words = memory.view(torch.int64).flatten()
             torch.arange(first, first + 2 * words.numel(), 2, out=words)
-        self.copy_blocks(direction)
+        self.copy_blocks(share)
         pages, blocks = self.order.T
         return torch.equal(self.pool.cpu()[blocks], self.pages[pages])
 
 
 def _measure(memories: _Memories, direction: str, repeats: int) -> Row:
-    large_s, ours = [], []
-    memories.copy_blocks(direction)  # first-time work
+    share, large_s, ours = DIRECTIONS[direction], [], []
+    memories.copy_blocks(share)  # first-time work
     for _ in range(repeats):
-        large_s.append(raw.median_s(partial(memories.copy_large, direction), repeats=1))
-        ours.append(memories.copy_blocks(direction))
-    single_s = [memories.copy_blocks(direction, 1)[0] for _ in range(SINGLE_COPIES)]
+        large_s.append(raw.median_s(partial(memories.copy_large, share), repeats=1))
+        ours.append(memories.copy_blocks(share))
+    single_s = [memories.copy_blocks(share, 1)[0] for _ in range(SINGLE_COPIES)]
     count, block_bytes = memories.pool.shape
-    size = count * block_bytes * (5e-10 if direction == BOTH else 1e-9)
+    size = count * block_bytes * max(share, 1 - share) / 1e9
     arrived_s, called_s = map(statistics.median, zip(*ours, strict=True))
     return {
         "direction": direction,
@@ -132,6 +132,6 @@ def _measure(memories: _Memories, direction: str, repeats: int) -> Row:
         "raw_GBps": size / statistics.median(large_s),
         "ratio": statistics.median(large_s) / arrived_s,
         "host_us_per_block": called_s / count * 1e6,
-        "one_block_us": None if direction == BOTH else statistics.median(single_s) * 1e6,
-        "bytes_equal": memories.are_equal_after(direction),
+        "one_block_us": statistics.median(single_s) * 1e6 if share in (0.0, 1.0) else None,
+        "bytes_equal": memories.are_equal_after(share),
     }

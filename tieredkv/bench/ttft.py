@@ -52,18 +52,11 @@ PROBLEMS = {
     "kv_bytes_equal": "the KV bytes differ from the computed ones",
     "is_from_claimed_tier": "the tokens came from {by_tier}",
 }
+COLUMNS: tuple[str, ...] = ("arm", "prefix_tokens", "ttft_ms.p50", "ttft_ms.min", "speedup")
+COLUMNS += ("cached_tokens", "loaded_GBps", "tokens_equal_cold", "kv_bytes_equal")
+PLOTTED = "ttft_ms.p50"
 
 Row = dict[str, Any]
-
-
-class Spec(NamedTuple):
-    """What to measure; `settings` are fields of `Settings`, `model` among them."""
-
-    settings: dict[str, Any]
-    prefix_tokens: list[int]
-    arms: list[str]
-    repeats: int
-    bench_seed: int = 0
 
 
 class Sample(NamedTuple):
@@ -86,15 +79,17 @@ Samples = dict[tuple[str, int], list[Sample]]
 """What was measured, by arm and length of the prefix."""
 
 
-def measure(spec: Spec, lengths: list[int], arms: list[str]) -> Samples:
-    """Serve prompts in this process, each from one arm after the other; leave them on disk."""
+def measure(
+    settings: Row, lengths: list[int], repeats: int, arms: list[str], last: str | None
+) -> Samples:
+    """Serve prompts in this process, each from one arm after the other; leave them in a tier."""
     progress, samples = terminal_progress(), Samples()
-    with LLM(**spec.settings, retention="24h", progress=progress) as llm:
-        _serve(llm, _prompt(llm, spec, max(lengths), -1))  # no figure pays for first-time work
+    with LLM(**settings, retention="24h", progress=progress) as llm:
+        _serve(llm, _prompt(llm, max(lengths), -1))  # no figure pays for first-time work
         llm.core.evict()
-        cases = list(itertools.product(lengths, range(spec.repeats)))
+        cases = list(itertools.product(lengths, range(repeats)))
         for length, repeat in tracked(progress, "measuring", cases):
-            prompt = _prompt(llm, spec, length, repeat)
+            prompt = _prompt(llm, length, repeat)
             for arm in arms:
                 _demote(llm, TIER_OF_ARM[arm])
                 sample = _serve(llm, prompt)
@@ -102,14 +97,14 @@ def measure(spec: Spec, lengths: list[int], arms: list[str]) -> Samples:
                     what = f"A prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 samples.setdefault((arm, length), []).append(sample)
-            _demote(llm, TIER_OF_ARM["restart"] if "restart" in spec.arms else None)
+            _demote(llm, last)
             llm.core.evict()
     return samples
 
 
-def _prompt(llm: LLM, spec: Spec, length: int, repeat: int) -> list[int]:
+def _prompt(llm: LLM, length: int, repeat: int) -> list[int]:
     """Return a prefix and what follows it: random, and the same in every process."""
-    generator = random.Random(f"{spec.bench_seed}/{length}/{repeat}")
+    generator = random.Random(f"{length}/{repeat}")
     return generator.choices(range(llm.core.info.vocab_size), k=length + SUFFIX_TOKENS)
 
 
@@ -135,44 +130,41 @@ def _serve(llm: LLM, prompt: list[int]) -> Sample:
     )
 
 
-def run(_progress: Progress, *, settings: dict[str, Any], **options: Any) -> Row:
+def run(
+    _progress: Progress, *, settings: Row, prefix_tokens: list[int], arms: list[str], repeats: int
+) -> Row:
     """Run the whole bench in processes of its own, which draw their progress themselves.
 
-    Args:
-        settings: of the engine; a store is made under its `disk_dir`, or the system's temporary
-            folder, and removed again.
-        options: the other fields of `Spec`.
+    A store is made under the `disk_dir` of the settings, or the system's temporary folder, and
+    removed again.
 
     Raises:
-        ConfigError: there is no such arm or folder.
+        ConfigError: there is no such folder.
         TieredKVError: a process failed.
     """
-    spec = Spec({**settings, "restore": "load"}, **options)
-    if unknown := [arm for arm in spec.arms if arm not in TIER_OF_ARM]:
-        raise ConfigError(f"Unknown arm `{', '.join(unknown)}`; arms are {', '.join(TIER_OF_ARM)}")
-    parent = spec.settings.get("disk_dir")
+    parent = settings.get("disk_dir")
     if parent and not Path(parent).is_dir():
         raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
-    told = {name: spec.settings.get(name, "auto") for name in ("dtype", "device")}
-    found = find_model(spec.settings["model"], **told)
-    kv_spec = found.kv_spec(spec.settings.get("block_size", 16))
-    sizes = _sizes(spec, kv_spec.token_bytes, found.max_model_len)
+    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
+    found = find_model(settings["model"], **told)
+    kv_spec = found.kv_spec(settings.get("block_size", 16))
+    sizes = _sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
         path = Path(folder)
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
         disk_read_GBps = raw.disk_read_GBps(path, num_bytes=num_bytes)
         limits = {"h2d_GBps": raw.h2d_GBps(), "disk_read_GBps": disk_read_GBps}
-        spec = spec._replace(settings=sizes | spec.settings | {"disk_dir": str(path / "store")})
-        arms = [arm for arm in TIER_OF_ARM if arm in ("cold", *spec.arms) and arm != "restart"]
-        samples = _in_new_process(spec, spec.prefix_tokens, arms)
-        if "restart" in spec.arms:
-            for length in spec.prefix_tokens:
-                samples |= _in_new_process(spec, [length], ["restart"])
+        settings = sizes | settings | {"restore": "load", "disk_dir": str(path / "store")}
+        first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
+        last = TIER_OF_ARM["restart"] if "restart" in arms else None
+        samples = _in_new_process(settings, prefix_tokens, repeats, first, last)
+        for length in prefix_tokens if last else ():
+            samples |= _in_new_process(settings, [length], repeats, ["restart"], last)
         page_cache = "bypassed" if raw.block_device(path) else "warm"
     rows = [
         _row(arm, length, samples, kv_spec.token_bytes, page_cache)
-        for arm in spec.arms
-        for length in spec.prefix_tokens
+        for arm in arms
+        for length in prefix_tokens
     ]
     problems = [
         f"{row['arm']} at {row['prefix_tokens']} tokens: {problem.format(**row)}"
@@ -192,23 +184,22 @@ def _in_new_process(*arguments: Any) -> Samples:
             raise TieredKVError("A measuring process ended before it answered") from error
 
 
-def _sizes(spec: Spec, token_bytes: int, max_model_len: int) -> dict[str, int]:
+def _sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:
     """Return tier sizes that hold what is measured; what the caller sets comes before them.
 
     Raises:
         ConfigError: the model cannot be served at this length.
     """
-    prefix, room = max(spec.prefix_tokens), max_model_len - SUFFIX_TOKENS - OUTPUT_TOKENS
+    prefix, room = max(lengths), max_len - SUFFIX_TOKENS - OUTPUT_TOKENS
     if prefix > room:
         beside = f"{SUFFIX_TOKENS} more and {OUTPUT_TOKENS} of an answer"
         what = f"A prefix of {prefix} tokens with {beside} does not fit"
-        raise ConfigError(f"{what} {max_model_len} tokens, the model's most; use {room}")
+        raise ConfigError(f"{what} {max_len} tokens, the model's most; use {room}")
     longest = prefix + SUFFIX_TOKENS + OUTPUT_TOKENS + 256
-    kept = sum(spec.prefix_tokens) * spec.repeats
     return {
         "device_size": max(MIN_RAM_BYTES, 2 * longest * token_bytes),
         "host_size": max(MIN_RAM_BYTES, 3 * longest * token_bytes // 2),
-        "disk_size": MIN_DISK_BYTES + 5 * kept * token_bytes // 4,
+        "disk_size": MIN_DISK_BYTES + 5 * sum(lengths) * repeats * token_bytes // 4,
     }
 
 
@@ -223,38 +214,41 @@ def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
         The largest difference of two logits, whether the tokens are equal, whether they are left
         out.
     """
-    largest = 0.0
-    for index, (token, cold_token) in enumerate(zip(sample.token_ids, cold.token_ids, strict=True)):
-        difference = float(np.abs(sample.logits[index] - cold.logits[index]).max())
-        largest = max(largest, difference)
-        if token != cold_token:
-            second, best = np.partition(cold.logits[index], -2)[-2:]
-            is_tie = bool(best - second <= 2 * difference)
-            return largest, is_tie, is_tie
-    return largest, True, False
+    differences = np.abs(sample.logits - cold.logits).max(axis=1)
+    parted = np.flatnonzero(np.not_equal(sample.token_ids, cold.token_ids))
+    if not len(parted):
+        return float(differences.max()), True, False
+    at = parted[0]
+    second, best = np.partition(cold.logits[at], -2)[-2:]
+    is_tie = bool(best - second <= 2 * differences[at])
+    return float(differences[: at + 1].max()), is_tie, is_tie
 
 
 def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
     """Return one row of the report: an arm at a prefix length, all repeats."""
     ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
     differences, are_equal, are_excluded = zip(*map(_compare, ours, cold), strict=True)
-    times = [round(it.ttft_ms, 3) for it in ours]
+    times, cold_times = ([round(it.ttft_ms, 3) for it in each] for each in (ours, cold))
+    p50_ms = round(statistics.median(times), 3)
     by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}
     loaded = statistics.median(it.by_tier[Tier.HOST] + it.by_tier[Tier.DISK] for it in ours)
+    bytes_loaded = int(loaded) * token_bytes
     sources = [{name for name, count in it.by_tier.items() if count} for it in ours]
     computed, found = ([it.kv_digest if tier else None for it in each] for each in (cold, ours))
     return {
         "arm": arm,
         "prefix_tokens": length,
         "ttft_ms": {
-            "p50": round(statistics.median(times), 3),
+            "p50": p50_ms,
             "p90": sorted(times)[math.ceil(0.9 * len(times)) - 1],
             "min": min(times),
             "all": times,
         },
+        "speedup": statistics.median(cold_times) / p50_ms if tier else None,
         "cached_tokens": sum(by_tier.values()),
         "by_tier": by_tier,
-        "bytes_loaded": int(loaded) * token_bytes,
+        "bytes_loaded": bytes_loaded,
+        "loaded_GBps": bytes_loaded / p50_ms / 1e6 or None,
         "bytes_from_disk": int(statistics.median(it.bytes_from_disk for it in ours)),
         "page_cache": page_cache if tier == "disk" else None,
         "output_token_ids": [it.token_ids for it in ours],
@@ -266,26 +260,3 @@ def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: 
         "num_prompts_excluded": sum(are_excluded),
         "is_from_claimed_tier": all(it == {tier} - {None} for it in sources),
     }
-
-
-def table(rows: list[Row]) -> list[Row]:
-    """Return rows for people: the figures beside cold, and what was proved."""
-    cold_ms = {row["prefix_tokens"]: row["ttft_ms"]["p50"] for row in rows if row["arm"] == "cold"}
-    shown = []
-    for row in rows:
-        p50_ms, is_hit = row["ttft_ms"]["p50"], row["arm"] != "cold"
-        beside = cold_ms.get(row["prefix_tokens"]) if is_hit else None
-        proofs = {"tokens_equal": row["tokens_equal_cold"], "KV_bytes_equal": row["kv_bytes_equal"]}
-        shown.append(
-            {
-                "arm": row["arm"],
-                "prefix_tokens": row["prefix_tokens"],
-                "TTFT_p50_ms": p50_ms,
-                "min_ms": row["ttft_ms"]["min"],
-                "vs_cold": beside and f"{beside / p50_ms:.1f}x",
-                "cached_tokens": row["cached_tokens"],
-                "loaded_GBps": row["bytes_loaded"] / p50_ms / 1e6 if row["bytes_loaded"] else None,
-                **{name: ("NO", "yes")[it] if is_hit else None for name, it in proofs.items()},
-            }
-        )
-    return shown

@@ -1,55 +1,65 @@
-"""`tieredkv bench` and `demo`."""
+"""`tieredkv bench`."""
 
 import functools
 import importlib
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import click
 
-from tieredkv.cli.output import Command, as_text, json_option, print_json, print_table
+from tieredkv.cli.output import as_text, json_option, print_json, print_table
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.units import parse_bytes
 
-ARMS = "cold,device,host,disk,restart"
-PLOTTED = {"ttft": "TTFT_p50_ms", "transfer": "GBps", "serve": "ttft_p50_ms"}
-"""What `--plot` draws; the ratio to a raw limit where nothing is said."""
-
+ARMS = ("cold", "device", "host", "disk", "restart")
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
 """What every report has; the rest says what was measured."""
 
-DEMO_ON_CPU = "tiny-random", "2048"  # model, prefix tokens
-DEMO_ON_GPU = "random:qwen2.5-1.5b", "98304"
-DEMO_REPEATS = "3"
-
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
+ENGINE = ("model", "cache", "scheduler")
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 PICTURE = click.Path(dir_okay=False, path_type=Path)
+Option = Callable[[Any], Any]
+COMMIT = click.option("--commit", help="Commit to report, for a tree without its history.")
+MODEL_HELP = "As for `serve`, e.g. random:llama-3.1-8b."
+MODEL = click.option("--model", required=True, help=MODEL_HELP)
+PLOT_HELP = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
+PLOT = click.option("--plot", type=PICTURE, metavar="FILE.png", help=PLOT_HELP)
 
 
-def several(
-    flag: str, kind: Callable[[str], Any], example: str, **option: Any
-) -> Callable[[Command], Command]:
+def several(flag: str, kind: Callable[[str], Any], **option: Any) -> Option:
     """Return an option of values of a kind with commas between."""
 
     def parse(_context: object, _option: object, text: str | None) -> list[Any] | None:
-        try:
-            return None if text is None else [kind(part) for part in text.split(",")]
-        except (ValueError, click.BadParameter):
-            raise click.BadParameter(f"'{text}' is not a list such as {example}.") from None
+        return None if text is None else [kind(part) for part in text.split(",")]
 
     return click.option(flag, callback=parse, **option)
 
 
-def measured(bench: Callable[[], None]) -> Callable[..., Any]:
+def repeats(count: int) -> Option:
+    """Return the option that says how often a bench measures."""
+    return click.option("--repeats", type=COUNT, default=count, help="Behind each figure.")
+
+
+@click.group()
+def bench() -> None:
+    """Measure on this machine."""
+
+
+def measured(*options: Option) -> Callable[[Callable[[], None]], click.Command]:
     """Make a command of a bench, which is nothing but its text: `measure` does the work."""
-    command = functools.update_wrapper(functools.partial(measure, bench.__name__), bench)
-    plot_help = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
-    plot = click.option("--plot", type=PICTURE, metavar="FILE.png", help=plot_help)
-    commit_help = "Commit to report, for a tree without its history."
-    return click.option("--commit", help=commit_help)(plot(json_option(command)))
+
+    def make(text: Callable[[], None]) -> click.Command:
+        command: Any = functools.update_wrapper(functools.partial(measure, text.__name__), text)
+        for option in reversed((*options, COMMIT, PLOT, json_option)):
+            command = option(command)
+        return bench.command()(command)
+
+    return make
 
 
 def measure(
@@ -61,7 +71,11 @@ def measure(
     commit: str | None = None,
     **options: Any,
 ) -> int:
-    """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON."""
+    """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON.
+
+    The module tells which `COLUMNS` of its rows people see, all if it does not, and which of them
+    is `PLOTTED`, else the ratio to a raw limit.
+    """
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
 
@@ -70,7 +84,9 @@ def measure(
         options["settings"] = loaded.given()
     module = importlib.import_module(f"tieredkv.bench.{name}")
     report = raw.head(commit) | module.run(terminal_progress(), **options)
-    rows = getattr(module, "table", list)(report["rows"])
+    rows = report["rows"]
+    if names := getattr(module, "COLUMNS", ()):
+        rows = [{it: reduce(getitem, it.split("."), row) for it in names} for row in rows]
     print_table(rows, texts=2)
     hardware, limits = report["hardware"], report["raw"]
     click.echo(f"device: {hardware['gpu'] or 'cpu, ' + hardware['cpu']}")
@@ -81,7 +97,7 @@ def measure(
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
-        y = PLOTTED.get(name, "ratio")
+        y = getattr(module, "PLOTTED", "ratio")
         lines = {"GBps": limits, "ratio": {"": 1.0}}.get(y, {})
         plots.draw(plot, rows, (*list(rows[0])[:2], y), lines)
     if as_json:
@@ -89,19 +105,13 @@ def measure(
     return 1 if report["problems"] else 0
 
 
-@click.group()
-def bench() -> None:
-    """Measure on this machine."""
-
-
-@bench.command()
-@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@several("--prefix-tokens", COUNT, "512,2048", default="512,2048", help="Lengths.")
-@several("--arms", str, "cold,host", default=ARMS, help="Where the prefix comes from.")
-@click.option("--repeats", type=COUNT, default=5, help="Of each length.")
-@click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other prompts.")
-@settings_options("model", "cache", "scheduler", without=("seed", "restore", "default_retention"))
-@measured
+@measured(
+    MODEL,
+    several("--prefix-tokens", COUNT, default="512,2048", help="Lengths."),
+    several("--arms", click.Choice(ARMS), default=",".join(ARMS), help="Where prefixes come from."),
+    repeats(5),
+    settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
+)
 def ttft() -> None:
     """Measure the time to the first token, cold and with the prefix in each tier.
 
@@ -114,13 +124,11 @@ def ttft() -> None:
     """
 
 
-@bench.command()
-@several(
-    "--block-size-bytes", parse_bytes, "512KiB,2MiB", default="512KiB,2MiB,8MiB", help="Blocks."
+@measured(
+    several("--block-size-bytes", parse_bytes, default="512KiB,2MiB,8MiB", help="Blocks."),
+    click.option("--total", default="256MiB", help="Copied in one go."),
+    repeats(9),
 )
-@click.option("--total", default="256MiB", help="Copied in one go.")
-@click.option("--repeats", type=COUNT, default=9, help="Behind a median.")
-@measured
 def transfer() -> None:
     """Measure how fast blocks move between VRAM and pinned host memory.
 
@@ -135,17 +143,13 @@ def transfer() -> None:
     """
 
 
-@bench.command()
-@click.option("--dir", "folder", type=FOLDER, required=True, help="On the disk to be measured.")
-@click.option("--block-bytes", default="2MiB", help="Payload of a block.")
-@click.option("--disk-size", default="4GiB", help="Budget of the store.")
-@several(
-    "--index-blocks", COUNT, "10000,1000000", default="10000,1000000", help="Blocks in an index."
+@measured(
+    click.option("--dir", "folder", type=FOLDER, required=True, help="On the disk to be measured."),
+    click.option("--block-bytes", default="2MiB", help="Payload of a block."),
+    click.option("--disk-size", default="4GiB", help="Budget of the store."),
+    several("--index-blocks", COUNT, default="10000,1000000", help="An index each."),
+    repeats(3),
 )
-@click.option("--repeats", type=COUNT, default=3, help="Samples of a rate.")
-@click.option("--readers", type=COUNT, default=32, help="Threads, as the worker has.")
-@click.option("--writers", type=COUNT, default=8, help="Threads, as the worker has.")
-@measured
 def disk() -> None:
     """Measure what the disk tier makes of a disk, beside what the disk does without it.
 
@@ -168,22 +172,20 @@ def disk() -> None:
     """
 
 
-@bench.command()
-@click.option("--shape", default="llama-3.1-8b", help="As after `random:`.")
-@click.option("--block-size", type=COUNT, default=16, help="Tokens a block.")
-@several(
-    "--cases", str, "8192+0,64x4096", help="What to attend; a choice for this device if not told."
+@measured(
+    click.option("--shape", default="llama-3.1-8b", help="As after `random:`."),
+    click.option("--block-size", type=COUNT, default=16, help="Tokens a block."),
+    several("--cases", str, help="What to attend; by default what suits."),
+    repeats(9),
 )
-@click.option("--repeats", type=COUNT, default=9, help="Behind a median.")
-@measured
 def attention() -> None:
     """Measure the attention kernels over scattered blocks of the paged cache.
 
     A case is a chunk of new over cached tokens (8192+24576), or a decode batch of requests x
     context (64x4096, or 64x128..16384 for lengths between). The raw limits are a matrix product's
-    FLOPs and a copy's bytes of the same run; ratio is the larger of both times over ours. Beside it
-    stands cuDNN over contiguous keys, where it takes the case. Exit 1 if a result differs from the
-    torch reference by more than rounding. On a CPU the reference itself is what runs.
+    FLOPs and a copy's bytes of the same run; ratio is the larger of both times over ours. Exit 1 if
+    a result differs from the torch reference by more than rounding. On a CPU the reference itself
+    is what runs.
 
     \b
     Example, a minute:
@@ -191,14 +193,14 @@ def attention() -> None:
     """
 
 
-@bench.command()
-@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@several("--contexts", COUNT, "1024,32768", help="ITL of one request, e.g. 1024,32768.")
-@click.option("--tokens", type=COUNT, default=200, help="Gaps behind an ITL.")
-@several("--workloads", str, "128x1024+256", help="Throughput, e.g. 128x1024+256,32x8192+128.")
-@click.option("--repeats", type=COUNT, default=3, help="Runs of a workload.")
-@settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
-@measured
+@measured(
+    MODEL,
+    several("--contexts", COUNT, help="ITL of one request, e.g. 1024,32768."),
+    click.option("--tokens", type=COUNT, default=200, help="Gaps behind an ITL."),
+    several("--workloads", str, help="Throughput, e.g. 128x1024+256,32x8192+128."),
+    repeats(3),
+    settings_options(*ENGINE, without=("seed", "device", "default_retention")),
+)
 def decode() -> None:
     """Measure the time between tokens (ITL), and throughput.
 
@@ -216,50 +218,29 @@ def decode() -> None:
     """
 
 
-@bench.command()
-@click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-@click.option("--url", metavar="URL", help="A server that runs, instead of one of its own.")
-@several("--rates", NUMBER, "0.5,2", default="1,2,4", help="Conversations a second.")
-@several("--retentions", str, "in_memory,24h", default="device_only,in_memory", help="A row each.")
-@click.option("--duration", type=NUMBER, default=60.0, help="Seconds a row.")
-@click.option("--turns", type=COUNT, default=4, help="Answers a conversation.")
-@click.option("--think", type=NUMBER, default=5.0, help="Seconds between turns.")
-@click.option("--system-tokens", type=COUNT, default=2000, help="Shared by all.")
-@click.option("--user-tokens", type=COUNT, default=200, help="New in each turn.")
-@click.option("--answer-tokens", type=COUNT, default=64, help="Of each answer.")
-@click.option("--seed", "bench_seed", type=int, default=0, help="Other seeds, other texts.")
-@settings_options("model", "cache", "scheduler", without=("seed",))
-@measured
+@measured(
+    click.option("--url", default="http://127.0.0.1:8000", help="Where it runs."),
+    click.option("--api-key", help="Key that it wants, if any."),
+    several("--rates", NUMBER, default="1,2,4", help="Conversations a second."),
+    several("--retentions", str, default="in_memory", help="Rows."),
+    click.option("--duration", type=NUMBER, default=60.0, help="Seconds a row."),
+    click.option("--turns", type=COUNT, default=4, help="Answers a conversation."),
+    click.option("--think", type=NUMBER, default=5.0, help="Seconds between turns."),
+    click.option("--system-tokens", type=COUNT, default=2000, help="Shared by all."),
+    click.option("--user-tokens", type=COUNT, default=200, help="New in each turn."),
+    click.option("--answer-tokens", type=COUNT, default=64, help="Of each answer."),
+)
 def serve() -> None:
-    """Measure a server as its clients see it: conversations, arriving at a rate, with think times.
+    """Measure a running server as its clients see it: conversations with think times.
 
-    All share a system prompt; each turn sends what was said before. Rows tell the time to the first
-    token and between tokens, by the slowest tier that the prefix came from, and the share of prompt
-    tokens that were cached. The retention `device_only` keeps blocks in VRAM alone: the tiers off.
-    Conversations arrive whether or not the server keeps up. Exit 1 if a request fails.
+    They arrive at a rate, whether or not the server keeps up. All share a system prompt; each turn
+    sends what was said before. Rows tell the time to the first token and between tokens, by the
+    slowest tier that the prefix came from, and the share of prompt tokens that were cached. With
+    the tiers off, a retention keeps blocks in VRAM alone: configure one for it, such as
+    `[retention.device_only]`. Exit 1 if a request fails.
 
     \b
     Example, a minute and a half without a GPU:
-      tieredkv bench serve --model tiny-random --rates 1,4 --duration 20 --device-size 16MiB
+      tieredkv serve tiny-random --device-size 16MiB &
+      tieredkv bench serve --rates 1,4 --duration 20
     """
-
-
-@click.command()
-@json_option
-def demo(**_json: bool) -> int:
-    """Serve a prompt cold, then from VRAM, host memory, disk, and disk after a restart.
-
-    Without a GPU a small random model is made on the spot and VRAM is an ordinary memory pool;
-    with one, a random model of 1.5B parameters. Exit 1 if tokens or KV bytes differ, or a tier is
-    not the one that the arm claims. The JSON is that of `bench ttft`.
-    """
-    import torch
-
-    model, length = DEMO_ON_GPU if torch.cuda.is_available() else DEMO_ON_CPU
-    click.echo(
-        f"Serving prompts of {length} tokens and a little more with {model}: cold, then with the "
-        "prefix in each tier, then from disk in a new process.",
-        err=True,
-    )
-    words = ["--model", model, "--prefix-tokens", length, "--repeats", DEMO_REPEATS, "--json"]
-    return int(ttft.main(words, standalone_mode=False))

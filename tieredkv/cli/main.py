@@ -36,7 +36,7 @@ def cli(context: click.Context) -> None:
 
     \b
     Try it without a GPU or a checkpoint:
-      tieredkv demo                                        one prompt from every tier, timed
+      tieredkv bench ttft --model tiny-random              one prompt from every tier, timed
       tieredkv generate tiny-random "Once upon a time" --max-tokens 8
       tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
 
@@ -54,7 +54,7 @@ def cli(context: click.Context) -> None:
 
     \b
     Measure and check:
-      tieredkv bench ttft --model tiny-random              time to first token from every tier
+      tieredkv bench disk --dir /nvme                      what the disk tier makes of a disk
       tieredkv doctor --disk-dir ./kv                      what this machine can do
       tieredkv config show                                 every setting, and where it comes from
 
@@ -65,7 +65,7 @@ def cli(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-verbs = [serve.serve, serve.generate, bench.bench, bench.demo, doctor.doctor, settings.config]
+verbs = [serve.serve, serve.generate, bench.bench, doctor.doctor, settings.config]
 for command in (*verbs, store.df, store.ls, store.evict, store.verify):
     cli.add_command(command)
 

@@ -1,10 +1,11 @@
 """How verbs answer: a table for people, one JSON document on the last line for programs."""
 
+import functools
 import json
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 from rich import box
@@ -19,6 +20,41 @@ PIPE_COLUMNS = 200
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Answer with one JSON document on the last line."
 )
+
+
+class Answer(NamedTuple):
+    """What a verb has found.
+
+    Attributes:
+        document: for programs.
+        rows: for people, of a table.
+        lines: for people, below it.
+        texts: how many columns of the table are texts; numbers follow.
+        is_problem: whether the exit code is 1.
+    """
+
+    document: object
+    rows: Sequence[Mapping[str, object]] = ()
+    lines: Sequence[str] = ()
+    texts: int = 99
+    is_problem: bool = False
+
+
+def answering(verb: Callable[..., Answer]) -> Any:
+    """Have a verb's answer printed: for programs if `--json` is given, else for people."""
+
+    @functools.wraps(verb)
+    def answer(*, as_json: bool, **options: Any) -> int:
+        found = verb(**options)
+        if as_json:
+            print_json(found.document)
+        elif found.rows:
+            print_table(found.rows, texts=found.texts)
+        for line in () if as_json else found.lines:
+            click.echo(line)
+        return int(found.is_problem)
+
+    return json_option(answer)
 
 
 def usage_error(message: str) -> click.UsageError:
@@ -40,7 +76,7 @@ def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> Non
     names = dict.fromkeys(key for row in rows for key in row if not key.endswith("_all"))
     for i, name in enumerate(names):
         side: Any = "left" if i < texts else "right"
-        table.add_column(name.replace("_", " "), justify=side, no_wrap=True)
+        table.add_column(name.replace("_", " ").replace(".", " "), justify=side, no_wrap=True)
     for row in rows:
         table.add_row(*(as_text(row.get(name)) for name in names))
     Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS).print(table)
@@ -52,7 +88,9 @@ def as_text(value: object) -> str:
         return ", ".join(f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
     if isinstance(value, list):
         return " to ".join(map(as_text, value))
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    if value is None or isinstance(value, bool):
+        return {None: "-", True: "yes", False: "NO"}[value]
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def set_up_logging(level: str) -> None:

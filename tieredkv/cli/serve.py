@@ -1,7 +1,6 @@
 """`tieredkv serve` and `generate`: a model for many clients, or for a prompt at once."""
 
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -10,7 +9,7 @@ import tieredkv
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings, Settings
+from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
 
 LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
 
@@ -63,7 +62,6 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 @click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, help="Nucleus, e.g. 0.95.")
 @click.option("--top-k", type=int, default=0, help="Likeliest k; 0 takes all.")
-@click.option("--sampling-seed", type=int, help="Equal seeds give equal answers, e.g. 7.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @click.option("--cache-salt", help="Share cached blocks only with prompts of the same salt.")
@@ -84,9 +82,8 @@ def generate(
             raise usage_error("Give a PROMPT, or pipe one in.")
         prompts = (sys.stdin.read(),)
     set_up_logging("WARNING")
-    _check_prompts(prompts, loaded.settings)
-    cache_salt, seed = options.pop("cache_salt"), options.pop("sampling_seed")
-    params = tieredkv.SamplingParams(seed=seed, **options)
+    cache_salt = options.pop("cache_salt")
+    params = tieredkv.SamplingParams(**options)
     with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
     outputs: list[dict[str, Any]] = [
@@ -111,15 +108,3 @@ def generate(
         click.echo(output["text"])
         told = as_text(output["usage"])
         click.echo(f"[{told}, first after {output['ttft_ms']:.0f} ms]", err=True)
-
-
-def _check_prompts(prompts: Sequence[str], settings: Settings) -> None:
-    """Refuse prompts that are empty or too long for the model, before anything is allocated."""
-    from tieredkv.engine.loader import find_model, load_tokenizer
-    from tieredkv.engine.request import pack_prompt
-
-    found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
-    limit = min(settings.max_model_len or found.max_model_len, found.max_model_len)
-    tokenizer = load_tokenizer(settings.model)
-    for prompt in prompts:
-        pack_prompt(tokenizer.encode(prompt), limit, found.vocab_size)

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from tieredkv.cli.output import Command, json_option, print_json, print_table
+from tieredkv.cli.output import Answer, Command, answering
 from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
 
 FILE = click.Path(dir_okay=False)
@@ -23,13 +23,6 @@ _SPELLINGS = {
     "disk_size": ("--disk-size", "--disk-cache-size"),
     "default_retention": ("--default-retention", "--retention"),
     "hash_algo": ("--hash-algo", "--prefix-caching-hash-algo"),
-}
-_EXAMPLES = {
-    "api_keys": "sk-team-a; repeatable",
-    "disk_dir": "/nvme/kv",
-    "disk_write_limit": "200MiB",
-    "max_model_len": "32768",
-    "served_model_name": "llama",
 }
 
 
@@ -65,22 +58,18 @@ def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Comm
 def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     default, kind, text = setting.default, kind_of(setting), setting.metadata["help"]
     choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
-    notes = []
-    if default not in (None, "", ()):
-        notes.append(f"default {kind.show(default).replace(' ', '')}")
-    if unit := setting.metadata["unit"]:
-        notes.append(f"in {unit} or with a unit")
-    if example := _EXAMPLES.get(setting.name, kind.example):
-        notes.append(f"e.g. {example}")
     if text.split(",")[0] not in choices:
         text = f"{text[0].upper()}{text[1:]}"
+    if kind.example:
+        text = f"{text}, e.g. {kind.example}"
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
         setting.name,
         type=click.Choice(choices) if choices else str,
         multiple=setting.type == tuple[str, ...],
         metavar=None if choices else kind.metavar,
-        help=f"{text} [{'; '.join(notes)}]." if notes else f"{text}.",
+        help=f"{text}.",
+        show_default=False if default in (None, "", ()) else kind.show(default),
     )
 
 
@@ -92,27 +81,19 @@ def config() -> None:
 @config.command()
 @click.argument("model", required=False)
 @settings_options("model", "cache", "scheduler", "server")
-@json_option
-def show(loaded: LoadedSettings, as_json: bool) -> None:
+@answering
+def show(loaded: LoadedSettings) -> Answer:
     """Show every setting and where its value comes from; takes the flags of `serve`.
 
     \b
     Example:
       TIEREDKV_PORT=8080 tieredkv config show --config configs/24h.toml
     """
-    rows = list(loaded.describe())
-    if not as_json:
-        print_table(
-            [
-                {"section": section, "setting": name, "value": text, "from": source}
-                for section, name, _, text, source in rows
-            ]
-        )
-        return
-    document: dict[str, dict[str, Any]] = {"settings": {}, "retention": {}}
-    for section, name, value, _, source in rows:
+    rows, settings, policies = [], dict[str, Any](), dict[str, Any]()
+    for section, name, value, text, source in loaded.describe():
+        rows.append({"section": section, "setting": name, "value": text, "from": source})
         if name == "policy":
-            document["retention"][section.removeprefix("retention.")] = value
+            policies[section.removeprefix("retention.")] = value
         else:
-            document["settings"][name] = {"value": value, "source": source}
-    print_json(document)
+            settings[name] = {"value": value, "source": source}
+    return Answer({"settings": settings, "retention": policies}, rows)

@@ -1,7 +1,9 @@
 """`tieredkv df`, `ls`, `evict` and `verify`, on a running server or a stopped store."""
 
+import functools
 import sys
-from functools import partial
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,9 @@ import click
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import Command, as_text, json_option, print_json, print_table, usage_error
+from tieredkv.cli.output import Answer, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
-from tieredkv.clock import Clock
-from tieredkv.config import LoadedSettings, Settings
+from tieredkv.config import LoadedSettings
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.results import EvictFilter
 from tieredkv.types import Tier
@@ -22,22 +23,23 @@ SHORT_HEX = 12
 SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
-def _store_options(command: Command) -> Any:
-    return settings_options("disk_dir")(json_option(command))
+def store_verb(verb: Callable[..., Answer]) -> click.Command:
+    """Make a command of a verb, which is called with the verbs of the store that is named."""
+
+    @functools.wraps(verb)
+    def ask(*, loaded: LoadedSettings, **options: Any) -> Answer:
+        folder, clock_offset_file = loaded.settings.disk_dir, loaded.settings.clock_offset_file
+        if folder is None:
+            raise usage_error("Missing option '--disk-dir'.")
+        if not Path(folder).is_dir():
+            raise usage_error(f"`{folder}` is not a folder.")
+        return verb(StoreControl(folder, clock_offset_file=clock_offset_file), **options)
+
+    return click.command()(settings_options("disk_dir")(answering(ask)))
 
 
-def _control(settings: Settings) -> StoreControl:
-    """Return the verbs of the store that the settings name."""
-    if settings.disk_dir is None:
-        raise usage_error("Missing option '--disk-dir'.")
-    if not Path(settings.disk_dir).is_dir():
-        raise usage_error(f"`{settings.disk_dir}` is not a folder.")
-    return StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
-
-
-@click.command()
-@_store_options
-def df(loaded: LoadedSettings, as_json: bool) -> None:
+@store_verb
+def df(store: StoreControl) -> Answer:
     """Show what each tier holds.
 
     The tiers of a server that does not run are empty; its disk is there.
@@ -46,43 +48,31 @@ def df(loaded: LoadedSettings, as_json: bool) -> None:
     Example:
       tieredkv df --disk-dir ./kv
     """
-    answer = _control(loaded.settings).df()
-    if as_json:
-        print_json(answer)
-        return
-    rows = []
+    answer, rows, lines = store.df(), [], []
     for tier in Tier:
         stats = answer.get(tier) or {}
         sizes = {key: stats.get(f"bytes_{key}") for key in SIZES}
         shown = {key: None if size is None else format_bytes(size) for key, size in sizes.items()}
         rows.append({"tier": tier, "blocks": stats.get("blocks"), **shown})
-    print_table(rows, texts=1)
     if (disk := answer["disk"])["is_compressing"]:
         ratio, rates = disk["compression_ratio"], ("compression_rate", "decompression_rate")
         packs, unpacks = (format_bytes(int(disk[rate])) for rate in rates)
         speed = f"a thread packs {packs}/s and unpacks {unpacks}/s"
-        click.echo(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
+        lines.append(f"compression: {disk['compression']}, ratio {ratio:.2f}; {speed}")
     writer = answer.get("writer_pid")
-    click.echo(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
+    lines.append(f"writer: pid {writer}" if writer else "writer: none, the server is stopped")
+    return Answer(answer, rows, lines, texts=1)
 
 
-@click.command()
-@_store_options
-def ls(loaded: LoadedSettings, as_json: bool) -> None:
+@store_verb
+def ls(store: StoreControl) -> Answer:
     """List the prefix chains on disk, the last used first.
 
     \b
     Example:
       tieredkv ls --disk-dir ./kv
     """
-    answer = _control(loaded.settings).ls()
-    if as_json:
-        print_json(answer)
-        return
-    if not answer["chains"]:
-        click.echo("nothing is stored")
-        return
-    now = Clock(loaded.settings.clock_offset_file).now()
+    answer, now = store.ls(), time.time()
     rows = [
         {
             "id": chain["id"][:SHORT_HEX],
@@ -97,10 +87,10 @@ def ls(loaded: LoadedSettings, as_json: bool) -> None:
         }
         for chain in answer["chains"]
     ]
-    print_table(rows, texts=3)
+    return Answer(answer, rows, [] if rows else ["nothing is stored"], texts=3)
 
 
-@click.command()
+@store_verb
 @click.argument("ids", nargs=-1, metavar="[ID]...")
 @click.option("--all", is_flag=True, help="Every block.")
 @click.option(
@@ -111,8 +101,7 @@ def ls(loaded: LoadedSettings, as_json: bool) -> None:
 )
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
-@_store_options
-def evict(loaded: LoadedSettings, yes: bool, as_json: bool, **filters: Any) -> int:
+def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
     """Drop blocks from every tier: chains by ID, or those that a filter means.
 
     \b
@@ -127,27 +116,23 @@ def evict(loaded: LoadedSettings, yes: bool, as_json: bool, **filters: Any) -> i
         raise usage_error("Say what to evict: an ID, --ns, --older-than or --all.")
     if wanted.all and wanted != replace(nothing, all=True):
         raise usage_error("--all does not go together with another choice.")
-    control = _control(loaded.settings)
     if not (yes or wanted.dry_run):
         if not sys.stdin.isatty():
             raise usage_error("Nobody is there to confirm; give -y.")
         click.confirm("Evict these blocks from every tier?", abort=True, err=True)
-    answer = control.evict(wanted)
-    if as_json:
-        print_json({**answer, "dry_run": True} if wanted.dry_run else answer)
-    else:
-        verb = "would evict" if wanted.dry_run else "evicted"
-        freed = format_bytes(answer["freed_bytes"])
-        click.echo(f"{verb} {answer['evicted_blocks']} blocks, {freed}")
+    answer = store.evict(wanted)
     for unknown in answer["unknown_ids"]:
         click.echo(f"error: no chain has the id `{unknown}`", err=True)
-    return 1 if answer["unknown_ids"] else 0
+    verb, freed = "evicted", format_bytes(answer["freed_bytes"])
+    if wanted.dry_run:
+        verb, answer = "would evict", {**answer, "dry_run": True}
+    lines = [f"{verb} {answer['evicted_blocks']} blocks, {freed}"]
+    return Answer(answer, lines=lines, is_problem=bool(answer["unknown_ids"]))
 
 
-@click.command()
+@store_verb
 @click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
-@_store_options
-def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
+def verify(store: StoreControl, no_repair: bool) -> Answer:
     """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
 
     Bad blocks are deleted, so that they are computed again when they are wanted.
@@ -156,11 +141,6 @@ def verify(loaded: LoadedSettings, no_repair: bool, as_json: bool) -> int:
     Example:
       tieredkv verify --disk-dir ./kv
     """
-    control = _control(loaded.settings)
-    progress = partial(terminal_progress(), "verifying")
-    answer = control.verify(repair=not no_repair, progress=progress)
-    if as_json:
-        print_json(answer)
-    else:
-        click.echo(as_text(answer))
-    return 1 if answer["bad"] else 0
+    progress = functools.partial(terminal_progress(), "verifying")
+    answer = store.verify(repair=not no_repair, progress=progress)
+    return Answer(answer, lines=[as_text(answer)], is_problem=answer["bad"] > 0)
