@@ -458,7 +458,7 @@ class EngineCore:
                 evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
                 freed_bytes = evicted * self.kv_spec.block_bytes
                 if event.call.wanted == EVERYTHING:
-                    self.tiers.departed.clear_disk()
+                    self.tiers.directory.note_empty_disk()
                 answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)

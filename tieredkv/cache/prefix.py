@@ -43,7 +43,6 @@ class Prefix:
         lookup_job, lookup_give_up_at: the question to the disk that has no answer yet.
         num_present: blocks of its head that were in the tiers, where `read_ends` are given.
         wanted: blocks that are evicted last, while it waits.
-        num_prefetched: pages that were taken to read some of them into.
         refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
             was no room for it; it is not looked up again before they change.
     """
@@ -63,7 +62,6 @@ class Prefix:
     lookup_give_up_at: float = 0.0
     num_present: int = 0
     wanted: list[BlockHash] = field(default_factory=list)
-    num_prefetched: int = 0
     refused_at: tuple[int, int, int, bool] | None = None
 
     @property

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from tieredkv.block_pool import Block, BlockPool
-from tieredkv.cache.departed import Departed
 from tieredkv.cache.directory import Directory
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
@@ -68,7 +67,6 @@ class Tiers:
         load_timeout_s: a block that has not come from disk by then is computed.
         shares: of each tier, by tenant, as given or an equal one of the rest; empty while one
             tenant has all.
-        departed: why blocks have left.
         pools: of the two RAM tiers.
         wanted: blocks that queued requests want, and how many of them; evicted last.
     """
@@ -86,7 +84,6 @@ class Tiers:
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     shares: dict[bytes, float] = field(default_factory=dict)
-    departed: Departed = field(default_factory=Departed)
     _given: Mapping[bytes, float] = field(default_factory=dict)
     pools: dict[Tier, BlockPool] = field(init=False)
     wanted: Counter[BlockHash] = field(default_factory=Counter)
@@ -162,14 +159,11 @@ class Tiers:
         for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
-        self.directory.forget(block_hash)
-        self.departed.note(block_hash, "expired" if reason == "ttl" else "admin")
+        self.directory.forget(block_hash, "expired" if reason == "ttl" else reason)
 
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
         """Count a copy that made room for another, and forget a block that has no other."""
         self.counters.evictions[f"{tier},capacity"] += 1
         entry = self.directory.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
-            self.directory.forget(block_hash)
-            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
-            self.departed.note(block_hash, reason, entry.disk_expires_at)
+            self.directory.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
