@@ -378,7 +378,7 @@ class TieredCache:
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     copies.append((page, block))
-                elif not self.promoter.start(block, block_hash, record):
+                elif not (record or page) or not self.promoter.start(block, block_hash, record):
                     source = None
             blocks.append(block)
             sources.append(source)

@@ -116,7 +116,7 @@ class Tiers:
         shares = {**dict.fromkeys(self._seen, equal), **self._given}
         self.shares = shares if len(shares) > 1 else {}
         for pool in self.pools.values():
-            pool.set_floors(self.shares)
+            pool.floors = {tenant: int(it * pool.num_blocks) for tenant, it in self.shares.items()}
         if self.store is not None:
             self.store.shares = self.shares
 
