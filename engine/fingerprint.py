@@ -11,8 +11,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,8 @@ _SAMPLE_BYTES = 64 << 10
 _NUM_SAMPLES = 64
 _CACHE_FILE = "fingerprints.json"
 _NUM_CHECKSUM_WORDS = 1 << 24
+
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 _IRRELEVANT_KEYS = frozenset(
     {
@@ -85,19 +88,17 @@ def files_fingerprint(
     return _digest_parts(parts)
 
 
-def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module, *, seed: int) -> bytes:
-    """Digest a model whose weights were drawn from a seed, by checksums made on its device.
+def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module) -> bytes:
+    """Digest a model whose weights were drawn, by checksums made on its device.
 
-    Equal in every process that draws equal weights; torch's version is part of it, since another
-    version may draw others.
+    Equal in every process that draws equal weights.
     """
     names, sums = [], []
     for name, parameter in model.named_parameters():
         names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         sums.append(_checksum(parameter.detach()))
     values = torch.stack(sums).cpu().numpy().astype("<i8").tobytes()
-    seeds = f"{seed} {torch.__version__}".encode()
-    return _digest_parts([_FORMAT, b"drawn", config_digest(config), seeds, *names, values])
+    return _digest_parts([_FORMAT, b"drawn", config_digest(config), *names, values])
 
 
 def _digest_parts(parts: Iterable[bytes]) -> bytes:
@@ -153,9 +154,8 @@ def _cache_key(path: Path) -> str:
 def _read_cache(cache_dir: Path) -> dict[str, str]:
     """Read what is remembered; anything that is not a table of digests is as good as nothing."""
     try:
-        table = json.loads((cache_dir / _CACHE_FILE).read_bytes())
-        return {str(key): bytes.fromhex(value).hex() for key, value in table.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return msgspec.json.decode((cache_dir / _CACHE_FILE).read_bytes(), type=dict[str, _Hex])
+    except (OSError, msgspec.MsgspecError):
         return {}
 
 

@@ -6,7 +6,6 @@ requests, batches or blocks.
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import msgspec
 import torch
 from huggingface_hub.errors import HFValidationError
 from transformers import (
@@ -50,6 +50,18 @@ _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 
 
+class _Config(msgspec.Struct):
+    """What must stand in a config.json for transformers not to guess."""
+
+    model_type: str
+
+
+class _Index(msgspec.Struct):
+    """Which file each tensor of a sharded checkpoint is in."""
+
+    weight_map: dict[str, str]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
     """A model that can be loaded: its config was read and accepted, no weight was touched yet.
@@ -82,13 +94,9 @@ class FoundModel:
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Describe the keys and values of this model in blocks of `block_size` tokens."""
-        return KVSpec(
-            num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.dtype,
-            block_size=block_size,
-        )
+        num_layers, _, num_kv_heads, head_dim = self.shape
+        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return KVSpec(**heads, dtype=self.dtype, block_size=block_size)
 
     def load(
         self, *, progress: Progress = ignore_progress, fingerprint: FingerprintMode = "full"
@@ -102,21 +110,20 @@ class FoundModel:
         Raises:
             ModelError: they cannot be read, or do not fit the config.
         """
-        if self.folder is None:
+        table, folder = self.config.to_dict(), self.folder
+        tokenizer = load_tokenizer(str(folder or self.name))
+        if folder is None:
             progress("drawing weights", 0, 1)
-            model, digest = _draw_model(self)
-            size, length = self.vocab_size, self.max_model_len
-            tokenizer: PreTrainedTokenizerBase = tiny.byte_tokenizer(size, length)
+            model = _draw_weights(self)
             progress("drawing weights", 1, 1)
-            ends = tiny.stop_token_ids()
+            digest, ends = parameters_fingerprint(table, model), tiny.stop_token_ids()
         else:
-            table, files = self.config.to_dict(), _weight_files(self.name, self.folder)
-            tokenizer = _load_tokenizer(self.name, self.folder)
+            files, cache = _weight_files(self.name, folder), CACHE_DIR.expanduser()
             digest = files_fingerprint(
-                table, files, mode=fingerprint, cache_dir=CACHE_DIR.expanduser(), progress=progress
+                table, files, mode=fingerprint, cache_dir=cache, progress=progress
             )
             progress("loading weights", 0, 1)
-            model = _read_weights(self, self.folder)
+            model = _read_weights(self, folder)
             progress("loading weights", 1, 1)
             ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
         model.eval().requires_grad_(False)
@@ -197,9 +204,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ModelError: the model or its tokenizer cannot be found or read.
     """
     config = _drawn_config(name)
-    if config is None:
-        return _load_tokenizer(name, _find_folder(name))
-    return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    if config is not None:
+        return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    folder = _find_folder(name)
+    with _refusing(name, "its tokenizer cannot be loaded"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    return tokenizer
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -238,14 +250,10 @@ def _drawn_config(name: str) -> PreTrainedConfig | None:
 def _read_config(name: str, path: Path) -> PreTrainedConfig:
     """Read a config.json, or that of a folder, without running code that lies beside it."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _refused(name, f"`{path}` has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise _refused(name, f"`{file}` cannot be read: {error}") from error
-    if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
-        raise _refused(name, f"`{file}` names no model_type")
+    if not file.is_file():
+        raise _refused(name, f"`{path}` has no config.json")
+    with _refusing(name, f"`{file}` cannot be read"):
+        msgspec.json.decode(file.read_bytes(), type=_Config)
     with _refusing(name, "transformers cannot read its config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
     return config
@@ -280,10 +288,8 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     if not index.is_file():
         others = "other weight formats are not loaded, since they can run code"
         raise _refused(name, f"`{folder}` has no model.safetensors; {others}")
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _refused(name, f"`{index}` cannot be read: {error!r}") from error
+    with _refusing(name, f"`{index}` cannot be read"):
+        shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"
@@ -330,31 +336,20 @@ def _without_progress_bars() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    with _refusing(name, "its tokenizer cannot be loaded"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    return tokenizer
-
-
-def _draw_model(found: FoundModel) -> tuple[Any, bytes]:
-    """Make a model with drawn weights, directly on the device and in its dtype; and its digest."""
-    config, device = found.config, found.device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.device(device):
+def _draw_weights(found: FoundModel) -> Any:
+    """Make a model with drawn weights, directly on the device and in its dtype."""
+    devices = [found.device] if found.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(found.device):
         model = _AUTO_MODEL.from_config(
-            config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
+            found.config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
         )
-    is_tiny = found.name == tiny.TINY_NAME
-    seed = tiny.TINY_SEED if is_tiny else RANDOM_SEED
-    draw = tiny.init_tiny_weights if is_tiny else _draw_weights
+    draw = tiny.init_tiny_weights if found.name == tiny.TINY_NAME else _draw_gaussians
     draw(model)
-    return model, parameters_fingerprint(config.to_dict(), model, seed=seed)
+    return model
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel) -> None:
+def _draw_gaussians(model: PreTrainedModel) -> None:
     """Fill every matrix with small Gaussians and every norm with ones, in place."""
     generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
     for name, parameter in model.named_parameters():
