@@ -29,7 +29,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
@@ -349,25 +349,24 @@ class EngineCore:
             root=root,
             namespace=namespace,
             hashes=chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo),
-            retention=self._policy(asked.retention or settings.default_retention),
-            claims=self._block_claims(asked.claims),
+            claims=self._block_claims(asked),
             max_blocks=max_blocks,
             read_ends=None if ends is None else [end // size for end in ends],
         )
 
-    def _block_claims(self, claims: Sequence[Claim]) -> list[BlockClaim]:
-        """Cut a prompt where claims end; of those that cover a stretch, the longest wishes count.
+    def _block_claims(self, asked: EngineRequest) -> list[BlockClaim]:
+        """Cut a request where claims end; of those that cover a stretch, the longest wishes count.
 
         A protection counts from now on.
         """
-        now, size = self.tiers.clock.now(), self.kv_spec.block_size
-        made = []
-        for end in sorted({claim.end_token // size for claim in claims}):
-            over = [claim for claim in claims if claim.end_token // size >= end]
+        now, size, made = self.tiers.clock.now(), self.kv_spec.block_size, list[BlockClaim]()
+        for end in sorted({claim.end_token // size for claim in asked.claims}):
+            over = [claim for claim in asked.claims if claim.end_token // size >= end]
             names = frozenset(self._policy(claim.retention) for claim in over)
             protect_s = max(claim.protect_s for claim in over)
             made.append(BlockClaim(end, names, now + protect_s if protect_s else 0.0))
-        return made
+        rest = self._policy(asked.retention or self.settings.default_retention)
+        return [*made, BlockClaim(sys.maxsize, frozenset({rest}))]
 
     def _policy(self, name: str) -> str:
         """Return how a policy is called, of which aliases are known."""

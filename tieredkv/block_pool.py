@@ -8,7 +8,7 @@ Called by the engine's thread only.
 
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 
 from tieredkv.errors import IntegrityError
@@ -31,14 +31,9 @@ class Block:
     block_id: int
     ref_count: int = 0
     pin_count: int = 0
-    block_hash: BlockHash | None = None
+    block_hash: BlockHash | None = field(default=None, repr=False)  # which no log may show
     is_ready: bool = False
     tenant: bytes = b""
-
-    def __repr__(self) -> str:
-        name = self.block_hash.hex()[:12] if self.block_hash is not None else "-"
-        ready = "ready" if self.is_ready else "not ready"
-        return f"Block({self.block_id}, {name}, ref_count={self.ref_count}, {ready})"
 
 
 class BlockPool:

@@ -31,8 +31,7 @@ class Prefix:
 
     Attributes:
         hashes: block hashes of the full blocks of its tokens, head first.
-        retention: the policy that the request asked for, for blocks behind all claims.
-        claims: ascending ends.
+        claims: ascending ends; the last one covers what is generated, too.
         max_blocks: no block behind so many is hashed.
         read_ends: numbers of blocks at which a hit may end; None for any.
         blocks: its block table; the first `len(hashes)` are the chain. Empty before it is admitted.
@@ -50,8 +49,7 @@ class Prefix:
     root: BlockHash
     namespace: bytes
     hashes: list[BlockHash]
-    retention: str
-    claims: Sequence[BlockClaim] = ()
+    claims: Sequence[BlockClaim]
     max_blocks: int = sys.maxsize
     read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
@@ -72,7 +70,7 @@ class Prefix:
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield the claims and, of these ascending indices of blocks, those that each covers."""
         start = 0
-        for claim in (*self.claims, BlockClaim(sys.maxsize, frozenset({self.retention}))):
+        for claim in self.claims:
             end = bisect_left(indices, claim.end)
             yield claim, indices[start:end]
             start = end

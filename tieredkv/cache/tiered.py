@@ -97,12 +97,20 @@ class TieredCache:
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
         if room and any((*copies, *map(prefix.records.get, head))):
             self.expire_due()
-            prefix.wanted = self._readable(prefix)[:room]
-            self.tiers.want(prefix.wanted)
+            wanted = prefix.wanted = self._readable(prefix)[:room]
+            self.tiers.wanted.update(wanted)
+            for pool in pools:
+                pool.touch(wanted[: pool.most_protected - pool.num_protected])
 
     def _unprotect(self, prefix: Prefix) -> None:
-        self.tiers.want_no_more(prefix.wanted)
-        prefix.wanted = []
+        """Undo a `protect`: the blocks become the youngest of all, if nobody else wants them."""
+        tiers, wanted, prefix.wanted = self.tiers, prefix.wanted, []
+        tiers.wanted.subtract(wanted)
+        for block_hash in wanted:
+            if not tiers.wanted[block_hash]:
+                del tiers.wanted[block_hash]
+        for pool in tiers.pools.values():
+            pool.touch(wanted)
 
     # Admission
 
@@ -348,8 +356,7 @@ class TieredCache:
         prefix.lookup_job = None
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
         if event.found and not prefix.blocks:
-            self.tiers.want_no_more(prefix.wanted)
-            prefix.wanted = []
+            self._unprotect(prefix)
             readable, found = self._readable(prefix), event.found
             self.promoter.prefetch({each: found[each] for each in readable if each in found})
             self.protect(prefix)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -119,21 +119,6 @@ class Tiers:
             pool.floors = {tenant: int(it * pool.num_blocks) for tenant, it in self.shares.items()}
         if self.store is not None:
             self.store.shares = self.shares
-
-    def want(self, hashes: Sequence[BlockHash]) -> None:
-        """Note that a queued request wants blocks: those there is room for are evicted last."""
-        self.wanted.update(hashes)
-        for pool in self.pools.values():
-            pool.touch(hashes[: pool.most_protected - pool.num_protected])
-
-    def want_no_more(self, hashes: Sequence[BlockHash]) -> None:
-        """Undo a `want`: the blocks become the youngest of all, if nobody else wants them."""
-        self.wanted.subtract(hashes)
-        for block_hash in hashes:
-            if not self.wanted[block_hash]:
-                del self.wanted[block_hash]
-        for pool in self.pools.values():
-            pool.touch(hashes)
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
