@@ -47,6 +47,7 @@ class _Read:
 
     page: Block
     record: BlockRecord
+    began_at: float
     waiting: list[Promotion] = field(default_factory=list)
 
 
@@ -142,7 +143,8 @@ class Promoter:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
             ids = [(page.block_id, block.block_id) for page, block in copies]
-            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
+            tag = (time.perf_counter(), copies)
+            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), tag)
         return bool(self._to_read)
 
     def on_page_loaded(self, event: PageLoaded) -> None:
@@ -150,6 +152,7 @@ class Promoter:
         tiers, block_hash = self._tiers, BlockHash(event.block_hash)
         read = self._reads.pop(block_hash)
         page, record, reason = read.page, event.record, event.reason
+        tiers.counters.note_move("disk,host", read.began_at)
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by hand, or expired, while it was read
@@ -169,8 +172,9 @@ class Promoter:
             self._settle(promotion, page)
         tiers.host.release([page])
 
-    def on_copied(self, copies: Copies) -> None:
+    def on_copied(self, began_at: float, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
+        self._tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
             block.is_ready = True
         self._copying.difference_update(block for _, block in copies)
@@ -224,7 +228,7 @@ class Promoter:
             return False
         (page,) = pages
         host.insert(page, block_hash, tenant)
-        self._reads[block_hash] = _Read(page, record)
+        self._reads[block_hash] = _Read(page, record, time.perf_counter())
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)
         items.append(LentPage(wanted, page.block_id))
