@@ -115,7 +115,7 @@ def test_labels_are_those_allowed_and_not_too_many(server: Server) -> None:
 def test_the_dashboard_names_only_metrics_that_exist(server: Server) -> None:
     complete(server, "a")
     known = set(re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.root}/metrics").text, re.M))
-    known |= {f"{name}_bucket" for name in known}
+    known |= {f"{name}_{suffix}" for name in known for suffix in ("bucket", "count", "sum")}
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["templating"]["list"][0]["type"] == "datasource"
     named = set(re.findall(r"tieredkv_\w+", DASHBOARD.read_text()))

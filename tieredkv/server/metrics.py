@@ -94,7 +94,7 @@ class Observer:
 
     def on_output(self, output: TokenOutput) -> None:
         """Take in what one step made of one answer."""
-        if not output.token_ids:
+        if not (output.token_ids or output.usage):
             return
         now = time.perf_counter()
         if (span := self._spans.get(output.request_id)) is not None:
