@@ -190,7 +190,8 @@ class EngineCore:
         """
         assert asked.request_id not in self._requests, asked.request_id
         vocab_size = self.model.vocab_size
-        packed = pack_prompt(asked.prompt_token_ids, self._max_model_len, vocab_size)
+        max_len, max_tokens = self._max_model_len, asked.params.max_tokens
+        packed = pack_prompt(asked.prompt_token_ids, max_len, vocab_size, max_tokens=max_tokens)
         asked.params.check_vocabulary(vocab_size)
         sampler = SamplerState(
             asked.params,
@@ -198,7 +199,7 @@ class EngineCore:
             eos_token_ids=self.model.eos_token_ids,
             prompt_token_ids=packed,
         )
-        most_tokens = min(asked.params.max_tokens, self._max_model_len - len(packed))
+        most_tokens = max(1, min(max_tokens, max_len - len(packed)))
         request = Request(asked, self._prefix(asked, packed), sampler, most_tokens)
         self._requests[asked.request_id] = request
         self.scheduler.add(request)
@@ -418,11 +419,11 @@ class EngineCore:
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
             logprobs = request.take_scores() if is_first else []
-            if token.logprob is not None:
+            if token.logprob is not None and request.asked.params.max_tokens:
                 logprobs.append(token.logprob)
             output = TokenOutput(
                 request_id=request.request_id,
-                token_ids=[token.token_id],
+                token_ids=[token.token_id] if request.asked.params.max_tokens else [],
                 logprobs=logprobs or None,
                 finish_reason=finish_reason,
                 usage=request.usage if is_first or finish_reason else None,
@@ -440,7 +441,7 @@ class EngineCore:
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         state, num_tokens = request.sampler, request.num_output_tokens
         if num_tokens >= state.params.min_tokens and token_id in state.end_token_ids:
-            return "stop"
+            return "stop" if state.params.max_tokens else "length"
         return "length" if num_tokens >= request.max_output_tokens else None
 
     def _finish(self, request: Request) -> None:

@@ -322,7 +322,8 @@ class Scheduler:
         return request.num_uncached_tokens > self._short_step
 
     def _num_blocks(self, request: Request) -> int:
-        return request.num_tokens // self.block_size + 1
+        most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1  # the last has none
+        return -(-min(request.num_tokens + 1, most_tokens) // self.block_size)
 
     def _victim(self) -> Request:
         """Return the newest running request of the tenant that holds most beyond its floor."""

@@ -40,13 +40,14 @@ class _Read:
 
     Attributes:
         record: as the disk has it, sealed.
-        page: it is being read into, on loan; None until there is room.
+        page: it is being read into, on loan since `began_at`; None until there is room.
         waiting: device blocks that are filled from it, held, and when each is given up.
     """
 
     block_hash: BlockHash
     record: bytes
     page: Block | None = None
+    began_at: float = 0.0
     waiting: dict[Block, float] = field(default_factory=dict)
 
     def opened(self) -> BlockRecord:
@@ -154,7 +155,8 @@ class Promoter:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
             ids = [(page.block_id, block.block_id) for page, block in copies]
-            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
+            tag = (time.perf_counter(), copies)
+            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), tag)
         return bool(self._to_read)
 
     def on_page_loaded(self, event: PageLoaded) -> None:
@@ -163,6 +165,7 @@ class Promoter:
         read = self._reads.pop(block_hash)
         page, record, reason = read.page, event.record, event.reason
         assert page is not None and page.block_id == event.page_id, (page, event.page_id)
+        tiers.counters.note_move("disk,host", read.began_at)
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by hand, or expired, while it was read
         elif record is not None and record.expires_at <= tiers.clock.now():
@@ -180,8 +183,9 @@ class Promoter:
         self._settle(read, page)
         tiers.host.release([page])
 
-    def on_copied(self, copies: Copies) -> None:
+    def on_copied(self, began_at: float, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
+        self._tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
             block.is_ready = True
         self._num_copying -= len(copies)
@@ -219,7 +223,7 @@ class Promoter:
         pages = host.allocate(1, tenant=tenant)
         if pages is None:
             return False
-        (read.page,) = pages
+        (read.page,), read.began_at = pages, time.perf_counter()
         host.insert(read.page, read.block_hash, tenant)
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)

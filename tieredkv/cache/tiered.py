@@ -14,7 +14,6 @@ Whose is a device block, by state:
 Called by the engine's thread only.
 """
 
-import itertools
 import time
 from array import array
 from collections import deque
@@ -265,13 +264,14 @@ class TieredCache:
                 waits for the others holds up whoever shares it, so it is for an idle device.
         """
         transfer, store = self.tiers.transfer, self.tiers.store
-        for _, block in itertools.chain(*transfer.poll_usable()) if may_start_early else ():
-            block.is_ready = True
+        for _, copies in transfer.poll_usable() if may_start_early else ():
+            for _, block in copies:
+                block.is_ready = True
         promoted, demoted = transfer.poll()
-        for copies in promoted:
-            self.promoter.on_copied(copies)
-        for pairs in demoted:
-            self.demoter.on_copied(pairs)
+        for began_at, copies in promoted:
+            self.promoter.on_copied(began_at, copies)
+        for began_at, pairs in demoted:
+            self.demoter.on_copied(began_at, pairs)
         for event in store.poll() if store is not None else ():
             self._handlers[type(event)](event)
 

@@ -1,6 +1,7 @@
 """The parts that promotion and demotion share, and the counters that they keep."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ class CacheCounters:
         demotions_dropped: blocks evicted without the copy below that they should have had.
         load_failures: by reason; each was recomputed.
         evictions: copies in RAM by `tier,reason`.
+        move_seconds: how many copies by `from,to`, and their seconds from start to end, summed;
+            between VRAM and host memory of several blocks each.
     """
 
     promoted_host_blocks: int = 0
@@ -40,6 +43,12 @@ class CacheCounters:
     load_failures: Counter[str] = field(default_factory=Counter)
     store_failures: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
+    move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def note_move(self, between: str, began_at: float) -> None:
+        """Count a copy that has ended just now and began then, by `perf_counter`."""
+        count, seconds = self.move_seconds.get(between, (0, 0.0))
+        self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
 
 
 def count_failure(failures: Counter[str], reason: str, text: str) -> None:
@@ -58,7 +67,7 @@ class Tiers:
 
     Attributes:
         device, host: pools of block-sized slots; the host pool's block ids are arena pages.
-        transfer: copies between them; its tags are lists of promotions or of demoted blocks.
+        transfer: copies between them; its tags are when a copy began, and pairs of blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
         can_load: whether blocks come up at all; else they are computed.
