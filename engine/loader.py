@@ -26,10 +26,10 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tieredkv.config import Dtype
+from tieredkv.config import Dtype, Fingerprint
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
-from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
+from tieredkv.engine.fingerprint import files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.errors import ConfigError, ModelError
@@ -99,7 +99,7 @@ class FoundModel:
         return KVSpec(**heads, dtype=self.dtype, block_size=block_size)
 
     def load(
-        self, *, progress: Progress = ignore_progress, fingerprint: FingerprintMode = "full"
+        self, *, progress: Progress = ignore_progress, fingerprint: Fingerprint = "full"
     ) -> "LoadedModel":
         """Load or draw the weights.
 
