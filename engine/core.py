@@ -136,12 +136,9 @@ class EngineCore:
         self._block_bytes = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(arena.buffer, dtype=torch.uint8)
         if device.type == "cuda":
-            pinned = register_pinned(
-                arena_bytes.data_ptr(),
-                arena.size_bytes,
-                page_bytes=spec.page_bytes,
-                progress=partial(progress, "pinning host memory"),
-            )
+            address, size = arena_bytes.data_ptr(), arena.size_bytes
+            report = partial(progress, "pinning host memory")
+            pinned = register_pinned(address, size, page_bytes=spec.page_bytes, progress=report)
             stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
@@ -346,14 +343,9 @@ class EngineCore:
         )
         root = model_root(self.model.fingerprint, self.kv_spec, namespace, algo=algo)
         ends = asked.read_ends
-        return Prefix(
-            root=root,
-            namespace=namespace,
-            hashes=chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo),
-            claims=self._block_claims(asked),
-            max_blocks=max_blocks,
-            read_ends=None if ends is None else [end // size for end in ends],
-        )
+        read_ends = None if ends is None else [end // size for end in ends]
+        hashes = chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo)
+        return Prefix(root, namespace, hashes, self._block_claims(asked), max_blocks, read_ends)
 
     def _block_claims(self, asked: EngineRequest) -> list[BlockClaim]:
         """Cut a request where claims end; of those that cover a stretch, the longest wishes count.

@@ -31,7 +31,7 @@ from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.fingerprint import files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
-from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention, refused
 from tieredkv.errors import ConfigError, ModelError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
@@ -186,7 +186,7 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
     elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
         size = f"a vocabulary of {config.vocab_size} tokens"
         what = f"{size} has no room for the {tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
-        raise _refused(name, what)
+        raise refused(name, what)
     return FoundModel(
         name=name,
         config=config,
@@ -243,7 +243,7 @@ def _drawn_config(name: str) -> PreTrainedConfig | None:
         path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
-        raise _refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
+        raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
     return _read_config(name, path)
 
 
@@ -251,7 +251,7 @@ def _read_config(name: str, path: Path) -> PreTrainedConfig:
     """Read a config.json, or that of a folder, without running code that lies beside it."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        raise _refused(name, f"`{path}` has no config.json")
+        raise refused(name, f"`{path}` has no config.json")
     with _refusing(name, f"`{file}` cannot be read"):
         msgspec.json.decode(file.read_bytes(), type=_Config)
     with _refusing(name, "transformers cannot read its config"):
@@ -267,7 +267,7 @@ def _find_folder(name: str) -> Path:
     if name.strip() and folder.exists():
         raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
-        raise _refused(name, "there is no such folder")
+        raise refused(name, "there is no such folder")
     try:
         fetched = Path(huggingface_hub.snapshot_download(name, allow_patterns=_CONFIG_FILES))
         check_config(name, _read_config(name, fetched))
@@ -287,13 +287,13 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         others = "other weight formats are not loaded, since they can run code"
-        raise _refused(name, f"`{folder}` has no model.safetensors; {others}")
+        raise refused(name, f"`{folder}` has no model.safetensors; {others}")
     with _refusing(name, f"`{index}` cannot be read"):
         shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"
-        raise _refused(name, f"{what}, the first is `{missing[0]}`")
+        raise refused(name, f"{what}, the first is `{missing[0]}`")
     return [folder / shard for shard in shards]
 
 
@@ -313,7 +313,7 @@ def _read_weights(found: FoundModel, folder: Path) -> Any:
     # NOTE: transformers draws what a checkpoint lacks at random, and warns.
     if absent := sorted(info["missing_keys"]):
         what = f"{len(absent)} tensors are missing, the first is `{absent[0]}`"
-        raise _refused(found.name, f"its weights do not fit its config: {what}")
+        raise refused(found.name, f"its weights do not fit its config: {what}")
     model = model.to(found.device)
     if found.device.type == "cpu":
         # Copied out of the memory-mapped file, one by one: a file that is overwritten then cannot
@@ -369,17 +369,13 @@ def _eos_token_ids(*sources: Any) -> frozenset[int]:
     return frozenset().union(*([it] if isinstance(it, int) else it or () for it in told))
 
 
-def _refused(name: str, what: str) -> ModelError:
-    return ModelError(f"model `{name}`: {what}")
-
-
 @contextlib.contextmanager
 def _refusing(name: str, what: str) -> Iterator[None]:
     """Refuse a model if transformers raises, which it, safetensors and torch do in many types."""
     try:
         yield
     except Exception as error:
-        raise _refused(name, f"{what}: {_first_line(error)}") from error
+        raise refused(name, f"{what}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

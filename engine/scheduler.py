@@ -208,12 +208,10 @@ class Scheduler:
         """Grow a request's table to its tokens, preempting others if nothing is free."""
         num_blocks = -(-request.num_tokens // self.block_size)
         while len(request.prefix.blocks) < num_blocks:
-            if self.cache.extend(request.prefix):
+            if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
-            if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
-                continue
             if not may_preempt:
                 self.is_short = True
                 return False
