@@ -247,7 +247,7 @@ class Scheduler:
             block = prefix.blocks[index]
             if write_from > start:
                 break
-            if block.is_ready or block.block_id in claimed or self.cache.promoter.is_loading(block):
+            if block.is_ready or block.is_loading or block.block_id in claimed:
                 end = min(end, index * size)
                 break
         if end <= start:

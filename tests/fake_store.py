@@ -342,7 +342,7 @@ class Rig:
         """Compute what is neither ready nor on its way, head first; count the blocks."""
         count = 0
         for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
-            if block.is_ready or self.cache.promoter.is_loading(block):
+            if block.is_ready or block.is_loading:
                 continue
             if count == at_most:
                 break

@@ -25,6 +25,7 @@ class Block:
         pin_count: copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
+        is_loading: whether it is filled from a slower tier, and held until that has ended.
         tenant: whose the content is.
     """
 
@@ -33,6 +34,7 @@ class Block:
     pin_count: int = 0
     block_hash: BlockHash | None = field(default=None, repr=False)  # which no log may show
     is_ready: bool = False
+    is_loading: bool = False
     tenant: bytes = b""
 
 
@@ -51,7 +53,8 @@ class BlockPool:
         3. the index maps exactly the hashed blocks, each under its own hash;
         4. a free block is either empty or hashed and ready, and in the part of its kind; that of
            the protected ones is no larger than it may be;
-        5. hashed blocks are counted to their tenants.
+        5. a block that is loading is in use;
+        6. hashed blocks are counted to their tenants.
 
     Attributes:
         num_blocks: all blocks of the pool.
@@ -238,6 +241,8 @@ class BlockPool:
                 raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
             if is_free and (block in empty) == is_hashed:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
+            if block.is_loading and not block.ref_count:
+                raise IntegrityError(f"{block} is filled but not held")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} is evictable but was never filled")
         if self.num_protected > self.most_protected:

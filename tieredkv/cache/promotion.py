@@ -61,8 +61,8 @@ class Promoter:
     Admitted requests may have half of the arena's pages inbound, queued requests (prefetch) half
     of that, so that what is queued can never starve what is running.
 
-    Invariants (`check`): every device block that is filled is held, and filled once; every page
-    that is read into is held; reads stay within the cap.
+    Invariants (`check`): every device block that waits is loading, for one read; every page that is
+    read into is held; reads stay within the cap.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -71,7 +71,6 @@ class Promoter:
         self._to_read: deque[_Read] = deque()  # those that have no page yet
         self._to_copy: list[tuple[Block, Block]] = []
         self._num_copying = 0  # those to copy included
-        self._filling: set[Block] = set()  # waiting for a page, or copied to
         self._look_again_at = 0.0
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -79,11 +78,7 @@ class Promoter:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way up."""
-        return not self._reads and not self._filling
-
-    def is_loading(self, block: Block) -> bool:
-        """Return whether the bytes of this device block are on their way."""
-        return block in self._filling
+        return not self._reads and not self._num_copying
 
     def note_release(self) -> None:
         """Look at the next `pump` for blocks that nobody wants any longer."""
@@ -93,7 +88,8 @@ class Promoter:
         """Fill device blocks from host pages whose content is there, from the next `pump` on."""
         self._tiers.host.acquire(page for page, _ in copies)
         self._tiers.device.acquire(block for _, block in copies)
-        self._filling.update(block for _, block in copies)
+        for _, block in copies:
+            block.is_loading = True
         self._num_copying += len(copies)
         self._to_copy += copies
 
@@ -111,7 +107,7 @@ class Promoter:
             read = self._reads[block_hash] = _Read(block_hash, record)
             self._to_read.append(read)
         self._tiers.device.acquire([block])
-        self._filling.add(block)
+        block.is_loading = True
         read.waiting[block] = time.monotonic() + self._tiers.load_timeout_s
         return True
 
@@ -187,9 +183,8 @@ class Promoter:
         """Hand over blocks whose bytes are in VRAM."""
         self._tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
-            block.is_ready = True
+            block.is_ready, block.is_loading = True, False
         self._num_copying -= len(copies)
-        self._filling.difference_update(block for _, block in copies)
         self._tiers.device.release(block for _, block in reversed(copies))
         self._tiers.host.release(page for page, _ in reversed(copies))
 
@@ -204,12 +199,11 @@ class Promoter:
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         waiting = [block for read in self._reads.values() for block in read.waiting]
-        if len(waiting) + self._num_copying != len(self._filling):
-            raise IntegrityError("a block is filled twice, or not at all")
+        if len(set(waiting)) < len(waiting) or not all(block.is_loading for block in waiting):
+            raise IntegrityError("a block waits twice, or for nothing")
         pages = [read.page for read in self._reads.values() if read.page]
-        for block in (*self._filling, *pages):
-            if block.ref_count < 1:
-                raise IntegrityError(f"block {block.block_id} is filled but not held")
+        if any(page.ref_count < 1 for page in pages):
+            raise IntegrityError("a page is read into but not held")
         if len(pages) > self._inbound_cap or len(pages) + len(self._to_read) != len(self._reads):
             raise IntegrityError(f"{len(pages)} pages read, cap {self._inbound_cap}")
 
@@ -249,7 +243,7 @@ class Promoter:
                     self._count_failure("timeout")
                 if block.ref_count == 1 or is_late:
                     del read.waiting[block]
-                    self._stop_filling(block)
+                    self._stop_waiting(block)
 
     def _count_failure(self, reason: str) -> None:
         count_failure(self._tiers.counters.load_failures, reason, _FAILED)
@@ -257,12 +251,10 @@ class Promoter:
     def _settle(self, read: _Read, page: Block | None) -> None:
         """End a read: who waits is copied from the page, if that is ready, or computed."""
         for block in read.waiting:
-            if page is not None and page.is_ready and block.ref_count > 1:  # else nobody wants it
+            self._stop_waiting(block)
+            if page is not None and page.is_ready and block.ref_count:  # else nobody wants it
                 self.copy([(page, block)])
-                self._tiers.device.release([block])
-            else:
-                self._stop_filling(block)
 
-    def _stop_filling(self, block: Block) -> None:
-        self._filling.discard(block)
+    def _stop_waiting(self, block: Block) -> None:
+        block.is_loading = False
         self._tiers.device.release([block])

@@ -378,7 +378,7 @@ class TieredCache:
             record = records.get(block_hash) if records else None
             source: Tier | None = Tier.HOST if record is None else Tier.DISK
             if block is not None:
-                if block.is_ready or not self.promoter.is_loading(block):
+                if block.is_ready or not block.is_loading:
                     source = Tier.DEVICE
             else:
                 block = next(fresh)
