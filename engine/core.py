@@ -62,11 +62,6 @@ class _Launched(NamedTuple):
     sampling: Sampling
     logits: torch.Tensor
 
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether the next step can be chosen before these tokens are seen."""
-        return not any(row.request.sampler.needs_history for row in self.rows)
-
 
 class EngineCore:
     """One model with its scheduler and its tiered cache.
@@ -227,9 +222,9 @@ class EngineCore:
         """
         self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
-        if self._launched is not None and (
-            not self._launched.may_run_ahead or self.scheduler.is_short or self.on_logits
-        ):
+        rows = self._launched.rows if self._launched is not None else ()
+        must_see = any(row.request.sampler.needs_history for row in rows)
+        if must_see or self.scheduler.is_short or self.on_logits:  # else the next step runs ahead
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
