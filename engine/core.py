@@ -313,10 +313,8 @@ class EngineCore:
             return
         self._is_closed = True
         self.abort_all()
-        left = self.cache.demoter.drain(
-            deadline=time.monotonic() + self.settings.drain_timeout,
-            on_progress=partial(progress, "writing to disk"),
-        )
+        deadline = time.monotonic() + self.settings.drain_timeout
+        left = self.cache.demoter.drain(deadline=deadline, progress=progress)
         if left:
             logger.warning("%d blocks were not written to disk in time", left)
         self.tiers.transfer.synchronize()

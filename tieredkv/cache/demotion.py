@@ -18,7 +18,7 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.messages import LentPage, PageStored
-from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
+from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Tier, ignore_progress
 
 POLL_S = 0.0005
 
@@ -180,14 +180,12 @@ class Demoter:
                 time.sleep(POLL_S)
         return True
 
-    def drain(
-        self, *, deadline: float, on_progress: Callable[[int, int], None] = lambda _done, _of: None
-    ) -> int:
+    def drain(self, *, deadline: float, progress: Progress = ignore_progress) -> int:
         """Write what disk policies still hold only in RAM, newest chains first, heads first.
 
         Args:
             deadline: monotonic time at which to stop.
-            on_progress: told (written or given up, total).
+            progress: told how many are written or given up.
 
         Returns:
             How many blocks were not written.
@@ -209,7 +207,7 @@ class Demoter:
             is_moving = self._num_copying or self._writing
             if not is_moving:  # host pages that come later stand in the way
                 self.write(self._tiers.host.num_blocks)
-            on_progress(len(entries) - len(wanted), len(entries))
+            progress("writing to disk", len(entries) - len(wanted), len(entries))
             time.sleep(POLL_S)
         return sum(not entry.is_on_disk for entry in entries)
 
