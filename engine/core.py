@@ -29,7 +29,7 @@ from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, TokenOutput
+from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
@@ -61,11 +61,6 @@ class _Launched(NamedTuple):
     rows: list[ScheduledRow]
     sampling: Sampling
     logits: torch.Tensor
-
-    @property
-    def may_run_ahead(self) -> bool:
-        """Whether the next step can be chosen before these tokens are seen."""
-        return not any(row.request.sampler.needs_history for row in self.rows)
 
 
 class EngineCore:
@@ -136,12 +131,9 @@ class EngineCore:
         self._block_bytes = pool.view(torch.uint8).view(num_blocks, spec.block_bytes)
         arena_bytes = torch.frombuffer(arena.buffer, dtype=torch.uint8)
         if device.type == "cuda":
-            pinned = register_pinned(
-                arena_bytes.data_ptr(),
-                arena.size_bytes,
-                page_bytes=spec.page_bytes,
-                progress=partial(progress, "pinning host memory"),
-            )
+            address, size = arena_bytes.data_ptr(), arena.size_bytes
+            report = partial(progress, "pinning host memory")
+            pinned = register_pinned(address, size, page_bytes=spec.page_bytes, progress=report)
             stack.callback(pinned.close)
         copier = BlockCopier(self._block_bytes, arena_bytes.view(num_pages, spec.page_bytes))
         early_bytes = spec.block_bytes * model_runner.late_layer(spec) // spec.num_layers
@@ -190,7 +182,8 @@ class EngineCore:
         """
         assert asked.request_id not in self._requests, asked.request_id
         vocab_size = self.model.vocab_size
-        packed = pack_prompt(asked.prompt_token_ids, self._max_model_len, vocab_size)
+        max_len, max_tokens = self._max_model_len, asked.params.max_tokens
+        packed = pack_prompt(asked.prompt_token_ids, max_len, vocab_size, max_tokens=max_tokens)
         asked.params.check_vocabulary(vocab_size)
         sampler = SamplerState(
             asked.params,
@@ -198,7 +191,7 @@ class EngineCore:
             eos_token_ids=self.model.eos_token_ids,
             prompt_token_ids=packed,
         )
-        most_tokens = min(asked.params.max_tokens, self._max_model_len - len(packed))
+        most_tokens = max(1, min(max_tokens, max_len - len(packed)))
         request = Request(asked, self._prefix(asked, packed), sampler, most_tokens)
         self._requests[asked.request_id] = request
         self.scheduler.add(request)
@@ -235,9 +228,9 @@ class EngineCore:
             return self._take_outputs()
         self.cache.poll(may_start_early=self._launched is None)
         self._answer_control()
-        if self._launched is not None and (
-            not self._launched.may_run_ahead or self.scheduler.is_short or self.on_logits
-        ):
+        rows = self._launched.rows if self._launched is not None else ()
+        must_see = any(row.request.sampler.needs_history for row in rows)
+        if must_see or self.scheduler.is_short or self.on_logits:  # else the next step runs ahead
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
@@ -326,10 +319,8 @@ class EngineCore:
             return
         self._is_closed = True
         self.abort_all()
-        left = self.cache.demoter.drain(
-            deadline=time.monotonic() + self.settings.drain_timeout,
-            on_progress=partial(progress, "writing to disk"),
-        )
+        deadline = time.monotonic() + self.settings.drain_timeout
+        left = self.cache.demoter.drain(deadline=deadline, progress=progress)
         if left:
             logger.warning("%d blocks were not written to disk in time", left)
         self.tiers.transfer.synchronize()
@@ -351,29 +342,23 @@ class EngineCore:
         )
         root = model_root(self.model.fingerprint, self.kv_spec, namespace, algo=algo)
         ends = asked.read_ends
-        return Prefix(
-            root=root,
-            namespace=namespace,
-            hashes=chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo),
-            retention=self._policy(asked.retention or settings.default_retention),
-            claims=self._block_claims(asked.claims),
-            max_blocks=max_blocks,
-            read_ends=None if ends is None else [end // size for end in ends],
-        )
+        read_ends = None if ends is None else [end // size for end in ends]
+        hashes = chain_hashes(root, token_ids[: max_blocks * size], size, algo=algo)
+        return Prefix(root, namespace, hashes, self._block_claims(asked), max_blocks, read_ends)
 
-    def _block_claims(self, claims: Sequence[Claim]) -> list[BlockClaim]:
-        """Cut a prompt where claims end; of those that cover a stretch, the longest wishes count.
+    def _block_claims(self, asked: EngineRequest) -> list[BlockClaim]:
+        """Cut a request where claims end; of those that cover a stretch, the longest wishes count.
 
         A protection counts from now on.
         """
-        now, size = self.tiers.clock.now(), self.kv_spec.block_size
-        made = []
-        for end in sorted({claim.end_token // size for claim in claims}):
-            over = [claim for claim in claims if claim.end_token // size >= end]
+        now, size, made = self.tiers.clock.now(), self.kv_spec.block_size, list[BlockClaim]()
+        for end in sorted({claim.end_token // size for claim in asked.claims}):
+            over = [claim for claim in asked.claims if claim.end_token // size >= end]
             names = frozenset(self._policy(claim.retention) for claim in over)
             protect_s = max(claim.protect_s for claim in over)
             made.append(BlockClaim(end, names, now + protect_s if protect_s else 0.0))
-        return made
+        rest = self._policy(asked.retention or self.settings.default_retention)
+        return [*made, BlockClaim(sys.maxsize, frozenset({rest}))]
 
     def _policy(self, name: str) -> str:
         """Return how a policy is called, of which aliases are known."""
@@ -425,11 +410,11 @@ class EngineCore:
             self.scheduler.seal_full_blocks(request)
             finish_reason = self._finish_reason(request, token.token_id)
             logprobs = request.take_scores() if is_first else []
-            if token.logprob is not None:
+            if token.logprob is not None and request.asked.params.max_tokens:
                 logprobs.append(token.logprob)
             output = TokenOutput(
                 request_id=request.request_id,
-                token_ids=[token.token_id],
+                token_ids=[token.token_id] if request.asked.params.max_tokens else [],
                 logprobs=logprobs or None,
                 finish_reason=finish_reason,
                 usage=request.usage if is_first or finish_reason else None,
@@ -451,7 +436,7 @@ class EngineCore:
     def _finish_reason(self, request: Request, token_id: int) -> str | None:
         state, num_tokens = request.sampler, request.num_output_tokens
         if num_tokens >= state.params.min_tokens and token_id in state.end_token_ids:
-            return "stop"
+            return "stop" if state.params.max_tokens else "length"
         return "length" if num_tokens >= request.max_output_tokens else None
 
     def _finish(self, request: Request) -> None:
@@ -468,7 +453,7 @@ class EngineCore:
                 evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
                 freed_bytes = evicted * self.kv_spec.block_bytes
                 if event.call.wanted == EVERYTHING:
-                    self.tiers.departed.clear_disk()
+                    self.tiers.directory.note_empty_disk()
                 answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)

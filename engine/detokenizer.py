@@ -102,10 +102,8 @@ class Detokenizer:
 
 def _overlap(text: str, stop: str) -> int:
     """Count the characters at the end of a text with which the stop string begins."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(stop[:length])), 0)
 
 
 def _decoder(tokenizer: PreTrainedTokenizerBase, **how: bool) -> Callable[[list[int]], str]:

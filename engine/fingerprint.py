@@ -11,17 +11,17 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
+from tieredkv.config import Fingerprint
 from tieredkv.errors import ModelError
 from tieredkv.types import Progress, ignore_progress, tracked
 
 logger = logging.getLogger(__name__)
-
-FingerprintMode = Literal["full", "sample"]
 
 _FORMAT = b"tieredkv/fingerprint/1"
 _PIECE_BYTES = 64 << 20
@@ -29,6 +29,8 @@ _SAMPLE_BYTES = 64 << 10
 _NUM_SAMPLES = 64
 _CACHE_FILE = "fingerprints.json"
 _NUM_CHECKSUM_WORDS = 1 << 24
+
+_Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
 _IRRELEVANT_KEYS = frozenset(
     {
@@ -53,7 +55,7 @@ def files_fingerprint(
     config: Mapping[str, Any],
     weight_files: Sequence[Path],
     *,
-    mode: FingerprintMode = "full",
+    mode: Fingerprint = "full",
     cache_dir: Path | None = None,
     progress: Progress = ignore_progress,
 ) -> bytes:
@@ -64,8 +66,8 @@ def files_fingerprint(
         weight_files: the safetensors files that are loaded.
         mode: `full` reads every byte; `sample` reads sizes, headers and pieces of each file, and
             can miss a change between the pieces.
-        cache_dir: folder that remembers a file's full digest by path, size, mtime and inode; None
-            or an unwritable one means that it is computed again.
+        cache_dir: folder that remembers a file's digest by path, size, mtime and inode; None or
+            an unwritable one means that it is computed again.
         progress: told how many pieces of 64 MiB are read.
 
     Raises:
@@ -73,10 +75,7 @@ def files_fingerprint(
     """
     files = sorted(weight_files)
     try:
-        if mode == "sample":
-            digests = [_sampled_digest(path) for path in files]
-        else:
-            digests = _full_digests(files, cache_dir, progress)
+        digests = _digests(files, mode, cache_dir, progress)
     except OSError as error:
         raise ModelError(f"weights cannot be read: {error}") from error
     parts = [_FORMAT, mode.encode(), config_digest(config)]
@@ -85,19 +84,17 @@ def files_fingerprint(
     return _digest_parts(parts)
 
 
-def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module, *, seed: int) -> bytes:
-    """Digest a model whose weights were drawn from a seed, by checksums made on its device.
+def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module) -> bytes:
+    """Digest a model whose weights were drawn, by checksums made on its device.
 
-    Equal in every process that draws equal weights; torch's version is part of it, since another
-    version may draw others.
+    Equal in every process that draws equal weights.
     """
     names, sums = [], []
     for name, parameter in model.named_parameters():
         names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         sums.append(_checksum(parameter.detach()))
     values = torch.stack(sums).cpu().numpy().astype("<i8").tobytes()
-    seeds = f"{seed} {torch.__version__}".encode()
-    return _digest_parts([_FORMAT, b"drawn", config_digest(config), seeds, *names, values])
+    return _digest_parts([_FORMAT, b"drawn", config_digest(config), *names, values])
 
 
 def _digest_parts(parts: Iterable[bytes]) -> bytes:
@@ -107,17 +104,19 @@ def _digest_parts(parts: Iterable[bytes]) -> bytes:
     return digest.digest()
 
 
-def _full_digests(files: Sequence[Path], cache_dir: Path | None, progress: Progress) -> list[bytes]:
+def _digests(
+    files: Sequence[Path], mode: Fingerprint, cache_dir: Path | None, progress: Progress
+) -> list[bytes]:
     remembered = {} if cache_dir is None else _read_cache(cache_dir)
-    keys = {path: _cache_key(path) for path in files}
+    keys = {path: _cache_key(path, mode) for path in files}
     unknown = {path: path.stat().st_size for path in files if keys[path] not in remembered}
-    places = [(path, at) for path, size in unknown.items() for at in range(0, size, _PIECE_BYTES)]
+    places = [place for path, size in unknown.items() for place in _pieces(path, size, mode)]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         digests = pool.map(_piece_digest, places)
         told = tracked(progress, "fingerprinting weights", places) if unknown else ()
-        pieces = [(path, next(digests)) for path, _ in told]
+        pieces = [(path, next(digests)) for path, *_ in told]
     for path, size in unknown.items():
-        if _cache_key(path) != keys[path]:
+        if _cache_key(path, mode) != keys[path]:
             raise ModelError(f"`{path}` changed while it was read; load it again")
         own = (digest for of, digest in pieces if of == path)
         remembered[keys[path]] = _digest_parts([size.to_bytes(8, "little"), *own]).hex()
@@ -126,36 +125,38 @@ def _full_digests(files: Sequence[Path], cache_dir: Path | None, progress: Progr
     return [bytes.fromhex(remembered[key]) for key in keys.values()]
 
 
-def _piece_digest(place: tuple[Path, int]) -> bytes:
-    path, offset = place
+Piece = tuple[Path, int, int]
+"""A file, where in it, and how many bytes of it at most."""
+
+
+def _pieces(path: Path, size: int, mode: Fingerprint) -> list[Piece]:
+    """Cut up a file, or choose its header with all names and shapes, and pieces spread over it."""
+    if mode == "full":
+        return [(path, offset, _PIECE_BYTES) for offset in range(0, size, _PIECE_BYTES)]
+    with path.open("rb") as file:
+        header_bytes = 8 + int.from_bytes(file.read(8), "little")
+    last = max(0, size - _SAMPLE_BYTES)
+    spread = (last * i // _NUM_SAMPLES for i in range(_NUM_SAMPLES + 1))
+    samples = [(path, offset, _SAMPLE_BYTES) for offset in spread]
+    return [(path, 0, min(header_bytes, size)), *samples]
+
+
+def _piece_digest(piece: Piece) -> bytes:
+    path, offset, size_bytes = piece
     with path.open("rb", buffering=0) as file:
-        return hashlib.sha256(os.pread(file.fileno(), _PIECE_BYTES, offset)).digest()
+        return hashlib.sha256(os.pread(file.fileno(), size_bytes, offset)).digest()
 
 
-def _sampled_digest(path: Path) -> bytes:
-    """Digest a file's size, its header with all names and shapes, and pieces spread over it."""
-    with path.open("rb", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        header_bytes = int.from_bytes(os.pread(file.fileno(), 8, 0), "little")
-        digest = hashlib.sha256(size.to_bytes(8, "little"))
-        digest.update(os.pread(file.fileno(), min(header_bytes + 8, size), 0))
-        last = max(0, size - _SAMPLE_BYTES)
-        for i in range(_NUM_SAMPLES + 1):
-            digest.update(os.pread(file.fileno(), _SAMPLE_BYTES, last * i // _NUM_SAMPLES))
-    return digest.digest()
-
-
-def _cache_key(path: Path) -> str:
+def _cache_key(path: Path, mode: Fingerprint) -> str:
     status = path.stat()
-    return f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}"
+    return f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{mode}"
 
 
 def _read_cache(cache_dir: Path) -> dict[str, str]:
     """Read what is remembered; anything that is not a table of digests is as good as nothing."""
     try:
-        table = json.loads((cache_dir / _CACHE_FILE).read_bytes())
-        return {str(key): bytes.fromhex(value).hex() for key, value in table.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return msgspec.json.decode((cache_dir / _CACHE_FILE).read_bytes(), type=dict[str, _Hex])
+    except (OSError, msgspec.MsgspecError):
         return {}
 
 

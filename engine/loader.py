@@ -6,7 +6,6 @@ requests, batches or blocks.
 """
 
 import contextlib
-import json
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import msgspec
 import torch
 from huggingface_hub.errors import HFValidationError
 from transformers import (
@@ -26,12 +26,12 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tieredkv.config import Dtype
+from tieredkv.config import Dtype, Fingerprint
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
-from tieredkv.engine.fingerprint import FingerprintMode, files_fingerprint, parameters_fingerprint
+from tieredkv.engine.fingerprint import files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
-from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention, refused
 from tieredkv.errors import ConfigError, ModelError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
@@ -48,6 +48,18 @@ CACHE_DIR = Path("~/.cache/tieredkv")
 
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
+
+
+class _Config(msgspec.Struct):
+    """What must stand in a config.json for transformers not to guess."""
+
+    model_type: str
+
+
+class _Index(msgspec.Struct):
+    """Which file each tensor of a sharded checkpoint is in."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +94,12 @@ class FoundModel:
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Describe the keys and values of this model in blocks of `block_size` tokens."""
-        return KVSpec(
-            num_layers=self.shape.num_layers,
-            num_kv_heads=self.shape.num_kv_heads,
-            head_dim=self.shape.head_dim,
-            dtype=self.dtype,
-            block_size=block_size,
-        )
+        num_layers, _, num_kv_heads, head_dim = self.shape
+        heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        return KVSpec(**heads, dtype=self.dtype, block_size=block_size)
 
     def load(
-        self, *, progress: Progress = ignore_progress, fingerprint: FingerprintMode = "full"
+        self, *, progress: Progress = ignore_progress, fingerprint: Fingerprint = "full"
     ) -> "LoadedModel":
         """Load or draw the weights.
 
@@ -102,21 +110,20 @@ class FoundModel:
         Raises:
             ModelError: they cannot be read, or do not fit the config.
         """
-        if self.folder is None:
+        table, folder = self.config.to_dict(), self.folder
+        tokenizer = load_tokenizer(str(folder or self.name))
+        if folder is None:
             progress("drawing weights", 0, 1)
-            model, digest = _draw_model(self)
-            size, length = self.vocab_size, self.max_model_len
-            tokenizer: PreTrainedTokenizerBase = tiny.byte_tokenizer(size, length)
+            model = _draw_weights(self)
             progress("drawing weights", 1, 1)
-            ends = tiny.stop_token_ids()
+            digest, ends = parameters_fingerprint(table, model), tiny.stop_token_ids()
         else:
-            table, files = self.config.to_dict(), _weight_files(self.name, self.folder)
-            tokenizer = _load_tokenizer(self.name, self.folder)
+            files, cache = _weight_files(self.name, folder), CACHE_DIR.expanduser()
             digest = files_fingerprint(
-                table, files, mode=fingerprint, cache_dir=CACHE_DIR.expanduser(), progress=progress
+                table, files, mode=fingerprint, cache_dir=cache, progress=progress
             )
             progress("loading weights", 0, 1)
-            model = _read_weights(self, self.folder)
+            model = _read_weights(self, folder)
             progress("loading weights", 1, 1)
             ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
         model.eval().requires_grad_(False)
@@ -179,7 +186,7 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
     elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
         size = f"a vocabulary of {config.vocab_size} tokens"
         what = f"{size} has no room for the {tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
-        raise _refused(name, what)
+        raise refused(name, what)
     return FoundModel(
         name=name,
         config=config,
@@ -197,9 +204,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         ModelError: the model or its tokenizer cannot be found or read.
     """
     config = _drawn_config(name)
-    if config is None:
-        return _load_tokenizer(name, _find_folder(name))
-    return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    if config is not None:
+        return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
+    folder = _find_folder(name)
+    with _refusing(name, "its tokenizer cannot be loaded"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    return tokenizer
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -231,21 +243,17 @@ def _drawn_config(name: str) -> PreTrainedConfig | None:
         path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
-        raise _refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
+        raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
     return _read_config(name, path)
 
 
 def _read_config(name: str, path: Path) -> PreTrainedConfig:
     """Read a config.json, or that of a folder, without running code that lies beside it."""
     file = path / "config.json" if path.is_dir() else path
-    try:
-        table = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise _refused(name, f"`{path}` has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise _refused(name, f"`{file}` cannot be read: {error}") from error
-    if not isinstance(table, dict) or not isinstance(table.get("model_type"), str):
-        raise _refused(name, f"`{file}` names no model_type")
+    if not file.is_file():
+        raise refused(name, f"`{path}` has no config.json")
+    with _refusing(name, f"`{file}` cannot be read"):
+        msgspec.json.decode(file.read_bytes(), type=_Config)
     with _refusing(name, "transformers cannot read its config"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
     return config
@@ -259,7 +267,7 @@ def _find_folder(name: str) -> Path:
     if name.strip() and folder.exists():
         raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
-        raise _refused(name, "there is no such folder")
+        raise refused(name, "there is no such folder")
     try:
         fetched = Path(huggingface_hub.snapshot_download(name, allow_patterns=_CONFIG_FILES))
         check_config(name, _read_config(name, fetched))
@@ -279,15 +287,13 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
         return [single]
     if not index.is_file():
         others = "other weight formats are not loaded, since they can run code"
-        raise _refused(name, f"`{folder}` has no model.safetensors; {others}")
-    try:
-        shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise _refused(name, f"`{index}` cannot be read: {error!r}") from error
+        raise refused(name, f"`{folder}` has no model.safetensors; {others}")
+    with _refusing(name, f"`{index}` cannot be read"):
+        shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
         what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"
-        raise _refused(name, f"{what}, the first is `{missing[0]}`")
+        raise refused(name, f"{what}, the first is `{missing[0]}`")
     return [folder / shard for shard in shards]
 
 
@@ -307,7 +313,7 @@ def _read_weights(found: FoundModel, folder: Path) -> Any:
     # NOTE: transformers draws what a checkpoint lacks at random, and warns.
     if absent := sorted(info["missing_keys"]):
         what = f"{len(absent)} tensors are missing, the first is `{absent[0]}`"
-        raise _refused(found.name, f"its weights do not fit its config: {what}")
+        raise refused(found.name, f"its weights do not fit its config: {what}")
     model = model.to(found.device)
     if found.device.type == "cpu":
         # Copied out of the memory-mapped file, one by one: a file that is overwritten then cannot
@@ -330,31 +336,20 @@ def _without_progress_bars() -> Iterator[None]:
             bars.enable_progress_bar()
 
 
-def _load_tokenizer(name: str, folder: Path) -> PreTrainedTokenizerBase:
-    with _refusing(name, "its tokenizer cannot be loaded"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    return tokenizer
-
-
-def _draw_model(found: FoundModel) -> tuple[Any, bytes]:
-    """Make a model with drawn weights, directly on the device and in its dtype; and its digest."""
-    config, device = found.config, found.device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.device(device):
+def _draw_weights(found: FoundModel) -> Any:
+    """Make a model with drawn weights, directly on the device and in its dtype."""
+    devices = [found.device] if found.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.device(found.device):
         model = _AUTO_MODEL.from_config(
-            config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
+            found.config, dtype=getattr(torch, found.dtype), attn_implementation=ATTENTION_NAME
         )
-    is_tiny = found.name == tiny.TINY_NAME
-    seed = tiny.TINY_SEED if is_tiny else RANDOM_SEED
-    draw = tiny.init_tiny_weights if is_tiny else _draw_weights
+    draw = tiny.init_tiny_weights if found.name == tiny.TINY_NAME else _draw_gaussians
     draw(model)
-    return model, parameters_fingerprint(config.to_dict(), model, seed=seed)
+    return model
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel) -> None:
+def _draw_gaussians(model: PreTrainedModel) -> None:
     """Fill every matrix with small Gaussians and every norm with ones, in place."""
     generator = torch.Generator(model.device).manual_seed(RANDOM_SEED)
     for name, parameter in model.named_parameters():
@@ -374,17 +369,13 @@ def _eos_token_ids(*sources: Any) -> frozenset[int]:
     return frozenset().union(*([it] if isinstance(it, int) else it or () for it in told))
 
 
-def _refused(name: str, what: str) -> ModelError:
-    return ModelError(f"model `{name}`: {what}")
-
-
 @contextlib.contextmanager
 def _refusing(name: str, what: str) -> Iterator[None]:
     """Refuse a model if transformers raises, which it, safetensors and torch do in many types."""
     try:
         yield
     except Exception as error:
-        raise _refused(name, f"{what}: {_first_line(error)}") from error
+        raise refused(name, f"{what}: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

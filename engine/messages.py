@@ -99,7 +99,8 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             last one of a wholly cached prompt.
         queue_s: how long the request was in the queue.
         miss_token: the first token whose block was not served from the cache, or that cannot be.
-        miss_reason: why it was not, see `cache.departed`; None where it cannot be.
+        miss_reason: why it was not, see `cache.directory`, or `behind_lookback`: it is there, but
+            no hit may end so far back; None where it cannot be.
     """
 
     prompt_tokens: int

@@ -30,7 +30,7 @@ class Request:
 
     Attributes:
         asked: what was asked for.
-        max_output_tokens: tokens that it may generate at most.
+        max_output_tokens: tokens that it may generate at most; one is sampled though none is told.
         token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
         slot: its place among the running requests, -1 while it is none of them.
         num_uncached_tokens: to be computed when it was last admitted; before that, all.
@@ -157,9 +157,21 @@ class Request:
 
 
 def pack_prompt(
-    token_ids: Sequence[int], max_model_len: int, vocab_size: int, *, field: str = "prompt"
+    token_ids: Sequence[int],
+    max_model_len: int,
+    vocab_size: int,
+    *,
+    max_tokens: int = 1,
+    field: str = "prompt",
 ) -> "array[int]":
-    """Return a prompt that can be served, packed as it is hashed; `field` is what it is called.
+    """Return a prompt that can be served, packed as it is hashed.
+
+    Args:
+        token_ids: the prompt.
+        max_model_len: the longest prompt and answer together.
+        vocab_size: of the model.
+        max_tokens: of the answer; there must be room for one, if any is wanted.
+        field: what the prompt is called.
 
     Raises:
         RequestError: it is empty, leaves no room for an answer, or has an unknown token.
@@ -167,11 +179,12 @@ def pack_prompt(
     text, code, packed = "", "invalid_value", array("I")
     if not token_ids:
         text = f"Invalid '{field}': the prompt is empty. At least one token is needed."
-    elif len(token_ids) >= max_model_len:
+    elif len(token_ids) + min(max_tokens, 1) > max_model_len:
         code = "context_length_exceeded"
+        needed = " and at least one must be generated" if max_tokens else ""
         text = (
             f"This model's maximum context length is {max_model_len} tokens. However, your "
-            f"{field} resulted in {len(token_ids)} tokens and at least one must be generated. "
+            f"{field} resulted in {len(token_ids)} tokens{needed}. "
             f"Please reduce the length of the {field}."
         )
     else:

@@ -42,7 +42,7 @@ class SamplingParams:
     """Sampling parameters of one request, in OpenAI's terms and ranges.
 
     Attributes:
-        max_tokens: at most so many output tokens.
+        max_tokens: at most so many output tokens; 0 only computes the prompt.
         temperature: 0 takes the most likely token.
         top_p: the smallest set of tokens whose probabilities reach it; 1 takes all.
         top_k: the so many most likely tokens; 0 or -1 takes all.
@@ -60,7 +60,7 @@ class SamplingParams:
         logit_bias: added to the logits of these token ids.
     """
 
-    max_tokens: Annotated[int, Field(ge=1)] = 16
+    max_tokens: Annotated[int, Field(ge=0)] = 16
     temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0

@@ -219,12 +219,10 @@ class Scheduler:
         """Grow a request's table to its tokens, preempting others if nothing is free."""
         num_blocks = -(-request.num_tokens // self.block_size)
         while len(request.prefix.blocks) < num_blocks:
-            if self.cache.extend(request.prefix):
+            if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
                 continue
             if self.cache.is_room_coming(request.prefix):
                 return False
-            if len(self.running) == 1 and self.cache.extend(request.prefix, is_alone=True):
-                continue
             if not may_preempt:
                 self.is_short = True
                 return False
@@ -260,7 +258,7 @@ class Scheduler:
             block = prefix.blocks[index]
             if write_from > start:
                 break
-            if block.is_ready or block.block_id in claimed or self.cache.promoter.is_loading(block):
+            if block.is_ready or block.is_loading or block.block_id in claimed:
                 end = min(end, index * size)
                 break
         if end <= start:
@@ -333,7 +331,8 @@ class Scheduler:
         return request.num_uncached_tokens > self._short_step
 
     def _num_blocks(self, request: Request) -> int:
-        return request.num_tokens // self.block_size + 1
+        most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1  # the last has none
+        return -(-min(request.num_tokens + 1, most_tokens) // self.block_size)
 
     def _victim(self) -> Request:
         """Return the newest running request of the tenant that holds most beyond its floor."""

@@ -52,10 +52,11 @@ def _check(name: str, reasons: Reasons) -> None:
     """Raise the first of the reasons that holds; those behind it are not looked at."""
     for holds, reason in reasons:
         if holds:
-            raise _refused(name, reason)
+            raise refused(name, reason)
 
 
-def _refused(name: str, reason: object) -> ModelError:
+def refused(name: str, reason: object) -> ModelError:
+    """Return the error for a model that cannot be served; the reason is one sentence."""
     return ModelError(f"model `{name}` cannot be served: {reason}")
 
 
@@ -107,7 +108,7 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
             logits = model.eval()(input_ids=tokens, position_ids=tokens, **options).logits
     except Exception as error:  # modelling code may raise anything when it meets what it cannot do
         failed = f"a run of `{config.model_type}` without weights failed: {error!r}"
-        raise _refused(name, error if isinstance(error, ModelError) else failed) from error
+        raise refused(name, error if isinstance(error, ModelError) else failed) from error
     _check(name, _probe_reasons(config, config.model_type, calls, tuple(logits.shape)))
     if config.model_type not in TESTED_MODEL_TYPES:
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))

@@ -6,6 +6,7 @@ bytes in the wrong place show at the next `Rig.check`.
 
 import hashlib
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import torch
 
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.cache.directory import Directory, Entry
-from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
@@ -47,6 +48,11 @@ def chain_of(name: str, length: int) -> list[BlockHash]:
         parent = BlockHash(hashlib.sha256(parent).digest())
         hashes.append(parent)
     return hashes
+
+
+def kept_by(retention: str) -> list[BlockClaim]:
+    """The claims of a request that names a retention and no more."""
+    return [BlockClaim(sys.maxsize, frozenset({retention}))]
 
 
 def payload_of(block_hash: bytes) -> bytes:
@@ -299,7 +305,7 @@ class Rig:
         tenant, is_named, _ = name.partition("/")
         namespace = tenant.encode() if is_named else b"ns"
         hashes = chain_of(name, length)
-        return Prefix(root=root_of(name), namespace=namespace, hashes=hashes, retention=retention)
+        return Prefix(root_of(name), namespace, hashes, claims=kept_by(retention))
 
     def turn(self, count: int = 1) -> None:
         """Do what the engine does in a step, but for computing."""
@@ -336,7 +342,7 @@ class Rig:
         """Compute what is neither ready nor on its way, head first; count the blocks."""
         count = 0
         for index, block in enumerate(prefix.blocks[: len(prefix.hashes)]):
-            if block.is_ready or self.cache.promoter.is_loading(block):
+            if block.is_ready or block.is_loading:
                 continue
             if count == at_most:
                 break

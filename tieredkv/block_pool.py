@@ -6,10 +6,10 @@ somebody else owns. It knows hashes as opaque keys; it does not know tokens, byt
 Called by the engine's thread only.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import chain, islice
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
 
 from tieredkv.errors import IntegrityError
 from tieredkv.types import BlockHash
@@ -25,29 +25,26 @@ class Block:
         pin_count: copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
+        is_loading: whether it is filled from a slower tier, and held until that has ended.
         tenant: whose the content is.
     """
 
     block_id: int
     ref_count: int = 0
     pin_count: int = 0
-    block_hash: BlockHash | None = None
+    block_hash: BlockHash | None = field(default=None, repr=False)  # which no log may show
     is_ready: bool = False
+    is_loading: bool = False
     tenant: bytes = b""
-
-    def __repr__(self) -> str:
-        name = self.block_hash.hex()[:12] if self.block_hash is not None else "-"
-        ready = "ready" if self.is_ready else "not ready"
-        return f"Block({self.block_id}, {name}, ref_count={self.ref_count}, {ready})"
 
 
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
-    The free list has three parts, each an ordered dict: taking a block out of the middle, as every
-    hit does, is O(1). Empty blocks are handed out first, then the evictable ones, least recently
-    used first, then the protected ones in the same order. What would make more than half of the
-    pool protected stands among the others.
+    The free list has three parts. Empty blocks are handed out first, then the evictable ones, least
+    recently used first, then the protected ones in the same order. The latter two are ordered
+    dicts: taking a block out of the middle, as every hit does, is O(1). What would make more than
+    half of the pool protected stands among the others.
 
     Invariants (`check`):
         1. no block is in the free list twice;
@@ -56,7 +53,8 @@ class BlockPool:
         3. the index maps exactly the hashed blocks, each under its own hash;
         4. a free block is either empty or hashed and ready, and in the part of its kind; that of
            the protected ones is no larger than it may be;
-        5. hashed blocks are counted to their tenants.
+        5. a block that is loading is in use;
+        6. hashed blocks are counted to their tenants.
 
     Attributes:
         num_blocks: all blocks of the pool.
@@ -69,19 +67,14 @@ class BlockPool:
         num_kept: how many of them the last `allocate` left to their tenants.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        *,
-        on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None,
-    ) -> None:
+    def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.most_protected = num_blocks // 2
-        self.on_evict = on_evict
+        self.on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None
         self.can_evict: Callable[[Block], bool] = lambda _block: True
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
-        self._empty = OrderedDict.fromkeys(self._blocks)
+        self._empty = deque(self._blocks)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._last: OrderedDict[Block, None] = OrderedDict()
         self.protected: Collection[BlockHash] = ()
@@ -128,10 +121,6 @@ class BlockPool:
         """Return what may be evicted, in that order; do not change the pool meanwhile."""
         return chain(self._evictable, self._last)
 
-    def set_floors(self, shares: Mapping[bytes, float]) -> None:
-        """Leave each of these tenants so much of the pool, in hashed blocks, from now on."""
-        self.floors = {tenant: int(share * self.num_blocks) for tenant, share in shares.items()}
-
     def allocate(
         self, count: int, *, tenant: bytes | None = None, is_partial: bool = False
     ) -> list[Block] | None:
@@ -152,9 +141,7 @@ class BlockPool:
         victims = [] if is_hopeless else self._victims(num_needed, tenant)
         if len(victims) < num_needed and not is_partial:
             return None
-        taken = list(islice(self._empty, count - len(victims)))
-        for block in taken:
-            del self._empty[block]
+        taken = [self._empty.popleft() for _ in range(min(count, self.num_empty))]
         for block in victims:
             self._unlink(block)
             block_hash = block.block_hash
@@ -245,15 +232,17 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        parts = (self._empty, self._evictable, self._last)
+        places = Counter(chain(self._empty, self._evictable, self._last))
+        empty = set(self._empty)
         for block in self._blocks:
             is_hashed = block.block_hash is not None
             is_free = block.ref_count == 0 and (is_hashed or block.pin_count == 0)
-            places = [part for part in parts if block in part]
-            if len(places) != is_free or min(block.ref_count, block.pin_count) < 0:
+            if places[block] != is_free or min(block.ref_count, block.pin_count) < 0:
                 raise IntegrityError(f"{block} has {block.ref_count} users and a wrong place")
-            if is_free and is_hashed == (places[0] is self._empty):
+            if is_free and (block in empty) == is_hashed:
                 raise IntegrityError(f"{block} is in the wrong part of the free list")
+            if block.is_loading and not block.ref_count:
+                raise IntegrityError(f"{block} is filled but not held")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} is evictable but was never filled")
         if self.num_protected > self.most_protected:
@@ -305,14 +294,11 @@ class BlockPool:
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
-            self._empty[block] = None
+            self._empty.append(block)
 
     def _unlink(self, block: Block) -> None:
-        """Take a block out of the free list."""
-        if block.block_hash is None:
-            del self._empty[block]
-        else:
-            del (self._last if block in self._last else self._evictable)[block]
+        """Take a cached block out of the free list."""
+        del (self._last if block in self._last else self._evictable)[block]
 
     def _unindex(self, block: Block) -> None:
         if block.block_hash is not None:

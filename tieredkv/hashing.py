@@ -87,9 +87,8 @@ def model_root(
 ) -> BlockHash:
     """Return the parent of every chain's first block; it is of the one rank that there is."""
     model: _Fields = {0x10: fingerprint, 0x11: kv.dtype, 0x12: layout, 0x13: kv.block_size}
-    tp_rank, tp_size = 0, 1
-    where: _Fields = {0x14: tp_rank, 0x15: tp_size, 0x16: namespace}
-    return BlockHash(_digest(algo, b"root", model | where))
+    rank: _Fields = {0x14: 0, 0x15: 1}  # its number, and how many there are
+    return BlockHash(_digest(algo, b"root", {**model, **rank, 0x16: namespace}))
 
 
 def chain_hashes(

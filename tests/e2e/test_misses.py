@@ -12,9 +12,9 @@ from tests.e2e.test_promises import flip_everywhere
 from tests.e2e.test_tiers import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
-from tieredkv.cache.departed import NUM_REMEMBERED, Departed
+from tieredkv.cache.directory import NUM_DEPARTED, Directory
 from tieredkv.engine.answer import Answer
-from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicy
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
 SMALL: dict[str, Any] = {"device_size": "1MiB", "host_size": "1MiB", "restore": "load"}
@@ -108,16 +108,18 @@ def test_what_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -> None:
 
 
 def test_the_reasons_of_the_blocks_that_left_last_are_remembered() -> None:
-    departed = Departed()
-    first, *others = (BlockHash(b"%032d" % number) for number in range(NUM_REMEMBERED + 1))
-    assert departed.reason(first, 0) == "never_seen"
-    departed.note(first, "evicted_disk", until=10)
-    assert [departed.reason(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
-    departed.clear_disk()
-    assert departed.reason(first, 99) == "admin"
+    directory = Directory(RetentionPolicies())
+    first, *others = (BlockHash(b"%032d" % number) for number in range(NUM_DEPARTED + 1))
+    assert directory.why_departed(first, 0) == "never_seen"
+    directory.note_departed(first, "evicted_disk", until=10)
+    assert [directory.why_departed(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
+    directory.note_empty_disk()
+    assert directory.why_departed(first, 99) == "admin"
     for block_hash in others[:-1]:
-        departed.note(block_hash, "corrupt")
-    departed.note(first, "evicted_host")
-    departed.note(others[-1], "corrupt")
-    reasons = [departed.reason(each, 0) for each in (first, others[0], others[1], others[-1])]
+        directory.note_departed(block_hash, "corrupt")
+    directory.note_departed(first, "evicted_host")
+    directory.note_departed(others[-1], "corrupt")
+    reasons = [
+        directory.why_departed(each, 0) for each in (first, others[0], others[1], others[-1])
+    ]
     assert reasons == ["evicted_host", "never_seen", "corrupt", "corrupt"]

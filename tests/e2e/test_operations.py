@@ -75,6 +75,8 @@ def test_metrics_follow_a_prompt_through_the_tiers(server: Server) -> None:
     for name, labels in (
         ("tier_moves_total", {"from": "device", "to": "host"}),
         ("tier_move_bytes_total", {"from": "host", "to": "disk"}),
+        ("tier_move_seconds_count", {"from": "device", "to": "host"}),
+        ("tier_move_seconds_sum", {"from": "host", "to": "disk"}),
         ("evictions_total", {"tier": "device", "reason": "capacity"}),
         ("disk_written_bytes_total", {}),
         ("tier_blocks", {"tier": "disk"}),
@@ -82,6 +84,8 @@ def test_metrics_follow_a_prompt_through_the_tiers(server: Server) -> None:
         wait_for(lambda n=name, it=labels: value(server, n, **it) > 0, name)  # type: ignore[misc]
     assert complete(server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     wait_for(lambda: value(server, "tier_moves_total", to="device") > 0, "nothing came up")
+    for tiers in ({"from": "disk", "to": "host"}, {"from": "host", "to": "device"}):
+        wait_for(lambda it=tiers: value(server, "tier_move_seconds_sum", **it) > 0, str(tiers))  # type: ignore[misc]
 
 
 def test_the_names_that_routers_look_for_are_there(server: Server) -> None:
@@ -111,7 +115,7 @@ def test_labels_are_those_allowed_and_not_too_many(server: Server) -> None:
 def test_the_dashboard_names_only_metrics_that_exist(server: Server) -> None:
     complete(server, "a")
     known = set(re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.root}/metrics").text, re.M))
-    known |= {f"{name}_bucket" for name in known}
+    known |= {f"{name}_{suffix}" for name in known for suffix in ("bucket", "count", "sum")}
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["templating"]["list"][0]["type"] == "datasource"
     named = set(re.findall(r"tieredkv_\w+", DASHBOARD.read_text()))

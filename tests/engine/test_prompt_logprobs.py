@@ -14,6 +14,7 @@ from tests.engine.test_model_runner import reference_model
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.tiny import init_tiny_weights
+from tieredkv.errors import RequestError
 
 TWO = SamplingParams(max_tokens=2, temperature=0.0, logprobs=1)
 
@@ -87,3 +88,21 @@ def test_scored_prompts_beside_others_and_after_a_preemption_are_the_same() -> N
         got = [it.logprob for it in told.logprobs[1:]]
         assert got == pytest.approx(wanted, abs=1e-3) or not told.logprobs
     assert [bool(it.logprobs) for it in answers] == [False, True, False, True]
+
+
+def test_a_prompt_as_long_as_the_context_is_computed_where_no_answer_is_wanted() -> None:
+    ids = random.Random(1).choices(range(256), k=256)
+    none = SamplingParams(max_tokens=0, temperature=0.0, logprobs=0)
+    with LLM("tiny-random", device_size="512KiB", host_size="1MiB") as llm:
+        assert llm.core.info.max_model_len == len(ids), "all of VRAM"
+        cold, warm = serve(llm, ids, params=none), serve(llm, ids, params=none)
+        for answer in (cold, warm):
+            assert (answer.token_ids, answer.logprobs, answer.finish_reason) == ([], [], "length")
+        assert (cold.usage.written_tokens, cold.usage.cached_tokens) == (256, 0)
+        assert (warm.usage.cached_tokens, warm.usage.recomputed_tokens) == (255, 1)
+        assert len(serve(llm, ids, params=none, prompt_logprobs=0).logprobs) == len(ids)
+        with pytest.raises(RequestError, match="256 tokens and at least one must be generated"):
+            serve(llm, ids, params=TWO)
+        with pytest.raises(RequestError, match=r"resulted in 257 tokens\. Please reduce"):
+            serve(llm, [*ids, 1], params=none)
+        llm.core.scheduler.check()

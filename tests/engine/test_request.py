@@ -17,7 +17,7 @@ def why_missed(_prefix: Prefix, index: int) -> str:
 
 def make_request(num_prompt_tokens: int, sources: list[Tier | None]) -> Request:
     params = SamplingParams()
-    prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], "24h", sources=sources)
+    prefix = Prefix(BlockHash(b"root"), b"ns", HASHES[: len(sources)], [], sources=sources)
     return Request(
         EngineRequest(request_id="r", prompt_token_ids=[1] * num_prompt_tokens, params=params),
         prefix=prefix,

@@ -19,7 +19,7 @@ from tieredkv.errors import RequestError
         ("top_p", 1.1, "Invalid 'top_p': decimal above maximum value. Expected a value <= 1, but got 1.1 instead."),  # noqa: E501
         ("top_k", -2, "Invalid 'top_k': integer below minimum value. Expected a value >= -1, but got -2 instead."),  # noqa: E501
         ("min_p", 1.5, "Invalid 'min_p': decimal above maximum value. Expected a value <= 1, but got 1.5 instead."),  # noqa: E501
-        ("max_tokens", 0, "Invalid 'max_tokens': integer below minimum value. Expected a value >= 1, but got 0 instead."),  # noqa: E501
+        ("max_tokens", -1, "Invalid 'max_tokens': integer below minimum value. Expected a value >= 0, but got -1 instead."),  # noqa: E501
         ("max_tokens", True, "Invalid type for 'max_tokens': expected an integer, but got a boolean instead."),  # noqa: E501
         ("min_tokens", 17, "Invalid 'min_tokens': integer above maximum value. Expected a value <= 16, but got 17 instead."),  # noqa: E501
         ("logprobs", 21, "Invalid 'logprobs': integer above maximum value. Expected a value <= 20, but got 21 instead."),  # noqa: E501

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.fake_store import Rig, root_of
+from tests.fake_store import Rig, kept_by, root_of
 from tieredkv.cache import tiered
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
@@ -55,9 +55,7 @@ class Loop:
             EngineRequest(
                 request_id=name, prompt_token_ids=token_ids, params=params, tenant=tenant
             ),
-            prefix=Prefix(
-                root=root, namespace=tenant.encode() or b"ns", hashes=hashes, retention="24h"
-            ),
+            prefix=Prefix(root, tenant.encode() or b"ns", hashes, claims=kept_by("24h")),
             sampler=SamplerState(params, 0, eos_token_ids=frozenset(), prompt_token_ids=token_ids),
             max_output_tokens=max_tokens,
         )
@@ -94,7 +92,7 @@ class Loop:
                 assert block.is_ready, f"{row.request.request_id} attends to what is not there"
             elif (index + 1) * SIZE <= row.end and row.row.write_from <= row.start:
                 assert not block.is_ready, "a shared block is written"
-                assert not self.rig.cache.promoter.is_loading(block), "two writers of one block"
+                assert not block.is_loading, "two writers of one block"
                 self.rig.write(block, prefix.hashes[index])
 
     def collect(self) -> None:

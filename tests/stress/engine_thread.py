@@ -24,6 +24,7 @@ from typing import Any
 import click
 import torch
 
+from tests.fake_store import kept_by
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.block_pool import BlockPool
@@ -130,7 +131,7 @@ class _Host:
         marks.append(time.perf_counter())
         request = Request(
             EngineRequest(request_id="r", prompt_token_ids=token_ids, params=PARAMS),
-            prefix=Prefix(root=ROOT, namespace=b"", hashes=hashes, retention="in_memory"),
+            prefix=Prefix(ROOT, b"", hashes, claims=kept_by("in_memory")),
             sampler=SamplerState(PARAMS, 0),
             max_output_tokens=1,
         )

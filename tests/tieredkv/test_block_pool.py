@@ -55,7 +55,8 @@ def evicted() -> Evicted:
 
 @pytest.fixture
 def pool(evicted: Evicted) -> Iterator[BlockPool]:
-    pool = BlockPool(6, on_evict=lambda block, lost: evicted.append((block.block_id, lost)))
+    pool = BlockPool(6)
+    pool.on_evict = lambda block, lost: evicted.append((block.block_id, lost))
     yield pool
     pool.check()
 
@@ -159,7 +160,8 @@ def test_a_listener_finds_the_block_already_without_its_hash() -> None:
         told.append(lost)
 
     told: list[BlockHash] = []
-    pool = BlockPool(2, on_evict=on_evict)
+    pool = BlockPool(2)
+    pool.on_evict = on_evict
     keep(pool, "a0", "a1")
     take(pool, 2)
     assert told == [name("a1"), name("a0")]
@@ -399,9 +401,8 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @initialize(num_blocks=st.integers(1, 8))
     def start(self, num_blocks: int) -> None:
         self.evicted: Evicted = []
-        self.pool = BlockPool(
-            num_blocks, on_evict=lambda block, lost: self.evicted.append((block.block_id, lost))
-        )
+        self.pool = BlockPool(num_blocks)
+        self.pool.on_evict = lambda block, lost: self.evicted.append((block.block_id, lost))
         self.blocks: dict[int, Block] = {}
         self.users = dict.fromkeys(range(num_blocks), 0)
         self.hashes: dict[int, BlockHash] = {}

@@ -62,7 +62,7 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
     second = directory.add(make_entry(2))
     directory.claim([second], {"in_memory"}, NOW + 500)
     assert directory.due(NOW + 600) == [first]
-    directory.forget(first.block_hash)
+    directory.forget(first.block_hash, "evicted_host")
     directory.check()
     assert directory.due(NOW + 1099) == []
     assert directory.due(NOW + 1100) == [second]
@@ -71,7 +71,7 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
 def test_an_entry_that_left_and_came_back_is_due_once() -> None:
     directory = make_directory()
     directory.add(make_entry(1))
-    directory.forget(make_entry(1).block_hash)
+    directory.forget(make_entry(1).block_hash, "evicted_host")
     again = directory.add(make_entry(1))
     assert directory.due(NOW + 600) == [again]
 
@@ -80,7 +80,7 @@ def test_the_queue_of_deadlines_follows_what_is_held_not_what_passed_through() -
     directory = make_directory()
     for number in range(10_000):
         entry = directory.add(make_entry(number, "24h"))
-        directory.forget(entry.block_hash)
+        directory.forget(entry.block_hash, "evicted_host")
     kept = directory.add(make_entry(1, "24h"))
     assert directory.num_queued < 100
     assert directory.due(NOW + DAY_S) == [kept]
@@ -184,5 +184,5 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
     head = [BlockHash(b"%032d" % number) for number in (0, 1, 2)]
     assert directory.chains(["ff"], head) == set(), "shared by two chains"
     for number in (3, 4, 5):
-        directory.forget(BlockHash(b"%032d" % number))
+        directory.forget(BlockHash(b"%032d" % number), "evicted_host")
     assert directory.chains(["ff"], head) == set(head)

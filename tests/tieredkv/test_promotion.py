@@ -30,6 +30,21 @@ def test_promotion_keeps_the_copies_below() -> None:
     assert rig.store.deleted == []
 
 
+def test_copies_between_tiers_are_timed() -> None:
+    rig = Rig()
+    rig.run("a", 3)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 5)
+    assert rig.run("a", 3) == 0
+    moves = rig.tiers.counters.move_seconds
+    assert {between: count for between, (count, _) in moves.items()} == {
+        "device,host": 1,  # three blocks at once
+        "host,disk": 3,
+        "disk,host": 3,
+        "host,device": 1,
+    }
+    assert all(seconds > 0 for _, seconds in moves.values())
+
+
 def test_a_page_on_loan_is_never_reused_though_the_read_timed_out() -> None:
     rig = Rig(num_blocks=16, num_pages=4, load_timeout_s=0.0)
     prefix = admitted_from_disk(rig, "a", 4)

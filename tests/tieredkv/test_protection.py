@@ -17,7 +17,7 @@ def protected_run(
     """Serve a request whose blocks are all claimed and protected; count what it computed."""
     prefix = rig.prefix(name, length, retention)
     until = rig.clock.now() + protect_s
-    prefix.claims = [BlockClaim(length, frozenset({retention}), until)]
+    prefix.claims = [BlockClaim(length, frozenset({retention}), until), *prefix.claims]
     return serve(rig, prefix)
 
 
@@ -238,7 +238,7 @@ def test_protection_that_comes_while_a_block_is_written_reaches_the_disk() -> No
     assert len(rig.store.jobs) == 1
     prefix = rig.prefix("kept", 1)
     prefix.records.update(dict.fromkeys(prefix.hashes))
-    prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60)]
+    prefix.claims = [BlockClaim(1, frozenset({"24h"}), START + 60), *prefix.claims]
     serve(rig, prefix)
     rig.store.is_held = False
     rig.turn(2)
@@ -252,6 +252,7 @@ def test_each_block_lives_by_the_claims_that_cover_it() -> None:
         BlockClaim(1, frozenset({"24h", "5m"})),
         BlockClaim(2, frozenset({"5m"})),
         BlockClaim(3, frozenset({"1h"})),
+        *prefix.claims,
     ]
     serve(rig, prefix)
     for moment, left in ((299, [0, 1, 2, 3]), (300, [0, 2, 3]), (600, [0, 2]), (3600, [0])):
@@ -321,7 +322,7 @@ def test_what_was_computed_again_is_claimed_and_protected_too() -> None:
     rig.run("chain", 4)
     prefix = rig.prefix("chain", 4)
     prefix.read_ends = []
-    prefix.claims = [BlockClaim(4, frozenset({"24h"}), START + 60)]
+    prefix.claims = [BlockClaim(4, frozenset({"24h"}), START + 60), *prefix.claims]
     assert serve(rig, prefix) == 4
     assert rig.tiers.directory.protected == set(chain_of("chain", 4))
     rig.run("flood", 4)

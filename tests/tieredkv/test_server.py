@@ -1,6 +1,7 @@
 """What the server accepts, what it refuses and in which words; no engine is needed for it."""
 
 import asyncio
+import contextlib
 import re
 from dataclasses import replace
 from typing import Any
@@ -369,8 +370,15 @@ def test_a_prompt_that_cannot_be_served_is_refused(prompt: list[int], code: str)
     assert (caught.value.code, caught.value.param) == (code, "prompt")
 
 
-def test_a_prompt_that_leaves_room_for_one_token_is_served() -> None:
+def test_a_prompt_that_leaves_room_for_what_is_wanted_is_served() -> None:
     pack_prompt([1] * 7, 8, 9)
+    pack_prompt([1] * 8, 8, 9, max_tokens=0)
+    asked: dict[str, Any] = {"prompt": [1] * INFO.max_model_len, "echo": True}
+    for max_tokens, is_fine in ((0, True), (1, False)):
+        body = completion(**asked, max_tokens=max_tokens)
+        whole = asyncio.run(body.ask(TOKENIZATION, RULES))
+        with contextlib.nullcontext() if is_fine else pytest.raises(RequestError):
+            assert len(whole.engine_requests(INFO, "", RULES)) == 1
 
 
 PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [

@@ -18,7 +18,7 @@ from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.messages import LentPage, PageStored
-from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Tier
+from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Tier, ignore_progress
 
 POLL_S = 0.0005
 
@@ -32,6 +32,7 @@ class _Write(NamedTuple):
     page: Block
     entry: Entry
     record: BlockRecord
+    began_at: float
 
 
 class Demoter:
@@ -103,9 +104,10 @@ class Demoter:
         """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
         return self._write_out(_dirty(self._tiers.host, num_pages))
 
-    def on_copied(self, pairs: list[tuple[Block, Block]]) -> None:
+    def on_copied(self, began_at: float, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
         tiers = self._tiers
+        tiers.counters.note_move("device,host", began_at)
         self._num_copying -= len(pairs)
         for block, page in pairs:
             tiers.device.unpin(block)
@@ -118,7 +120,8 @@ class Demoter:
     def on_page_stored(self, event: PageStored) -> None:
         """Take a page back from the store: acknowledged on disk, or refused for a reason."""
         tiers, directory = self._tiers, self._tiers.directory
-        page, entry, record = self._writing.pop(BlockHash(event.block_hash))
+        page, entry, record, began_at = self._writing.pop(BlockHash(event.block_hash))
+        tiers.counters.note_move("host,disk", began_at)
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
         assert tiers.store is not None
         tiers.host.unpin(page)
@@ -177,14 +180,12 @@ class Demoter:
                 time.sleep(POLL_S)
         return True
 
-    def drain(
-        self, *, deadline: float, on_progress: Callable[[int, int], None] = lambda _done, _of: None
-    ) -> int:
+    def drain(self, *, deadline: float, progress: Progress = ignore_progress) -> int:
         """Write what disk policies still hold only in RAM, newest chains first, heads first.
 
         Args:
             deadline: monotonic time at which to stop.
-            on_progress: told (written or given up, total).
+            progress: told how many are written or given up.
 
         Returns:
             How many blocks were not written.
@@ -206,7 +207,7 @@ class Demoter:
             is_moving = self._num_copying or self._writing
             if not is_moving:  # host pages that come later stand in the way
                 self.write(self._tiers.host.num_blocks)
-            on_progress(len(entries) - len(wanted), len(entries))
+            progress("writing to disk", len(entries) - len(wanted), len(entries))
             time.sleep(POLL_S)
         return sum(not entry.is_on_disk for entry in entries)
 
@@ -257,13 +258,14 @@ class Demoter:
         self._num_copying += len(pairs)
         if pairs:
             ids = [(BlockId(block.block_id), PageId(page.block_id)) for block, page in pairs]
-            tiers.transfer.demote(ids, pairs)
+            tiers.transfer.demote(ids, (time.perf_counter(), pairs))
         return len(pairs)
 
     def _write_out(self, pages: list[Block]) -> int:
         """Lend host pages to the store for writing, as many as the cap allows."""
         tiers, directory, now = self._tiers, self._tiers.directory, self._tiers.clock.now()
         items: list[LentPage] = []
+        began_at = time.perf_counter()
         for page in pages:
             entry = directory.get(page.block_hash)
             expires_at = entry and directory.disk_deadline(entry, now)
@@ -273,7 +275,7 @@ class Demoter:
                 break
             record = directory.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)
-            self._writing[entry.block_hash] = _Write(page, entry, record)
+            self._writing[entry.block_hash] = _Write(page, entry, record, began_at)
             items.append(LentPage(record, page.block_id))
         if items:
             assert tiers.store is not None

@@ -1,10 +1,12 @@
-"""What the RAM tiers hold and until when: one entry a block, whichever of them has it.
+"""What the RAM tiers hold and until when, and why what has left them did, as far as remembered.
 
-It knows identity and retention; it does not know pools, bytes or devices.
+There is one entry a block, whichever of the tiers has it. It knows identity and retention; it does
+not know pools, bytes or devices.
 Called by the engine's thread only.
 """
 
 import heapq
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence, Set
 from typing import Any
 
@@ -16,6 +18,7 @@ from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SLACK = 64
+NUM_DEPARTED = 65_536
 
 
 class Entry(msgspec.Struct, gc=False):
@@ -79,6 +82,7 @@ class Directory:
         self.protected: set[BlockHash] = set()
         self._deadlines: list[tuple[float, list[BlockHash]]] = []
         self.num_queued = 0
+        self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -179,10 +183,34 @@ class Directory:
         if protect_until > now:
             self.add_all(entries)
 
-    def forget(self, block_hash: BlockHash) -> None:
-        """Drop an entry that no RAM tier holds any longer; unknown hashes are ignored."""
-        self._entries.pop(block_hash, None)
+    def forget(self, block_hash: BlockHash, reason: str) -> None:
+        """Drop the entry of a block that no RAM tier holds any longer; see `why_departed`."""
+        entry = self._entries.pop(block_hash, None)
         self.protected.discard(block_hash)
+        self.note_departed(block_hash, reason, entry.disk_expires_at if entry else 0.0)
+
+    def note_departed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
+        """Note why a block is gone; one that is `evicted_disk` expires there at `until`."""
+        self._departed[block_hash] = reason, until
+        self._departed.move_to_end(block_hash)
+        if len(self._departed) > NUM_DEPARTED:
+            self._departed.popitem(last=False)
+
+    def why_departed(self, block_hash: BlockHash, now: float) -> str:
+        """Return why a block is in no tier; of the last to leave, others count as `never_seen`.
+
+        `expired`, `evicted_device`, `evicted_host`, `evicted_disk` (from which tier last),
+        `corrupt`, `admin` (evicted by an operator) or `slower_than_recomputing` (its load was given
+        up). What left for the disk stays there until its time there has come, as far as is known.
+        """
+        reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
+        return "expired" if reason == "evicted_disk" and until <= now else reason
+
+    def note_empty_disk(self) -> None:
+        """Note that an operator has emptied the disk."""
+        for block_hash, (reason, _) in self._departed.items():
+            if reason == "evicted_disk":
+                self._departed[block_hash] = "admin", 0.0
 
     def deadline(self, entry: Entry) -> float:
         """Return when the entry becomes unreachable."""

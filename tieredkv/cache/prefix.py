@@ -31,8 +31,7 @@ class Prefix:
 
     Attributes:
         hashes: block hashes of the full blocks of its tokens, head first.
-        retention: the policy that the request asked for, for blocks behind all claims.
-        claims: ascending ends.
+        claims: ascending ends; the last one covers what is generated, too.
         max_blocks: no block behind so many is hashed.
         read_ends: numbers of blocks at which a hit may end; None for any.
         blocks: its block table; the first `len(hashes)` are the chain. Empty before it is admitted.
@@ -43,7 +42,6 @@ class Prefix:
         lookup_job, lookup_give_up_at: the question to the disk that has no answer yet.
         num_present: blocks of its head that were in the tiers, where `read_ends` are given.
         wanted: blocks that are evicted last, while it waits.
-        num_prefetched: pages that were taken to read some of them into.
         refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
             was no room for it; it is not looked up again before they change.
     """
@@ -51,8 +49,7 @@ class Prefix:
     root: BlockHash
     namespace: bytes
     hashes: list[BlockHash]
-    retention: str
-    claims: Sequence[BlockClaim] = ()
+    claims: Sequence[BlockClaim]
     max_blocks: int = sys.maxsize
     read_ends: list[int] | None = None
     blocks: list[Block] = field(default_factory=list)
@@ -63,7 +60,6 @@ class Prefix:
     lookup_give_up_at: float = 0.0
     num_present: int = 0
     wanted: list[BlockHash] = field(default_factory=list)
-    num_prefetched: int = 0
     refused_at: tuple[int, int, int, bool] | None = None
 
     @property
@@ -74,7 +70,7 @@ class Prefix:
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
         """Yield the claims and, of these ascending indices of blocks, those that each covers."""
         start = 0
-        for claim in (*self.claims, BlockClaim(sys.maxsize, frozenset({self.retention}))):
+        for claim in self.claims:
             end = bisect_left(indices, claim.end)
             yield claim, indices[start:end]
             start = end

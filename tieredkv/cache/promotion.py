@@ -4,7 +4,7 @@ Two phases each: `start` or `prefetch` holds source and destination, completion 
 A read that fails, comes late or is no longer wanted costs a miss and nothing else.
 
 Pages on loan: a page handed to the store stays held until the store says that it is done with it;
-a timeout ends the waiting of a promotion, never the loan.
+a timeout ends the waiting of a device block, never the loan.
 
 Called by the engine's thread only.
 """
@@ -21,7 +21,7 @@ from tieredkv.block_pool import Block
 from tieredkv.cache.directory import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.codec import decode_record
+from tieredkv.storage.codec import decode_record, expiry_of
 from tieredkv.storage.messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
@@ -30,28 +30,29 @@ _FAILED = "a block could not be loaded (%s); it is computed again"
 _HARMLESS = frozenset(("missing", "evicted", "expired", "closing", "worker_died", "worker_down"))
 """Reasons of failed loads that say nothing about the bytes."""
 
-
-@dataclass(slots=True, eq=False)
-class Promotion:
-    """One device block that waits for its page to be read, held here until it is or cannot be."""
-
-    block: Block
-    block_hash: BlockHash
-    record: bytes | None  # sealed, as the disk has it
-    give_up_at: float
+Copies = Sequence[tuple[Block, Block]]
+"""Pages, each with the device block it is copied to; both are held until the bytes are there."""
 
 
 @dataclass(slots=True)
 class _Read:
-    """One page being filled from disk, and the promotions that want it or gave it up."""
+    """A block that is to come from disk.
 
-    page: Block
-    record: BlockRecord
-    waiting: list[Promotion] = field(default_factory=list)
+    Attributes:
+        record: as the disk has it, sealed.
+        page: it is being read into, on loan since `began_at`; None until there is room.
+        waiting: device blocks that are filled from it, held, and when each is given up.
+    """
 
+    block_hash: BlockHash
+    record: bytes
+    page: Block | None = None
+    began_at: float = 0.0
+    waiting: dict[Block, float] = field(default_factory=dict)
 
-Copies = Sequence[tuple[Block, Block]]
-"""Pages, each with the device block it is copied to; both are held until the bytes are there."""
+    def opened(self) -> BlockRecord:
+        """Return the record itself."""
+        return decode_record(self.block_hash, self.record).record
 
 
 class Promoter:
@@ -60,17 +61,16 @@ class Promoter:
     Admitted requests may have half of the arena's pages inbound, queued requests (prefetch) half
     of that, so that what is queued can never starve what is running.
 
-    Invariants (`check`): every promotion under way holds its device block; every read holds its
-    page; reads stay within the cap; no block both waits for a page and is copied to.
+    Invariants (`check`): every device block that waits is loading, for one read; every page that is
+    read into is held; reads stay within the cap.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
-        self._promotions: dict[Block, Promotion] = {}
-        self._to_read: deque[Promotion] = deque()
         self._reads: dict[BlockHash, _Read] = {}
+        self._to_read: deque[_Read] = deque()  # those that have no page yet
         self._to_copy: list[tuple[Block, Block]] = []
-        self._copying: set[Block] = set()  # those to copy included
+        self._num_copying = 0  # those to copy included
         self._look_again_at = 0.0
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
@@ -78,11 +78,7 @@ class Promoter:
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way up."""
-        return not self._promotions and not self._reads and not self._copying
-
-    def is_loading(self, block: Block) -> bool:
-        """Return whether the bytes of this device block are on their way."""
-        return block in self._copying or block in self._promotions
+        return not self._reads and not self._num_copying
 
     def note_release(self) -> None:
         """Look at the next `pump` for blocks that nobody wants any longer."""
@@ -92,34 +88,44 @@ class Promoter:
         """Fill device blocks from host pages whose content is there, from the next `pump` on."""
         self._tiers.host.acquire(page for page, _ in copies)
         self._tiers.device.acquire(block for _, block in copies)
-        self._copying.update(block for _, block in copies)
+        for _, block in copies:
+            block.is_loading = True
+        self._num_copying += len(copies)
         self._to_copy += copies
 
-    def start(self, block: Block, block_hash: BlockHash, record: bytes | None) -> None:
-        """Begin to fill a device block from the page being read for it or, with a record, anew."""
-        self._tiers.device.acquire([block])
-        give_up_at = time.monotonic() + self._tiers.load_timeout_s
-        promotion = self._promotions[block] = Promotion(block, block_hash, record, give_up_at)
-        if self._join(promotion):
-            return
-        if record is not None:
-            self._to_read.append(promotion)
-        else:
-            self._fail(promotion, "evicted")
+    def start(self, block: Block, block_hash: BlockHash, record: bytes | None) -> bool:
+        """Begin to fill a device block from a page that is read already or, with a record, will be.
 
-    def prefetch(self, records: Mapping[BlockHash, bytes], *, max_pages: int) -> int:
-        """Start reading blocks that a queued request wants; return how many."""
+        Returns:
+            False where the disk has nothing to fill it with, as far as is known.
+        """
+        read = self._reads.get(block_hash)
+        if read is None:
+            expires_at = record and expiry_of(block_hash, record)
+            if not record or not expires_at or expires_at <= self._tiers.clock.now():
+                return False
+            read = self._reads[block_hash] = _Read(block_hash, record)
+            self._to_read.append(read)
+        self._tiers.device.acquire([block])
+        block.is_loading = True
+        read.waiting[block] = time.monotonic() + self._tiers.load_timeout_s
+        return True
+
+    def prefetch(self, records: Mapping[BlockHash, bytes]) -> None:
+        """Start reading blocks that a queued request wants, as many as can be kept for it."""
         host = self._tiers.host
         items: list[LentPage] = []
         for block_hash, record in records.items():
             if host.lookup(block_hash) is not None or block_hash in self._reads:
                 continue
-            is_full = len(items) >= max_pages or self._num_inbound() >= self._inbound_cap // 2
-            are_others_wanted = host.num_free <= host.num_protected
-            if is_full or are_others_wanted or not self._begin_read(block_hash, record, items):
+            num_inbound = self._num_inbound()
+            is_full = num_inbound >= self._inbound_cap // 2
+            are_others_wanted = host.num_protected + num_inbound >= host.most_protected
+            read = _Read(block_hash, record)
+            if is_full or are_others_wanted or not self._begin(read, items):
                 break
+            self._reads[block_hash] = read
         self._submit(items)
-        return len(items)
 
     def pump(self) -> bool:
         """Start the reads and copies that there is room for; give up what is late or unwanted.
@@ -130,19 +136,23 @@ class Promoter:
         self._give_up()
         items: list[LentPage] = []
         while self._to_read and self._num_inbound() < self._inbound_cap:
-            promotion = self._to_read[0]
-            if self._is_under_way(promotion) and not self._join(promotion):
-                assert promotion.record is not None
-                if not self._begin_read(promotion.block_hash, promotion.record, items):
-                    break
-                self._join(promotion)
+            read = self._to_read[0]
+            page = self._tiers.host.lookup(read.block_hash)
+            is_there = page is not None and page.is_ready
+            is_over = is_there or not read.waiting
+            if not is_over and not self._begin(read, items):
+                break
             self._to_read.popleft()
+            if is_over:
+                del self._reads[read.block_hash]
+                self._settle(read, page)
         self._submit(items)
         if self._to_copy:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
             ids = [(page.block_id, block.block_id) for page, block in copies]
-            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), copies)
+            tag = (time.perf_counter(), copies)
+            self._tiers.transfer.promote(cast(list[tuple[PageId, BlockId]], ids), tag)
         return bool(self._to_read)
 
     def on_page_loaded(self, event: PageLoaded) -> None:
@@ -150,7 +160,8 @@ class Promoter:
         tiers, block_hash = self._tiers, BlockHash(event.block_hash)
         read = self._reads.pop(block_hash)
         page, record, reason = read.page, event.record, event.reason
-        assert page.block_id == event.page_id, (page.block_id, event.page_id)
+        assert page is not None and page.block_id == event.page_id, (page, event.page_id)
+        tiers.counters.note_move("disk,host", read.began_at)
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by hand, or expired, while it was read
         elif record is not None and record.expires_at <= tiers.clock.now():
@@ -158,22 +169,22 @@ class Promoter:
         if record is not None and not reason:
             tiers.directory.add(tiers.directory.entry_of(record))
             page.is_ready = True
+            tiers.counters.promoted_disk_blocks += len(read.waiting)
         else:
-            count_failure(self._tiers.counters.load_failures, reason, _FAILED)
+            self._count_failure(reason)
             if reason not in _HARMLESS:
-                tiers.departed.note(block_hash, "corrupt")
+                tiers.directory.note_departed(block_hash, "corrupt")
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
-        for promotion in filter(self._is_under_way, read.waiting):
-            tiers.counters.promoted_disk_blocks += page.is_ready
-            self._settle(promotion, page)
+        self._settle(read, page)
         tiers.host.release([page])
 
-    def on_copied(self, copies: Copies) -> None:
+    def on_copied(self, began_at: float, copies: Copies) -> None:
         """Hand over blocks whose bytes are in VRAM."""
+        self._tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
-            block.is_ready = True
-        self._copying.difference_update(block for _, block in copies)
+            block.is_ready, block.is_loading = True, False
+        self._num_copying -= len(copies)
         self._tiers.device.release(block for _, block in reversed(copies))
         self._tiers.host.release(page for page, _ in reversed(copies))
 
@@ -181,53 +192,36 @@ class Promoter:
         """Let go of the blocks that the filter wants and that are being read just now."""
         tiers = self._tiers
         for block_hash, read in self._reads.items():
-            if read.page.block_hash and is_wanted(tiers.directory.entry_of(read.record)):
+            page = read.page
+            if page and page.block_hash and is_wanted(tiers.directory.entry_of(read.opened())):
                 tiers.host.drop(block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        if self._copying & self._promotions.keys():
-            raise IntegrityError("a block is read and copied at once")
-        for block in self._promotions:
-            if block.ref_count < 1:
-                raise IntegrityError(f"block {block.block_id} is filled but not held")
-        for block_hash, read in self._reads.items():
-            if read.page.ref_count < 1:
-                raise IntegrityError(f"page of {block_hash.hex()[:12]} is read into but not held")
-        if len(self._reads) > self._inbound_cap:
-            raise IntegrityError(f"{len(self._reads)} pages read, cap {self._inbound_cap}")
+        waiting = [block for read in self._reads.values() for block in read.waiting]
+        if len(set(waiting)) < len(waiting) or not all(block.is_loading for block in waiting):
+            raise IntegrityError("a block waits twice, or for nothing")
+        pages = [read.page for read in self._reads.values() if read.page]
+        if any(page.ref_count < 1 for page in pages):
+            raise IntegrityError("a page is read into but not held")
+        if len(pages) > self._inbound_cap or len(pages) + len(self._to_read) != len(self._reads):
+            raise IntegrityError(f"{len(pages)} pages read, cap {self._inbound_cap}")
 
     def _num_inbound(self) -> int:
-        return len(self._reads) + len(self._copying)
+        return len(self._reads) - len(self._to_read) + self._num_copying
 
-    def _is_under_way(self, promotion: Promotion) -> bool:
-        return self._promotions.get(promotion.block) is promotion
-
-    def _join(self, promotion: Promotion) -> bool:
-        """Fill a block from its page that is there or being read; False if there is none."""
-        page = self._tiers.host.lookup(promotion.block_hash)
-        read = self._reads.get(promotion.block_hash)
-        if page is not None and page.is_ready:
-            self._settle(promotion, page)
-        elif read is not None:
-            read.waiting.append(promotion)
-        else:
-            return False
-        return True
-
-    def _begin_read(self, block_hash: BlockHash, sealed: bytes, items: list[LentPage]) -> bool:
+    def _begin(self, read: _Read, items: list[LentPage]) -> bool:
         """Take a page to read a block into, if there is one."""
-        record = decode_record(block_hash, sealed).record
-        host, tenant = self._tiers.host, record.namespace[:TENANT_BYTES]
+        record, host = read.opened(), self._tiers.host
+        tenant = record.namespace[:TENANT_BYTES]
         pages = host.allocate(1, tenant=tenant)
         if pages is None:
             return False
-        (page,) = pages
-        host.insert(page, block_hash, tenant)
-        self._reads[block_hash] = _Read(page, record)
+        (read.page,), read.began_at = pages, time.perf_counter()
+        host.insert(read.page, read.block_hash, tenant)
         # Its size is what it must be here, whatever the disk has under that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)
-        items.append(LentPage(wanted, page.block_id))
+        items.append(LentPage(wanted, read.page.block_id))
         return True
 
     def _submit(self, items: list[LentPage]) -> None:
@@ -236,26 +230,31 @@ class Promoter:
             self._tiers.store.load(items)
 
     def _give_up(self) -> None:
-        """End the promotions whose read is late or that nobody wants; pages stay on loan."""
+        """Let no block wait whose read is late or that nobody wants; pages stay on loan."""
         now = time.monotonic()
         if now < self._look_again_at:
             return
         self._look_again_at = now + min(LOOK_AGAIN_S, self._tiers.load_timeout_s / 10)
-        for promotion in list(self._promotions.values()):
-            if promotion.block.ref_count == 1:
-                self._settle(promotion)
-            elif promotion.give_up_at <= now:
-                self._tiers.departed.note(promotion.block_hash, "slower_than_recomputing")
-                self._fail(promotion, "timeout")
+        for read in self._reads.values():
+            for block, give_up_at in list(read.waiting.items()):
+                is_late = give_up_at <= now
+                if block.ref_count > 1 and is_late:
+                    self._tiers.directory.note_departed(read.block_hash, "slower_than_recomputing")
+                    self._count_failure("timeout")
+                if block.ref_count == 1 or is_late:
+                    del read.waiting[block]
+                    self._stop_waiting(block)
 
-    def _fail(self, promotion: Promotion, reason: str) -> None:
+    def _count_failure(self, reason: str) -> None:
         count_failure(self._tiers.counters.load_failures, reason, _FAILED)
-        self._settle(promotion)
 
-    def _settle(self, promotion: Promotion, page: Block | None = None) -> None:
-        """End a promotion: its block is copied from the page, if that is ready, or computed."""
-        block = promotion.block
-        del self._promotions[block]
-        if page is not None and page.is_ready and block.ref_count > 1:  # else nobody wants it
-            self.copy([(page, block)])
+    def _settle(self, read: _Read, page: Block | None) -> None:
+        """End a read: who waits is copied from the page, if that is ready, or computed."""
+        for block in read.waiting:
+            self._stop_waiting(block)
+            if page is not None and page.is_ready and block.ref_count:  # else nobody wants it
+                self.copy([(page, block)])
+
+    def _stop_waiting(self, block: Block) -> None:
+        block.is_loading = False
         self._tiers.device.release([block])

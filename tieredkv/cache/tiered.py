@@ -16,16 +16,19 @@ Called by the engine's thread only.
 
 import time
 from array import array
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from tieredkv.block_pool import Block
+from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.directory import Entry
-from tieredkv.cache.moves import BlockMover
 from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
-from tieredkv.storage.codec import expiry_of
-from tieredkv.storage.messages import LookupDone
+from tieredkv.errors import IntegrityError
+from tieredkv.storage.messages import ControlRequest, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockHash, Tier
 
@@ -33,18 +36,30 @@ LOOKUP_TIMEOUT_S = 1.0
 PATIENCE_S = 0.25
 
 
-class TieredCache(BlockMover):
-    """Finds and keeps the blocks of all requests.
+class TieredCache:
+    """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
-    Invariants (`check`): those of what moves.
+    Invariants (`check`): those of both pools, the directory, promotion and demotion; every ready
+    hashed block of a pool has an entry in the directory, and every entry is in a pool.
+
+    Attributes:
+        control_requests: what the store's worker wants to know for an operator.
     """
 
     def __init__(self, tiers: Tiers) -> None:
-        super().__init__(tiers)
+        self.tiers = tiers
+        self.promoter = Promoter(tiers)
+        self.demoter = Demoter(tiers, self.poll)
+        self.control_requests: deque[ControlRequest] = deque()
         self._lookups: dict[int, Prefix | None] = {}  # None where the answer is overdue
-        self._num_prefetched = 0
         self._short_since: dict[Prefix, float] = {}
-        self._handlers[LookupDone] = self._on_lookup_done
+        self._handlers: dict[type, Callable[[Any], object]] = {
+            LookupDone: self._on_lookup_done,
+            PageLoaded: self.promoter.on_page_loaded,
+            PageStored: self.demoter.on_page_stored,
+            WorkerUp: lambda _: tiers.directory.forget_disk(),
+            ControlRequest: self.control_requests.append,
+        }
 
     # Arrival
 
@@ -81,14 +96,20 @@ class TieredCache(BlockMover):
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
         if room and any((*copies, *map(prefix.records.get, head))):
             self.expire_due()
-            prefix.wanted = self._readable(prefix)[:room]
-            self.tiers.want(prefix.wanted)
+            wanted = prefix.wanted = self._readable(prefix)[:room]
+            self.tiers.wanted.update(wanted)
+            for pool in pools:
+                pool.touch(wanted[: pool.most_protected - pool.num_protected])
 
     def _unprotect(self, prefix: Prefix) -> None:
-        self.tiers.want_no_more(prefix.wanted)
-        prefix.wanted = []
-        self._num_prefetched -= prefix.num_prefetched
-        prefix.num_prefetched = 0
+        """Undo a `protect`: the blocks become the youngest of all, if nobody else wants them."""
+        tiers, wanted, prefix.wanted = self.tiers, prefix.wanted, []
+        tiers.wanted.subtract(wanted)
+        for block_hash in wanted:
+            if not tiers.wanted[block_hash]:
+                del tiers.wanted[block_hash]
+        for pool in tiers.pools.values():
+            pool.touch(wanted)
 
     # Admission
 
@@ -151,7 +172,7 @@ class TieredCache(BlockMover):
             return "behind_lookback"
         if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
             return "slower_than_recomputing"
-        return tiers.departed.reason(block_hash, tiers.clock.now())
+        return tiers.directory.why_departed(block_hash, tiers.clock.now())
 
     # Completion
 
@@ -233,6 +254,81 @@ class TieredCache(BlockMover):
         self.promoter.note_release()
         self.demoter.note_change()
 
+    # Moves
+
+    def poll(self, *, may_start_early: bool = False) -> None:
+        """Take in what streams and store have completed since the last call.
+
+        Args:
+            may_start_early: hand blocks over when their first layers have arrived. A step that
+                waits for the others holds up whoever shares it, so it is for an idle device.
+        """
+        transfer, store = self.tiers.transfer, self.tiers.store
+        for _, copies in transfer.poll_usable() if may_start_early else ():
+            for _, block in copies:
+                block.is_ready = True
+        promoted, demoted = transfer.poll()
+        for began_at, copies in promoted:
+            self.promoter.on_copied(began_at, copies)
+        for began_at, pairs in demoted:
+            self.demoter.on_copied(began_at, pairs)
+        for event in store.poll() if store is not None else ():
+            self._handlers[type(event)](event)
+
+    def pump(self) -> None:
+        """Start what can start: loads, demotions ahead of need, expiry. Once a step."""
+        self.expire_due()
+        if self.promoter.pump():
+            self.demoter.note_change()
+        self.demoter.pump()
+
+    def expire_due(self) -> None:
+        """Make every block unreachable whose time has come; end the protection of others."""
+        tiers, now = self.tiers, self.tiers.clock.now()
+        aged: list[BlockHash] = []
+        for entry in tiers.directory.due(now):
+            if tiers.directory.is_expired(entry, now):
+                tiers.drop(entry.block_hash, "ttl")
+                tiers.counters.expired_blocks += 1
+            else:
+                aged.append(entry.block_hash)
+        for pool in tiers.pools.values():
+            pool.touch(aged)
+
+    def evict(self, is_wanted: Callable[[Entry], bool]) -> int:
+        """Make the blocks that the filter wants unreachable in VRAM and host memory; count them.
+
+        Those that are being read from disk do not arrive; those that are being written to it are
+        deleted there once they are.
+        """
+        wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
+        for entry in wanted:
+            self.tiers.drop(entry.block_hash, "admin")
+        self.promoter.evict(is_wanted)
+        self.demoter.note_change()
+        return len(wanted)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing moves."""
+        return self.promoter.is_idle and self.demoter.is_idle
+
+    def check(self) -> None:
+        """Raise IntegrityError if an invariant of the class docstring is broken."""
+        tiers = self.tiers
+        tiers.device.check()
+        tiers.host.check()
+        tiers.directory.check()
+        self.promoter.check()
+        self.demoter.check()
+        for entry in tiers.directory.entries():
+            if not tiers.is_in_ram(entry.block_hash):
+                raise IntegrityError(f"entry {entry.block_hash.hex()[:12]} is in no RAM tier")
+        for pool in tiers.pools.values():
+            for block in pool.evictable():
+                if tiers.directory.get(block.block_hash) is None:
+                    raise IntegrityError(f"evictable block {block.block_id} has no entry")
+
     # Inside
 
     def _ask(self, prefix: Prefix) -> None:
@@ -260,14 +356,9 @@ class TieredCache(BlockMover):
         prefix.lookup_job = None
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
         if event.found and not prefix.blocks:
-            self.tiers.want_no_more(prefix.wanted)
-            prefix.wanted = []
+            self._unprotect(prefix)
             readable, found = self._readable(prefix), event.found
-            most = self.tiers.host.num_blocks // 4 - self._num_prefetched
-            wanted = {each: found[each] for each in readable if each in found}
-            num_prefetched = self.promoter.prefetch(wanted, max_pages=most)
-            prefix.num_prefetched += num_prefetched
-            self._num_prefetched += num_prefetched
+            self.promoter.prefetch({each: found[each] for each in readable if each in found})
             self.protect(prefix)
 
     def _take_chain(
@@ -278,7 +369,7 @@ class TieredCache(BlockMover):
         Fresh blocks are filled from the fastest tier that has them, if any does; those behind
         `chain`, where no hit may end, are computed.
         """
-        tiers, now, tenant = self.tiers, self.tiers.clock.now(), prefix.tenant
+        tiers, tenant = self.tiers, prefix.tenant
         copies: list[tuple[Block, Block]] = []
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
         hashes = prefix.hashes[: len(chain)]
@@ -287,17 +378,15 @@ class TieredCache(BlockMover):
             record = records.get(block_hash) if records else None
             source: Tier | None = Tier.HOST if record is None else Tier.DISK
             if block is not None:
-                if block.is_ready or not self.promoter.is_loading(block):
+                if block.is_ready or not block.is_loading:
                     source = Tier.DEVICE
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
                     copies.append((page, block))
-                elif page is None and (not record or (expiry_of(block_hash, record) or 0) <= now):
+                elif not (record or page) or not self.promoter.start(block, block_hash, record):
                     source = None
-                else:
-                    self.promoter.start(block, block_hash, record)
             blocks.append(block)
             sources.append(source)
         for block_hash in prefix.hashes[len(chain) :]:

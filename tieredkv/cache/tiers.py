@@ -1,14 +1,14 @@
 """The parts that promotion and demotion share, and the counters that they keep."""
 
 import logging
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from tieredkv.block_pool import Block, BlockPool
-from tieredkv.cache.departed import Departed
 from tieredkv.cache.directory import Directory
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
@@ -29,6 +29,8 @@ class CacheCounters:
         demotions_dropped: blocks evicted without the copy below that they should have had.
         load_failures: by reason; each was recomputed.
         evictions: copies in RAM by `tier,reason`.
+        move_seconds: how many copies by `from,to`, and their seconds from start to end, summed;
+            between VRAM and host memory of several blocks each.
     """
 
     promoted_host_blocks: int = 0
@@ -41,6 +43,12 @@ class CacheCounters:
     load_failures: Counter[str] = field(default_factory=Counter)
     store_failures: Counter[str] = field(default_factory=Counter)
     evictions: Counter[str] = field(default_factory=Counter)
+    move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
+
+    def note_move(self, between: str, began_at: float) -> None:
+        """Count a copy that has ended just now and began then, by `perf_counter`."""
+        count, seconds = self.move_seconds.get(between, (0, 0.0))
+        self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
 
 
 def count_failure(failures: Counter[str], reason: str, text: str) -> None:
@@ -59,7 +67,7 @@ class Tiers:
 
     Attributes:
         device, host: pools of block-sized slots; the host pool's block ids are arena pages.
-        transfer: copies between them; its tags are lists of promotions or of demoted blocks.
+        transfer: copies between them; its tags are when a copy began, and pairs of blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
         can_load: whether blocks come up at all; else they are computed.
@@ -68,7 +76,6 @@ class Tiers:
         load_timeout_s: a block that has not come from disk by then is computed.
         shares: of each tier, by tenant, as given or an equal one of the rest; empty while one
             tenant has all.
-        departed: why blocks have left.
         pools: of the two RAM tiers.
         wanted: blocks that queued requests want, and how many of them; evicted last.
     """
@@ -86,7 +93,6 @@ class Tiers:
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
     shares: dict[bytes, float] = field(default_factory=dict)
-    departed: Departed = field(default_factory=Departed)
     _given: Mapping[bytes, float] = field(default_factory=dict)
     pools: dict[Tier, BlockPool] = field(init=False)
     wanted: Counter[BlockHash] = field(default_factory=Counter)
@@ -119,24 +125,9 @@ class Tiers:
         shares = {**dict.fromkeys(self._seen, equal), **self._given}
         self.shares = shares if len(shares) > 1 else {}
         for pool in self.pools.values():
-            pool.set_floors(self.shares)
+            pool.floors = {tenant: int(it * pool.num_blocks) for tenant, it in self.shares.items()}
         if self.store is not None:
             self.store.shares = self.shares
-
-    def want(self, hashes: Sequence[BlockHash]) -> None:
-        """Note that a queued request wants blocks: those there is room for are evicted last."""
-        self.wanted.update(hashes)
-        for pool in self.pools.values():
-            pool.touch(hashes[: pool.most_protected - pool.num_protected])
-
-    def want_no_more(self, hashes: Sequence[BlockHash]) -> None:
-        """Undo a `want`: the blocks become the youngest of all, if nobody else wants them."""
-        self.wanted.subtract(hashes)
-        for block_hash in hashes:
-            if not self.wanted[block_hash]:
-                del self.wanted[block_hash]
-        for pool in self.pools.values():
-            pool.touch(hashes)
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
@@ -162,14 +153,11 @@ class Tiers:
         for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
-        self.directory.forget(block_hash)
-        self.departed.note(block_hash, "expired" if reason == "ttl" else "admin")
+        self.directory.forget(block_hash, "expired" if reason == "ttl" else reason)
 
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
         """Count a copy that made room for another, and forget a block that has no other."""
         self.counters.evictions[f"{tier},capacity"] += 1
         entry = self.directory.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
-            self.directory.forget(block_hash)
-            reason = "evicted_disk" if entry.is_on_disk else f"evicted_{tier}"
-            self.departed.note(block_hash, reason, entry.disk_expires_at)
+            self.directory.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")

@@ -322,7 +322,7 @@ class MessagesRequest(Conversation):
             caching["cacheable_tokens"] = max([0, *ends])
             caching["read_ends"] = sorted(encoded.ends[len(marked) :]) if lookback else None
         how = self.model_dump(include={"temperature", "top_p", "top_k"})
-        how["max_tokens"] = min(max(1, self.max_tokens), WHOLE)
+        how["max_tokens"] = min(self.max_tokens, WHOLE)
         params = SamplingParams(stop=tuple(self.stop_sequences), **how)
         return Asked(
             prompts=[encoded.token_ids],
@@ -336,7 +336,7 @@ class MessagesRequest(Conversation):
 
 
 class MessageShape(Shape):
-    """`/v1/messages`; what is generated where no token was asked for is not told."""
+    """`/v1/messages`."""
 
     id_prefix = "msg_"
     names_events = True
@@ -349,7 +349,7 @@ class MessageShape(Shape):
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return the message with its text."""
-        text = answers[0].text if self._max_tokens else ""
+        text = answers[0].text
         content = [{"type": "text", "text": text}] if text else []
         body = {"content": content, **self._ending(answers[0]), "usage": self._usage(answers[0])}
         return {**self._head, **self._diagnostics(answers[0]), **body}
@@ -377,10 +377,10 @@ class MessageShape(Shape):
         return anthropic_body(error, self.request_id)
 
     def _ending(self, answer: Answer) -> Json:
-        stopped_by = answer.stopped_by if self._max_tokens else None
+        stopped_by = answer.stopped_by
         is_cut_short = len(answer.token_ids) < self._max_tokens
         reason = "model_context_window_exceeded" if is_cut_short else "max_tokens"
-        if answer.finish_reason == "stop" and self._max_tokens:
+        if answer.finish_reason == "stop":
             reason = "end_turn" if stopped_by is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": stopped_by}
 
@@ -399,7 +399,7 @@ class MessageShape(Shape):
                 "ephemeral_5m_input_tokens": num_written - for_an_hour,
                 "ephemeral_1h_input_tokens": for_an_hour,
             },
-            "output_tokens": min(len(answer.token_ids), self._max_tokens),
+            "output_tokens": len(answer.token_ids),
             "tieredkv": self.caching([usage])["tieredkv"],
         }
 

@@ -215,7 +215,8 @@ class Asked:
             raise RequestError(text, param="n", code="invalid_value")
         requests, params = [], self.plan.params
         for prompt in self.prompts:
-            pack_prompt(prompt, info.max_model_len, info.vocab_size, field=self.prompt_field)
+            limits = info.max_model_len, info.vocab_size
+            pack_prompt(prompt, *limits, max_tokens=params.max_tokens, field=self.prompt_field)
             request = replace(fitted(self.plan, prompt, rules), tenant=tenant)
             for j in range(self.n):
                 seed = None if params.seed is None else (params.seed + j) % MAX_SEED

@@ -21,6 +21,7 @@ from tieredkv.types import Tier
 MAX_LABEL_SETS = 1000
 MAX_LABEL_SETS_OF_TENANT = 100
 MAX_LABEL_LENGTH = 64
+_SUFFIXES = {"gauge": [""], "counter": ["_total"], "summary": ["_count", "_sum"]}
 _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -93,7 +94,7 @@ class Observer:
 
     def on_output(self, output: TokenOutput) -> None:
         """Take in what one step made of one answer."""
-        if not output.token_ids:
+        if not (output.token_ids or output.usage):
             return
         now = time.perf_counter()
         if (span := self._spans.get(output.request_id)) is not None:
@@ -126,15 +127,16 @@ class Observer:
 def _read(row: dict[str, Any], reported: dict[str, Any]) -> Metric:
     """Return a family of the table with what was reported; what is not there is left out."""
     family = Metric(row["name"], row["help"], row["type"])
-    sample = row["name"] + ("_total" if row["type"] == "counter" else "")
     for *fixed, path in row["samples"]:
         values = [str(_at(reported, each[1:])) if each[0] == "$" else each for each in fixed]
         found = _at(reported, path)
         for keys, number in (found if isinstance(found, dict) else {"": found}).items():
             if number is not None:
-                labels = zip(row.get("labels", ()), values + keys.split(","), strict=False)
+                told = dict(zip(row.get("labels", ()), values + keys.split(","), strict=False))
                 scale = _at(reported, row["times"]) if "times" in row else 1
-                family.add_sample(sample, dict(labels), number * scale)
+                numbers = number if isinstance(number, list) else [number * scale]
+                for suffix, each in zip(_SUFFIXES[row["type"]], numbers, strict=True):
+                    family.add_sample(row["name"] + suffix, told, each)
     return family
 
 

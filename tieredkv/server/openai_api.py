@@ -106,8 +106,8 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for; one token is the least that can be made."""
-        return None if self.max_tokens is None else max(1, self.max_tokens)
+        """Longest answer that the client asks for."""
+        return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -125,8 +125,9 @@ class OpenAIRequest(ApiRequest):
         """How to sample the first answer to each prompt."""
         given = {key: it for key, it in self if key in _SAMPLING_FIELDS and it is not None}
         given |= {"top_p": self.top_p or 1.0, "stop": tuple(filter(None, self.stop))}
-        given["max_tokens"] = min(self.limit or self.default_tokens, WHOLE)
-        if self.limit is None:  # then what it must not be beyond is no fault of the client's
+        limit = self.limit
+        given["max_tokens"] = min(self.default_tokens if limit is None else limit, WHOLE)
+        if limit is None:  # then what it must not be beyond is no fault of the client's
             given["min_tokens"] = min(self.min_tokens, self.default_tokens)
         params = SamplingParams(**given, logprobs=self.num_logprobs)
         # Of no probability at all, the smallest set of tokens is the likeliest one.
@@ -468,7 +469,6 @@ class CompletionShape(Shape):
         self._echoes = [echo for echo in echoes for _ in range(body.n)]
         self._ends = [len(text) for text, _ in self._echoes]
         self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
-        self._is_silent = body.max_tokens == 0  # the one token that is made is left out
         self._head: Json = {"id": self.id, "object": self.object}
         self._head |= {"created": self.created, "model": body.model}
 
@@ -476,9 +476,8 @@ class CompletionShape(Shape):
         """Return a choice for each answer, and the usage of all."""
         choices = []
         for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
-            piece = Piece(i, answer.text, answer.logprobs, answer.finish_reason)
-            text, logprobs, reason = self._said(piece)
-            choices.append(self.choice(i, echo + text, logprobs, reason))
+            logprobs = self._logprobs(i, answer.logprobs)
+            choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
         return {**self._head, "choices": choices, "usage": self._usage(answers)}
 
     async def events(
@@ -492,8 +491,9 @@ class CompletionShape(Shape):
             for choice in self.opening(i, echo):
                 yield {**head, "choices": [choice], **no_usage}
         async for piece in pieces:
-            text, logprobs, reason = self._said(piece)
-            for choice in self.delta(piece.index, text, logprobs, reason):
+            index, reason = piece.index, piece.finish_reason
+            logprobs = self._logprobs(index, piece.logprobs)
+            for choice in self.delta(index, piece.text, logprobs, reason):
                 yield {**head, "choices": [choice], **no_usage}
         if wants_usage:
             yield {**head, "choices": [], "usage": self._usage(answers)}
@@ -533,17 +533,14 @@ class CompletionShape(Shape):
         own = {self._token_of(token.token_id).label: _finite(token.logprob)}
         return top | own if token.logprob is not None else {}
 
-    def _said(self, piece: Piece) -> tuple[str, Json | None, str | None]:
-        text, tokens, reason = piece.text, piece.logprobs or [], piece.finish_reason
-        if self._is_silent:
-            text, tokens, reason = "", tokens[:-1], "length"
-        return text, self.logprobs(tokens, piece.index) if tokens else None, reason
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob] | None) -> Json | None:
+        return self.logprobs(tokens, index) if tokens else None
 
     def _usage(self, answers: Sequence[Answer]) -> Json:
         """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
         prompts = [answer.usage for answer in answers[:: self._body.n]]  # as the first found it
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
-        num_tokens = 0 if self._is_silent else sum(len(answer.token_ids) for answer in answers)
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,

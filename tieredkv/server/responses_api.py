@@ -151,8 +151,8 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for; one token is the least that can be made."""
-        return 1 if self.is_prewarm else self.max_output_tokens
+        """Longest answer that the client asks for."""
+        return 0 if self.is_prewarm else self.max_output_tokens
 
     @property
     def settings(self) -> Json:
@@ -306,7 +306,7 @@ class ResponseShape(Shape):
         usage, num_long = answer.usage, self.written_for(answer, "12h")
         num_short = usage.written_tokens - num_long
         by_ttl = {"ttl_30m_tokens": num_short, "ttl_12h_tokens": num_long}
-        num_output = 0 if self._asked.is_prewarm else len(answer.token_ids)
+        num_output = len(answer.token_ids)
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": {**self.caching([usage]), "cache_write_tokens_details": by_ttl},
