@@ -25,8 +25,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 PICTURE = click.Path(dir_okay=False, path_type=Path)
 Option = Callable[[Any], Any]
 COMMIT = click.option("--commit", help="Commit to report, for a tree without its history.")
-MODEL_HELP = "As for `serve`, e.g. random:llama-3.1-8b."
-MODEL = click.option("--model", required=True, help=MODEL_HELP)
+MODEL = click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
 PLOT_HELP = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
 PLOT = click.option("--plot", type=PICTURE, metavar="FILE.png", help=PLOT_HELP)
 
