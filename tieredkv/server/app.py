@@ -37,7 +37,6 @@ from tieredkv.server.keys import Keys
 from tieredkv.server.limits import Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
-from tieredkv.server.openapi import describe
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
@@ -220,7 +219,7 @@ def build_app(api: Api) -> ASGIApp:
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
             Route("/health", api.health),  # GET, and with it HEAD
             Route("/metrics", api.metrics),
-            Route("/openapi.json", lambda _: JSONResponse(describe(ANSWERED))),
+            Route("/openapi.json", lambda _: JSONResponse(describe())),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/version", api.version),
@@ -236,6 +235,21 @@ async def _watch(request: Request, generation: Generation) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     generation.cancel()
+
+
+def describe() -> Json:
+    """Return the OpenAPI document of what is posted, made from the types that check it."""
+    schemas: Json = {}
+    paths: Json = {}
+    for path, kind in ANSWERED.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        content = {"application/json": {"schema": schema}}
+        answers = {"200": {"description": "the answer"}, "4XX": {"description": "why not"}}
+        operation = {"requestBody": {"required": True, "content": content}}
+        paths[path] = {"post": {**operation, "responses": answers}}
+    about = {"title": "tieredkv", "version": __version__}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
 
 
 async def refuse(request: Request, error: Exception) -> Response:

@@ -91,14 +91,11 @@ class Segment(NamedTuple):
 def parts_of(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
 ) -> list[Part]:
-    """Return the parts of a conversation in the order of its prompt; what is late is one part."""
+    """Return the parts of a conversation in the order of its prompt."""
     parts: list[Part] = [("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools]
     for i, message in enumerate(messages):
         kind = "system" if message["role"] == "system" else "messages"
         parts.append((kind, message, f"message {i}"))
-    rest = [value for _, value, _ in parts[MAX_SEGMENTS - 1 :]]
-    if len(rest) > 1:
-        parts[MAX_SEGMENTS - 1 :] = [("messages", rest, "a later message")]
     return parts
 
 
@@ -118,8 +115,11 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
-        """Return what is kept of a prompt's parts and of what else may be changed."""
-        segments = [Segment.of(*part) for part in parts[:MAX_SEGMENTS]]
+        """Return what is kept of a prompt's parts, the late ones as one, and of what else may."""
+        first, rest = parts[:MAX_SEGMENTS], [value for _, value, _ in parts[MAX_SEGMENTS:]]
+        segments = [Segment.of(*part) for part in first]
+        if rest:
+            segments.append(Segment.of(first[-1][0], rest, "a later part"))
         digests = {name: digest(str(value)) for name, value in settings.items()}
         return cls(segments, num_tokens, digests, tails_of(parts))
 
