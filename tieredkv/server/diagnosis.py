@@ -79,14 +79,6 @@ class Segment(NamedTuple):
         masked = _PASSING.sub("#", text[:MASKED_CHARACTERS]) + text[MASKED_CHARACTERS:]
         return cls(kind, len(text), digest(text), digest(ordered), digest(masked), name)
 
-    def change_from(self, other: "Segment") -> str | None:
-        """Return what makes it another one, as far as that is known."""
-        if self.canonical == other.canonical:
-            return "another order of JSON keys"
-        if self.masked == other.masked:
-            return "a request id, number or time near the top"
-        return None
-
 
 def parts_of(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
@@ -127,10 +119,15 @@ class Seen(NamedTuple):
         """Return what makes a segment another one, as far as that is known."""
         if index >= min(len(self.segments), len(other.segments)):
             return None
-        now, is_top = self.segments[index], not index or self.segments[index - 1].kind == "tools"
-        is_near_top = is_top and now.kind != "tools" and bool(self.tails & other.tails)
-        inserted = "something near the top, and nothing behind it" if is_near_top else None
-        return now.change_from(other.segments[index]) or inserted
+        now, before = self.segments[index], other.segments[index]
+        is_first = now.kind != "tools" and (not index or self.segments[index - 1].kind == "tools")
+        if now.canonical == before.canonical:
+            return "another order of JSON keys"
+        if now.masked == before.masked:
+            return "a request id, number or time near the top"
+        if is_first and self.tails & other.tails:
+            return "something near the top, and nothing behind it"
+        return None
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments at the top are the same."""
