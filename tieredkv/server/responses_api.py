@@ -127,6 +127,8 @@ class ResponsesRequest(openai.ConversationRequest):
     known_besides = openai.OpenAIRequest.known_besides | names_of(
         "access_programs background_options context_management image moderation"
     )
+    unsupported = names_of("previous_response_id conversation prompt background")
+    why_unsupported = ", as no response is stored here. Send the whole conversation in 'input'."
     prompt_field = "input"
 
     input: Input
@@ -134,10 +136,6 @@ class ResponsesRequest(openai.ConversationRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field([], max_length=1024)
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool = False
     prompt_cache_options: Options | None = None
     n: int = Field(1, ge=1, le=1)
     temperature: float | None = None
@@ -186,15 +184,6 @@ class ResponsesRequest(openai.ConversationRequest):
                 case _:
                     turns.append((f"input[{i}].content", item))
         return turns
-
-    def check(self, rules: Rules) -> None:
-        """Refuse what is not supported, too."""
-        for name in ("previous_response_id", "conversation", "prompt", "background"):
-            if getattr(self, name):
-                what = f"'{name}' is not supported, as no response is stored here."
-                text = f"{what} Send the whole conversation in 'input'."
-                raise openai.unsupported(text, name)
-        super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
