@@ -47,7 +47,7 @@ class Generation:
     ) -> None:
         self._engine, self._observer = engine, observer
         self._pieces: deque[Piece] = deque()
-        self._error: Exception | None = None  # told behind the pieces
+        self._error: Exception | None = None  # told behind the pieces before it; none come after
         self._has_news = asyncio.Event()
         self.answers = [Answer(request, tokenizer) for request in requests]
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
@@ -104,8 +104,9 @@ class Generation:
             self._end(index, answer.finish_reason)
             if output.finish_reason is None:
                 self._engine.abort(output.request_id)
-        self._pieces.append(Piece(index, text, output.logprobs, answer.finish_reason))
-        self._has_news.set()
+        if self._error is None:
+            self._pieces.append(Piece(index, text, output.logprobs, answer.finish_reason))
+            self._has_news.set()
 
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
