@@ -157,7 +157,7 @@ class Api:
             size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
             seen = await tokenization.run(size, lambda: asked.seen(isolate_by))
             shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
-            await generation.has_next(PING_S if asked.stream else None)
+            await generation.has_begun(PING_S if asked.stream else None)
             request.scope["is_answered"] = True
             if asked.stream:
                 return EventStream(generation, shape, on_end=ending.pop_all().close)
@@ -180,9 +180,10 @@ class EventStream(StreamingResponse):
         on_end: called however the stream ends.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, generation: Generation, shape: Shape, *, on_end: Callable[[], None]) -> None:
-        lines, headers = _event_lines(generation, shape), {"Cache-Control": "no-cache"}
-        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        super().__init__(_event_lines(generation, shape), headers={"Cache-Control": "no-cache"})
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -201,7 +202,7 @@ async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[by
         return head + b"data: " + msgspec.json.encode(event) + b"\n\n"
 
     try:
-        while not await generation.has_next(PING_S):
+        while not await generation.has_begun(PING_S):
             yield shape.ping
         async for event in shape.events(generation.answers, generation.pieces()):
             yield line(event)

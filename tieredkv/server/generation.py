@@ -5,7 +5,6 @@ It knows stop strings and usage, neither HTTP nor JSON.
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 
@@ -45,43 +44,49 @@ class Generation:
         requests: Sequence[EngineRequest],
         observer: Observer,
     ) -> None:
-        self._engine, self._observer = engine, observer
-        self._pieces: deque[Piece] = deque()
-        self._error: Exception | None = None  # told behind the pieces before it; none come after
-        self._has_news = asyncio.Event()
+        self._engine = engine
+        self._observer = observer
+        self._queue: asyncio.Queue[Piece | Exception] = asyncio.Queue()
+        self._first: Piece | Exception | None = None
+        self._has_begun = asyncio.Event()
         self.answers = [Answer(request, tokenizer) for request in requests]
         self._unfinished = {request.request_id: i for i, request in enumerate(requests)}
         for request in requests:
             engine.submit(request, self._take)
 
-    async def has_next(self, timeout_s: float | None = None) -> bool:
-        """Wait for the next piece; whether it is there in time.
+    async def has_begun(self, timeout_s: float | None) -> bool:
+        """Wait for the first piece; whether it is there in time.
 
         Raises:
-            RequestError: the engine refused an answer, or it is shutting down or dead.
-            ClientGoneError: `cancel` was called.
+            RequestError, ClientGoneError: as `pieces` does, where nothing came before it.
         """
-        if not (self._pieces or self._error):
-            self._has_news.clear()
+        if not self._has_begun.is_set():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._has_news.wait()
-        if self._error is not None and not self._pieces:
-            raise self._error
-        return bool(self._pieces)
+                    await self._has_begun.wait()
+        if isinstance(self._first, Exception):
+            raise self._first
+        return self._first is not None
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Yield pieces of all answers as they come, until all have ended; raise as `has_next`."""
-        while self._unfinished or self._pieces or self._error:
-            await self.has_next()
-            yield self._pieces.popleft()
+        """Yield pieces of all answers as they come, until all have ended.
+
+        Raises:
+            RequestError: the engine refused one of them, or it is shutting down or dead.
+            ClientGoneError: `cancel` was called.
+        """
+        while self._unfinished or not self._queue.empty():
+            piece = await self._queue.get()
+            if isinstance(piece, Exception):
+                raise piece
+            yield piece
 
     def cancel(self) -> None:
         """End `pieces` with `ClientGoneError` and give back what the engine holds."""
         self.close()
         for index in self._unfinished.values():
             self._observer.on_end(self.answers[index], "cancelled")
-        self._fail(ClientGoneError())
+        self._put(ClientGoneError())
 
     def close(self) -> None:
         """Abort the answers that have not ended; twice is fine."""
@@ -96,7 +101,7 @@ class Generation:
             return
         if output.finish_reason in ("error", "abort"):
             self._end(index, output.finish_reason)
-            self._fail(error_of(output))
+            self._put(error_of(output))
             return
         answer = self.answers[index]
         text = answer.take(output)
@@ -104,13 +109,12 @@ class Generation:
             self._end(index, answer.finish_reason)
             if output.finish_reason is None:
                 self._engine.abort(output.request_id)
-        if self._error is None:
-            self._pieces.append(Piece(index, text, output.logprobs, answer.finish_reason))
-            self._has_news.set()
+        self._put(Piece(index, text, output.logprobs, answer.finish_reason))
 
-    def _fail(self, error: Exception) -> None:
-        self._error = self._error or error
-        self._has_news.set()
+    def _put(self, piece: Piece | Exception) -> None:
+        self._first = self._first or piece
+        self._has_begun.set()
+        self._queue.put_nowait(piece)
 
     def _end(self, index: int, reason: str) -> None:
         del self._unfinished[self.answers[index].request.request_id]
