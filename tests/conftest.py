@@ -9,7 +9,9 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
-hypothesis.settings.register_profile("tieredkv", deadline=None)  # no test is about time
+hypothesis.settings.register_profile(  # no test is about time
+    "tieredkv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("tieredkv")
 torch.set_num_threads(min(2, os.cpu_count() or 1))
 

@@ -14,6 +14,9 @@ from typing import Any
 import httpx
 import openai
 
+from tests import http
+from tests.http import TIMEOUT_S
+
 PYTHON = os.environ.get("TIEREDKV_TEST_PYTHON", sys.executable)  # with tieredkv in it
 COMMAND = (PYTHON, "-P", "-m", "tieredkv")
 SMALL = (
@@ -22,7 +25,7 @@ SMALL = (
 )
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
     """Return once the condition holds."""
     give_up_at = time.monotonic() + timeout_s
     while not condition():
@@ -98,7 +101,7 @@ class Server:
 
     def health(self) -> httpx.Response:
         """Ask whether it is well."""
-        return httpx.get(f"{self.root}/health")
+        return http.get(f"{self.root}/health")
 
     @property
     def pids(self) -> dict[str, int]:
@@ -117,7 +120,7 @@ class Server:
     def stop(self) -> int:
         """End it in an orderly way and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(60)
+        return self.process.wait(TIMEOUT_S)
 
     def kill(self) -> None:
         """End all three processes as a crash would."""

@@ -37,7 +37,7 @@ _CALLED = {name: called for called, names in _NAMES.items() for name in names.sp
 _OF_NAMES = {
     "unknown": ("Unknown parameter: '{}'.", "unknown_parameter"),
     "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
-    "unsupported": ("'{}' is not supported.", "unsupported_parameter"),
+    "unsupported": ("'{}' is not supported{why}", "unsupported_parameter"),
 }
 _OF_BOUNDS = {
     "ge": ("{}_below_min_value", "{} below minimum value", "a value >= {bound}"),
@@ -61,12 +61,14 @@ class Object(BaseModel):
         known_besides: names that are known although they are no fields.
         unsupported: names that are known, and refused where they say something; as `type.name`
             only where that is the type.
+        why_unsupported: how the refusal ends.
         needed: fields that may not be missing where `type` or `role` has a value, as `value.field`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
     known_besides: ClassVar[frozenset[str]] = frozenset()
     unsupported: ClassVar[frozenset[str]] = frozenset()
+    why_unsupported: ClassVar[str] = "."
     needed: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
@@ -78,7 +80,8 @@ class Object(BaseModel):
         given = {name: each for name, each in value.items() if each is not None}
         for name, each in given.items():
             if cls.unsupported and each and {name, f"{given.get('type')}.{name}"} & cls.unsupported:
-                raise PydanticCustomError("unsupported", "nothing", {"name": name})
+                facts = {"name": name, "why": cls.why_unsupported}
+                raise PydanticCustomError("unsupported", "nothing", facts)
             if info.context and name not in known and info.context(name):
                 raise PydanticCustomError("unknown", "nothing", {"name": name})
         for kind, name in (each.split(".") for each in cls.needed):
@@ -196,7 +199,7 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
     if fault in _OF_NAMES:
         text, code = _OF_NAMES[fault]
-        return RequestError(text.format(path), param=path, code=code)
+        return RequestError(text.format(path, **facts), param=path, code=code)
     if fault == "literal_error" and isinstance(value, str):
         return invalid_value(param, value, facts["expected"].replace(" or ", " and "))
     if names := facts.keys() & _OF_BOUNDS:

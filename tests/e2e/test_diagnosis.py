@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import anthropic
-import httpx
 import openai
 import pytest
 from anthropic.types import Message, RawMessageStartEvent
 from openai.types.responses import Response
 
+from tests import http
 from tests.serving import Server, running
 
 MODEL = "tiny-random"
@@ -36,7 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def post(server: Server, path: str, key: dict[str, str] = ALICE, **fields: Any) -> Any:
     body = {"model": MODEL, "max_tokens": 1, "temperature": 0, **fields}
-    answer = httpx.post(f"{server.root}{path}", json=body, headers=key, timeout=60)
+    answer = http.post(f"{server.root}{path}", json=body, headers=key)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -6,6 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import http
 from tests.serving import Server, running
 
 BLOCK = 16
@@ -43,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def send(server: Server, path: str, **fields: Any) -> httpx.Response:
     """Send a body."""
-    return httpx.post(f"{server.url}/{path}", json={"model": MODEL, **fields}, timeout=60)
+    return http.post(f"{server.url}/{path}", json={"model": MODEL, **fields})
 
 
 def post(server: Server, path: str, **fields: Any) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import http
+from tests.http import TIMEOUT_S
 from tests.serving import Server, running
 
 MODEL = "tiny-random"
@@ -40,14 +42,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture(scope="module")
 def description(server: Server) -> dict[str, Any]:
     """Return what the server says of itself."""
-    document: dict[str, Any] = httpx.get(f"{server.root}/openapi.json").json()
+    document: dict[str, Any] = http.get(f"{server.root}/openapi.json").json()
     return document
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     """Return a client; to be closed."""
-    with httpx.Client(base_url=server.root, timeout=60) as client:
+    with httpx.Client(base_url=server.root, timeout=TIMEOUT_S) as client:
         yield client
 
 
@@ -190,7 +192,7 @@ def test_what_is_no_json_is_refused(
 def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: Server) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         sock.sendall(sent)
-        sock.settimeout(30)
+        sock.settimeout(TIMEOUT_S)
         assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
     assert server.health().status_code == 200
 

@@ -15,9 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.http import TIMEOUT_S
 from tests.serving import Server, running
 
 FULL = 256
+CERTAIN = 1e-6
 SALTED = {"cache_salt": "of somebody else"}
 SMALL = ("--device-size", "2MiB", "--host-size", "16MiB")  # 64 and 512 blocks
 BRIEFLY = {"prompt_cache_retention": "in_memory"}
@@ -50,7 +52,7 @@ class Tenants(contextlib.ExitStack):
 
     def __init__(self, server: Server) -> None:
         super().__init__()
-        self._http = self.enter_context(httpx.Client(base_url=server.url, timeout=60))
+        self._http = self.enter_context(httpx.Client(base_url=server.url, timeout=TIMEOUT_S))
 
     def ask(self, key: str, tokens: list[int], **fields: Any) -> tuple[dict[str, int], float]:
         """Return how many tokens were found in which tier, and the time to the first token."""
@@ -93,7 +95,11 @@ def test_neither_counts_nor_times_tell_what_another_tenant_has_asked(
     times: dict[bool, list[float]] = {True: [], False: []}
     found: dict[bool, set[int]] = {True: set(), False: set()}
     with Tenants(server) as tenants:
-        for i in range(num_probes):
+        # A busy machine's noise takes more probes to see through; what is not there stays unseen.
+        most_probes = num_probes * (5 if isolate_by == "none" else 1)
+        for i in range(most_probes):
+            if i >= num_probes and ks_probability(times[True], times[False]) < CERTAIN:
+                break
             tenants.ask("sk-a", prompt(num_probes, i, True), **BRIEFLY)
             for is_known in order.sample((True, False), 2):
                 by_tier, elapsed = tenants.ask("sk-b", prompt(num_probes, i, is_known), **BRIEFLY)
@@ -102,7 +108,7 @@ def test_neither_counts_nor_times_tell_what_another_tenant_has_asked(
     probability = ks_probability(times[True], times[False])
     if isolate_by == "none":
         assert found == {True: {FULL}, False: {0}}
-        assert probability < 1e-6
+        assert probability < CERTAIN
     else:
         assert found == {True: {0}, False: {0}}
         assert probability > 1e-4

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import http
+from tests.http import TIMEOUT_S
 from tests.serving import Server, running, wait_for
 
 MODEL = "tiny-random"
@@ -78,7 +80,7 @@ def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
     async def ask_all() -> list[list[Any]]:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
-            base_url=server.url, headers=headers, limits=LIMITS, timeout=120
+            base_url=server.url, headers=headers, limits=LIMITS, timeout=TIMEOUT_S
         ) as http:
             asked = []
             for i in range(64):
@@ -122,7 +124,7 @@ def test_clients_that_leave_take_their_blocks_along_and_the_others_are_answered(
     async def ask_all() -> list[int]:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
-            base_url=server.url, headers=headers, limits=LIMITS, timeout=120
+            base_url=server.url, headers=headers, limits=LIMITS, timeout=TIMEOUT_S
         ) as http:
             return await asyncio.gather(*(ask(http, i) for i in range(24)))
 
@@ -144,7 +146,7 @@ def test_who_does_not_read_holds_up_nobody(server: Server) -> None:
         socks.append(sock)
     headers = {"x-api-key": "sk-quiet"}
     body = body_of("completions", "read", 20, stream=False)
-    answer = httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=60)
+    answer = http.post(f"{server.url}/completions", json=body, headers=headers)
     assert answer.json()["usage"]["completion_tokens"] == 20
     check_all_is_free(server)  # the engine is through, though nobody has read a token
     for sock in socks:
@@ -159,7 +161,7 @@ def test_a_flood_costs_a_quiet_tenant_no_answer_and_no_cached_token(server: Serv
 
     def flood(number: int) -> None:
         headers = {"x-api-key": "sk-flood"}
-        with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
+        with httpx.Client(base_url=server.url, headers=headers, timeout=TIMEOUT_S) as http:
             for i in range(10_000):
                 if is_over.is_set():
                     return
@@ -173,7 +175,7 @@ def test_a_flood_costs_a_quiet_tenant_no_answer_and_no_cached_token(server: Serv
 
     threads = [threading.Thread(target=flood, args=(number,)) for number in range(100)]
     headers = {"x-api-key": "sk-quiet"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=TIMEOUT_S) as http:
         body = body_of("completions", "quiet " * 130, 4, stream=False)
         assert http.post("completions", json=body).status_code == 200
         for thread in threads:
@@ -211,7 +213,7 @@ def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) ->
     async def ask_all() -> None:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
-            base_url=server.url, headers=headers, limits=LIMITS, timeout=120
+            base_url=server.url, headers=headers, limits=LIMITS, timeout=TIMEOUT_S
         ) as http:
             tasks = [asyncio.create_task(ask(http, i)) for i in range(32)]
             while (await asyncio.to_thread(counters, server))[0] < 8:
@@ -220,7 +222,7 @@ def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) ->
             await asyncio.gather(*tasks)
 
     asyncio.run(ask_all())  # the last test here: it ends the server
-    assert server.process.wait(60) == 0
+    assert server.process.wait(TIMEOUT_S) == 0
     assert "Traceback" not in server.log, server.log
     assert ends["closed"] == 0 and ends["told"] >= 8, ends
     told = server.df()

@@ -10,6 +10,7 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
+from tests import http
 from tests.serving import Server, running
 from tieredkv.config import Settings
 
@@ -77,7 +78,7 @@ def parts(message: Message) -> tuple[int, int, int, int]:
 
 def post(server: Server, path: str = "/v1/messages", **fields: Any) -> httpx.Response:
     body = {"model": "tiny-random", "max_tokens": 4, "messages": [user("hi")], **fields}
-    return httpx.post(f"{server.root}{path}", json=body, headers=KEY)
+    return http.post(f"{server.root}{path}", json=body, headers=KEY)
 
 
 def test_an_answer_is_a_message(client: anthropic.Anthropic) -> None:
@@ -104,7 +105,7 @@ def test_a_stream_says_the_same_in_events(client: anthropic.Anthropic, server: S
     assert sum(parts(streamed)) == sum(parts(whole))
     assert events[0] == "message_start" and events[-1] == "message_stop"
     body |= {"temperature": 0, "stream": True}
-    raw = httpx.post(f"{server.root}/v1/messages", json=body, headers=KEY).text
+    raw = http.post(f"{server.root}/v1/messages", json=body, headers=KEY).text
     heads = [line.removeprefix("event: ") for line in raw.splitlines() if line[:6] == "event:"]
     assert heads[:3] == ["message_start", "content_block_start", "ping"]
     assert heads[3:-3] == ["content_block_delta"] * 9
@@ -275,9 +276,9 @@ def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
 
 
 def test_all_but_the_version_needs_a_key(server: Server) -> None:
-    assert httpx.get(f"{server.root}/version").status_code == 200
+    assert http.get(f"{server.root}/version").status_code == 200
     for path in ("/v1/messages", "/v1/messages/count_tokens", "/tokenize", "/detokenize"):
-        response = httpx.post(f"{server.root}{path}", json={}, headers={"x-api-key": "wrong"})
+        response = http.post(f"{server.root}{path}", json={}, headers={"x-api-key": "wrong"})
         assert response.status_code == 401, path
         if "messages" in path:
             assert response.json()["error"]["type"] == "authentication_error"
@@ -286,7 +287,7 @@ def test_all_but_the_version_needs_a_key(server: Server) -> None:
 
 def test_texts_and_conversations_are_tokenized(server: Server) -> None:
     def tell(path: str, **body: Any) -> dict[str, Any]:
-        told: dict[str, Any] = httpx.post(f"{server.root}{path}", json=body, headers=KEY).json()
+        told: dict[str, Any] = http.post(f"{server.root}{path}", json=body, headers=KEY).json()
         return told
 
     text = tell("/tokenize", prompt="héy", return_token_strs=True)
@@ -308,4 +309,4 @@ def test_texts_and_conversations_are_tokenized(server: Server) -> None:
     flat = tell("/tokenize", messages=[{"role": "user", "content": "hi"}], tools=[{"name": "x"}])
     assert flat["error"]["param"] == "tools[0].type", flat
     assert "below minimum value" in tell("/detokenize", tokens=[-1])["error"]["message"]
-    assert set(httpx.get(f"{server.root}/version").json()) == {"version"}
+    assert set(http.get(f"{server.root}/version").json()) == {"version"}

@@ -10,6 +10,8 @@ import pytest
 from openai.types import responses as types
 from pydantic import TypeAdapter
 
+from tests import http
+from tests.http import TIMEOUT_S
 from tests.serving import Server, running
 
 MODEL = "tiny-random"
@@ -42,7 +44,7 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 
 def post(server: Server, path: str, **fields: Any) -> httpx.Response:
     """Send a body as it is."""
-    return httpx.post(f"{server.url}/{path}", json={"model": MODEL, **fields}, timeout=60)
+    return http.post(f"{server.url}/{path}", json={"model": MODEL, **fields})
 
 
 def respond(server: Server, **fields: Any) -> types.Response:
@@ -417,7 +419,7 @@ def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
     body += b'"function","function":{"name":"f","parameters":' + deep + b"}}]}"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    with httpx.Client(base_url=server.root) as http:
+    with httpx.Client(base_url=server.root, timeout=TIMEOUT_S) as http:
         refused = http.post("/v1/chat/completions", content=body)
         assert (refused.status_code, refused.json()["error"]["type"]) == (
             400,
@@ -431,7 +433,7 @@ def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
 
 
 def test_the_errors_of_messages_have_anthropics_form(server: Server) -> None:
-    answer = httpx.get(f"{server.url}/messages/none")
+    answer = http.get(f"{server.url}/messages/none")
     body = answer.json()
     assert (answer.status_code, body["type"], body["error"]["type"]) == (
         404,

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests import http
 from tests.serving import Server, running, wait_for
 
 MODEL = "tiny-random"
@@ -28,7 +29,7 @@ VLLM = (
 def samples(server: Server) -> dict[str, dict[frozenset[tuple[str, str]], float]]:
     """Return every sample of `/metrics` by name and labels."""
     found: dict[str, dict[frozenset[tuple[str, str]], float]] = {}
-    for family in text_string_to_metric_families(httpx.get(f"{server.root}/metrics").text):
+    for family in text_string_to_metric_families(http.get(f"{server.root}/metrics").text):
         for each in family.samples:
             found.setdefault(each.name, {})[frozenset(each.labels.items())] = each.value
     return found
@@ -44,7 +45,7 @@ def complete(server: Server, prompt: Any, **more: Any) -> httpx.Response:
     """Ask for a completion."""
     headers = more.pop("headers", {})
     body = {**GREEDY, "prompt": prompt, **more}
-    return httpx.post(f"{server.url}/completions", json=body, headers=headers, timeout=60)
+    return http.post(f"{server.url}/completions", json=body, headers=headers)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +97,7 @@ def test_the_names_that_routers_look_for_are_there(server: Server) -> None:
     assert (labels["block_size"], labels["num_gpu_blocks"]) == ("16", "64")
     queries = found["vllm:prefix_cache_queries_total"]
     assert sum(queries.values()) == value(server, "prompt_tokens_total")
-    head = httpx.head(f"{server.root}/metrics")
+    head = http.head(f"{server.root}/metrics")
     assert (head.status_code, head.text) == (200, "")
 
 
@@ -104,7 +105,7 @@ def test_labels_are_those_allowed_and_not_too_many(server: Server) -> None:
     for i in range(104):
         metadata = {"route": f"r{i}", "prefix_version": "v1", "user": "alice"}
         body = {**GREEDY, "max_tokens": 1, "prompt": "a", "metadata": metadata}
-        httpx.post(f"{server.url}/completions", json=body)
+        http.post(f"{server.url}/completions", json=body)
     families = samples(server)["tieredkv_prompt_tokens_total"]
     routes = {dict(labels)["route"] for labels in families}
     assert "r1" in routes and "other" in routes
@@ -114,7 +115,7 @@ def test_labels_are_those_allowed_and_not_too_many(server: Server) -> None:
 
 def test_the_dashboard_names_only_metrics_that_exist(server: Server) -> None:
     complete(server, "a")
-    known = set(re.findall(r"^# TYPE (\S+)", httpx.get(f"{server.root}/metrics").text, re.M))
+    known = set(re.findall(r"^# TYPE (\S+)", http.get(f"{server.root}/metrics").text, re.M))
     known |= {f"{name}_{suffix}" for name in known for suffix in ("bucket", "count", "sum")}
     dashboard = json.loads(DASHBOARD.read_text())
     assert dashboard["templating"]["list"][0]["type"] == "datasource"
@@ -127,11 +128,11 @@ def test_neither_logs_nor_metrics_tell_what_was_asked(server: Server) -> None:
     secret = "my password is hunter2 and nobody must know it, " * 3
     assert complete(server, secret, metadata={"route": "secret-test"}).status_code == 200
     chat = {**GREEDY, "messages": [{"role": "user", "content": secret}], "stream": True}
-    assert httpx.post(f"{server.url}/chat/completions", json=chat).status_code == 200
+    assert http.post(f"{server.url}/chat/completions", json=chat).status_code == 200
     ids = list(secret.encode())
     assert complete(server, ids).status_code == 200
     assert complete(server, [*ids, 70000]).status_code == 400
-    told = server.log + httpx.get(f"{server.root}/metrics").text
+    told = server.log + http.get(f"{server.root}/metrics").text
     assert "hunter2" not in told
     assert ", ".join(map(str, ids[:6])) not in told
     assert not re.search(r"[0-9a-f]{64}", told), "a full hash"
@@ -141,25 +142,25 @@ def test_neither_logs_nor_metrics_tell_what_was_asked(server: Server) -> None:
 def test_operators_use_the_verbs_of_the_command_line(server: Server) -> None:
     url = f"{server.root}/admin/cache"
     complete(server, f"admin {TEXT}")
-    df = httpx.post(f"{url}/df").json()
+    df = http.post(f"{url}/df").json()
     assert df["device"]["blocks"] > 0 and df["disk"]["bytes_budget"] == 256 << 20
     assert df["writer_pid"] == server.df()["writer_pid"]
-    assert "chains" in httpx.post(f"{url}/ls").json()
-    assert httpx.post(f"{url}/verify", timeout=60).json()["bad"] == 0
+    assert "chains" in http.post(f"{url}/ls").json()
+    assert http.post(f"{url}/verify").json()["bad"] == 0
     bodies: list[Any] = [{}, {"al": True}, {"all": "yes"}, [], {"ids": [[]]}]
     for body in bodies:
-        refused = httpx.post(f"{url}/evict", json=body)
+        refused = http.post(f"{url}/evict", json=body)
         assert (refused.status_code, set(refused.json())) == (400, {"error"}), body
-    assert httpx.post(f"{url}/nothing").status_code == 404
-    assert httpx.get(f"{url}/evict").status_code == 405
-    assert httpx.post(f"{url}/evict", headers={"Origin": "http://evil"}).status_code == 403
-    assert httpx.post(f"{url}/evict", json={"all": True}).json()["evicted_blocks"] > 0
-    assert httpx.post(f"{url}/df").json()["disk"]["blocks"] == 0
+    assert http.post(f"{url}/nothing").status_code == 404
+    assert http.get(f"{url}/evict").status_code == 405
+    assert http.post(f"{url}/evict", headers={"Origin": "http://evil"}).status_code == 403
+    assert http.post(f"{url}/evict", json={"all": True}).json()["evicted_blocks"] > 0
+    assert http.post(f"{url}/df").json()["disk"]["blocks"] == 0
 
 
 def test_long_headers_are_refused(server: Server) -> None:
     for headers in ({"x": "a" * 70_000}, {f"x{i}": "a" * 1000 for i in range(90)}):
-        refused = httpx.post(f"{server.url}/completions", json=GREEDY, headers=headers)
+        refused = http.post(f"{server.url}/completions", json=GREEDY, headers=headers)
         assert refused.status_code == 431
         assert refused.json()["error"]["code"] == "headers_too_large"
 
@@ -177,7 +178,7 @@ def test_too_many_requests_at_once_are_refused_before_they_are_read(tmp_path: Pa
         assert refused.headers["retry-after"]
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert server.health().status_code == 200
-        assert httpx.post(f"{server.root}/admin/cache/df").status_code == 200
+        assert http.post(f"{server.root}/admin/cache/df").status_code == 200
         for sock in idle:
             sock.close()
         wait_for(lambda: complete(server, "a").status_code == 200, "the places are not free again")
@@ -225,7 +226,7 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         assert complete(server, "x", headers=root, prompt_cache_retention="24h").status_code == 200
         for path, method in (("/metrics", "GET"), ("/admin/cache/df", "POST")):
             asked = [
-                httpx.request(method, server.root + path, headers=headers).status_code
+                http.request(method, server.root + path, headers=headers).status_code
                 for headers in ({}, alice, root)
             ]
             assert asked == [401, 401, 200], path
@@ -247,13 +248,13 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
 def test_admin_is_off_where_only_tenants_have_keys_and_has_a_key_of_its_own(tmp_path: Path) -> None:
     tenant = {"Authorization": "Bearer sk-a"}
     with running(tmp_path, "--api-key", "sk-a") as server:
-        off = httpx.post(f"{server.root}/admin/cache/df", headers=tenant)
+        off = http.post(f"{server.root}/admin/cache/df", headers=tenant)
         assert (off.status_code, off.json()["error"]["code"]) == (403, "admin_off")
-        assert httpx.get(f"{server.root}/metrics").status_code == 200
+        assert http.get(f"{server.root}/metrics").status_code == 200
     with running(tmp_path, "--api-key", "sk-a", "--admin-key", "sk-root") as server:
         url = f"{server.root}/admin/cache/df"
-        assert httpx.post(url, headers=tenant).status_code == 401
-        assert httpx.post(url, headers={"Authorization": "Bearer sk-root"}).status_code == 200
+        assert http.post(url, headers=tenant).status_code == 401
+        assert http.post(url, headers={"Authorization": "Bearer sk-root"}).status_code == 200
         assert "sk-root" not in server.log
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,8 @@ import httpx
 import openai
 import pytest
 
+from tests import http
+from tests.http import TIMEOUT_S
 from tests.serving import Server, is_running, running, wait_for
 
 MODEL = "tiny-random"
@@ -102,7 +105,7 @@ def test_a_stream_is_the_whole_answer_in_pieces(client: openai.OpenAI) -> None:
 
 def test_the_bytes_of_a_stream_are_events_and_done(server: Server) -> None:
     body = {**GREEDY, "prompt": "x", "stream": True}
-    response = httpx.post(
+    response = http.post(
         f"{server.url}/completions", json=body, headers={"Authorization": "Bearer sk-a"}
     )
     assert response.headers["content-type"].startswith("text/event-stream")
@@ -219,26 +222,30 @@ def test_requests_that_cannot_be_served_have_their_status(
         ("GET", "/v1/completions", 405),
         ("HEAD", "/health", 200),
     ):
-        assert httpx.request(method, server.root + path, headers=headers).status_code == status
-    missing = httpx.post(f"{server.url}/chat/completions", content=b"{", headers=headers)
+        assert http.request(method, server.root + path, headers=headers).status_code == status
+    missing = http.post(f"{server.url}/chat/completions", content=b"{", headers=headers)
     assert missing.status_code == 400
     assert missing.json()["error"]["message"].startswith("We could not parse the JSON body")
-    huge = httpx.post(f"{server.url}/completions", content=b" " * (33 << 20), headers=headers)
+    huge = http.post(f"{server.url}/completions", content=b" " * (33 << 20), headers=headers)
     assert (huge.status_code, huge.json()["error"]["code"]) == (413, "request_too_large")
 
 
 def test_a_client_that_leaves_takes_its_request_with_it(
     server: Server, client: openai.OpenAI
 ) -> None:
+    def num_cancelled() -> int:
+        text = http.get(f"{server.root}/metrics").text
+        found = re.findall(r'tieredkv_answers_total{finished_reason="cancelled"} (\d+)', text)
+        return sum(map(int, found))
+
+    before = num_cancelled()
     long: dict[str, Any] = {**GREEDY, "max_tokens": 3500, "extra_body": {"ignore_eos": True}}
     with client.completions.create(**long, prompt="leave", stream=True) as stream:
         next(iter(stream))
-        assert server.df()["counters"]["requests_running"] == 1
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(**long, prompt="leave", timeout=0.5)
-    wait_for(
-        lambda: server.df()["counters"]["requests_running"] == 0, "the engine goes on", timeout_s=5
-    )
+    wait_for(lambda: num_cancelled() == before + 2, "they were answered in whole")
+    wait_for(lambda: server.df()["counters"]["requests_running"] == 0, "the engine goes on")
 
 
 def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promised(
@@ -253,10 +260,10 @@ def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promis
 
         def post() -> None:
             body = {**long, "stream": False}
-            results.append(httpx.post(f"{server.url}/completions", json=body, timeout=60))
+            results.append(http.post(f"{server.url}/completions", json=body))
 
         threads = [threading.Thread(target=post) for _ in range(3)]
-        with httpx.stream("POST", f"{server.url}/completions", json=long, timeout=60) as stream:
+        with http.stream("POST", f"{server.url}/completions", json=long) as stream:
             for thread in threads:
                 thread.start()
             wait_for(lambda: len(results) >= 2, "no 429")
@@ -270,7 +277,7 @@ def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promis
                 thread.join()
         assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert results[2].status_code == 503
-        assert server.process.wait(60) == 0
+        assert server.process.wait(TIMEOUT_S) == 0
         assert "Traceback" not in server.log, server.log
         assert server.df()["disk"]["blocks"] >= len(prompt) // 16
 
@@ -281,7 +288,7 @@ def test_sigterm_keeps_the_cache_for_the_next_server(tmp_path: Path) -> None:
     with running(tmp_path) as server, server.client() as client:
         cold = client.completions.create(**GREEDY, prompt=prompt)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.process.wait(TIMEOUT_S) == 0
     with running(tmp_path) as server, server.client() as client:
         warm = client.completions.create(**GREEDY, prompt=prompt)
         assert warm.choices[0].text == cold.choices[0].text

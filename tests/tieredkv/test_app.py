@@ -118,6 +118,18 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     assert (bad.headers["request-id"] in last) == (path == "/v1/messages")
 
 
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_one_refused_answer_of_several_refuses_all(
+    tokenization: Tokenization, is_stream: bool
+) -> None:
+    """The others' tokens come with the refusal, before anybody has looked."""
+    says = iter([refused, answered, answered])
+    engine = Engine(0.0, lambda request_id: next(says)(request_id))
+    body = {"model": "m", "prompt": "hi", "n": 3, "stream": is_stream}
+    response = ask(engine, tokenization, "/v1/completions", body)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "queue_full")
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_who_has_no_key_is_told_how_to_give_one(tokenization: Tokenization, path: str) -> None:
     settings = Settings(api_keys=("k",))

@@ -39,7 +39,7 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"b": 1, 
 OTHER = {"type": "function", "function": {"name": "ask", "parameters": {"type": "object"}}}
 TALK: list[dict[str, Any]] = [
     {"role": "system", "content": ["You help.  ", "Docs \N{SNOWMAN}\n"]},
-    {"role": "user", "content": "  hé hello\n"},
+    {"role": "user", "content": ["  hé hello\n"]},
     {"role": "assistant", "content": ["sure---yes", "   "]},
     {"role": "user", "content": ["more"]},
 ]
@@ -161,7 +161,7 @@ def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
     tokenization: Tokenization,
 ) -> None:
     tokenization.tokenizer.chat_template = LENGTHS
-    talk = [{"role": "user", "content": "a"}] * 200
+    talk = [{"role": "user", "content": ["a"]}] * 200
     marks = [(i, 0) for i in range(200)]
     ends = asyncio.run(tokenization.encode_chat(talk, {}, marks)).ends
     assert ends == [0] * 100 + [len("<a>1") * (i + 1) for i in range(100, 200)]

@@ -102,16 +102,16 @@ def test_bodies_in_hand_are_bounded_in_all_and_given_back(port: int) -> None:
         yield from [b"x" * 400] * 3
 
     for content in (b"x" * 1001, chunks()):
-        assert httpx.post(url, content=content).status_code == 429
+        assert httpx.post(url, content=content, timeout=60).status_code == 429
     for _ in range(3):
-        assert httpx.post(url, content=b"x" * 900).json() == 900
+        assert httpx.post(url, content=b"x" * 900, timeout=60).json() == 900
 
 
 def test_a_tenant_that_takes_every_place_costs_others_none(port: int) -> None:
     def ask(key: str) -> int:
         headers = {"x-api-key": key}
         url = f"http://127.0.0.1:{port}/count"
-        return httpx.post(url, headers=headers, content=b"x").status_code
+        return httpx.post(url, headers=headers, content=b"x", timeout=60).status_code
 
     head = b"POST /count HTTP/1.1\r\nHost: x\r\nx-api-key: a\r\nContent-Length: 9\r\n\r\n"
     stuck = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]

@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +16,11 @@ from typing import Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tieredkv import __version__
 from tieredkv.config import Settings
@@ -36,16 +34,16 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import ID_HEADERS, Limits, read_body
+from tieredkv.server.limits import Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
-from tieredkv.server.openapi import describe
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
+GONE = (ClientDisconnect, ClientGoneError)
 PING_S = 10.0
 """A stream that waits for its first token gets a ping as often; the first time, its headers."""
 
@@ -182,9 +180,10 @@ class EventStream(StreamingResponse):
         on_end: called however the stream ends.
     """
 
+    media_type = "text/event-stream"
+
     def __init__(self, generation: Generation, shape: Shape, *, on_end: Callable[[], None]) -> None:
-        lines, headers = _event_lines(generation, shape), {"Cache-Control": "no-cache"}
-        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        super().__init__(_event_lines(generation, shape), headers={"Cache-Control": "no-cache"})
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,37 +220,15 @@ def build_app(api: Api) -> ASGIApp:
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
             Route("/health", api.health),  # GET, and with it HEAD
             Route("/metrics", api.metrics),
-            Route("/openapi.json", lambda _: JSONResponse(describe(ANSWERED))),
+            Route("/openapi.json", lambda _: JSONResponse(describe())),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/version", api.version),
             Route("/admin/cache/{verb}", api.admin, methods=["POST"]),
         ],
-        exception_handlers={
-            RequestError: _on_request_error,
-            HTTPException: _on_http_error,
-            ClientDisconnect: _on_client_gone,
-            ClientGoneError: _on_client_gone,
-            Exception: _on_bug,
-        },
+        exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )
-    return with_request_ids(Limits(app, api.max_requests, _on_request_error, api.tenant_of))
-
-
-def with_request_ids(app: ASGIApp) -> ASGIApp:
-    """Give every answer the request's id."""
-
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, request_id))
-            await send(message)
-
-        await app(scope, receive, send_with_id)
-
-    return answer
+    return Limits(app, api.max_requests, refuse, api.tenant_of)
 
 
 async def _watch(request: Request, generation: Generation) -> None:
@@ -261,41 +238,44 @@ async def _watch(request: Request, generation: Generation) -> None:
     generation.cancel()
 
 
-async def _on_request_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestError)
-    headers = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    if error.status in (429, 503):
-        headers = {"Retry-After": str(error.retry_after_s)}
-    return _refusal(request, error, headers)
+def describe() -> Json:
+    """Return the OpenAPI document of what is posted, made from the types that check it."""
+    schemas: Json = {}
+    paths: Json = {}
+    for path, kind in ANSWERED.items():
+        schema = kind.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        content = {"application/json": {"schema": schema}}
+        answers = {"200": {"description": "the answer"}, "4XX": {"description": "why not"}}
+        operation = {"requestBody": {"required": True, "content": content}}
+        paths[path] = {"post": {**operation, "responses": answers}}
+    about = {"title": "tieredkv", "version": __version__}
+    return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
 
 
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    text, code = _HTTP_ERRORS.get(error.status_code, (str(error.detail), None))
-    text = text.format(request.method, request.url.path)
-    refused = RequestError(text, code=code, status=error.status_code)
-    return _refusal(request, refused, error.headers)
-
-
-async def _on_client_gone(_request: Request, _error: Exception) -> Response:
-    return Response(status_code=CLIENT_CLOSED_REQUEST)
-
-
-async def _on_bug(request: Request, _error: Exception) -> Response:
-    """Answer without a traceback; the log has it."""
-    text = "The server had an error while processing your request"
-    return _refusal(request, RequestError(text, status=500))
-
-
-def _refusal(
-    request: Request, error: RequestError, headers: Mapping[str, str] | None = None
-) -> Response:
-    """Return an error in the form of the API whose path it is."""
+async def refuse(request: Request, error: Exception) -> Response:
+    """Return an error in the form of the API whose path it is; a bug's traceback is in the log."""
+    headers: Mapping[str, str] | None = None
+    match error:
+        case ClientDisconnect() | ClientGoneError():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        case RequestError(status=401):
+            headers = {"WWW-Authenticate": "Bearer"}
+        case RequestError(status=429 | 503):
+            headers = {"Retry-After": str(error.retry_after_s)}
+        case RequestError():
+            pass
+        case HTTPException(status_code=status, headers=headers):
+            text, code = _HTTP_ERRORS.get(status, (str(error.detail), None))
+            text = text.format(request.method, request.url.path)
+            error = RequestError(text, code=code, status=status)
+        case _:
+            text = "The server had an error while processing your request"
+            error = RequestError(text, status=500)
     if not request.url.path.startswith("/v1/messages"):
         return JSONResponse(openai_body(error), error.status, headers)
-    status = anthropic.STATUS.get(error.status, error.status)
     body = anthropic.anthropic_body(error, request.scope["request_id"])
-    return JSONResponse(body, status, headers)
+    return JSONResponse(body, anthropic.STATUS.get(error.status, error.status), headers)
 
 
 def unknown_model(name: str) -> RequestError:

@@ -44,7 +44,7 @@ Mark = tuple[int, int]
 """The end of a part of a message, by their indexes, or of a tool, by `TOOLS` and its index."""
 
 Messages = Sequence[Mapping[str, Any]]
-"""What chat templates know, but for `content`, which may be a list of texts: its parts."""
+"""What chat templates know, but for `content`, which is a list of texts: its parts."""
 
 _BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 """What vocabularies of bytes write for each of them."""
@@ -135,7 +135,7 @@ class Tokenization:
             return Encoded(token_ids, ends, parts_of(tools, _joined(messages)))
 
         is_plain = not (marks or arguments.get("tools"))
-        size = sum(len(part) for each in messages for part in _parts(each))
+        size = sum(len(part) for each in messages for part in each["content"])
         return await self.run(size if is_plain else SHORT_CHARACTERS, encode)
 
     async def decode(self, prompt: Prompt) -> str:
@@ -203,7 +203,9 @@ class Tokenization:
             return {}
         signed = []
         for i, message in enumerate(messages):
-            parts = [_sign(part, signs.get((i, j), "")) for j, part in enumerate(_parts(message))]
+            parts = [
+                _sign(part, signs.get((i, j), "")) for j, part in enumerate(message["content"])
+            ]
             signed.append({**message, "content": parts})
         rendered = self._render(signed, arguments)
         ours = re.compile(f"[{''.join(signs.values())}]")
@@ -257,12 +259,7 @@ class Tokenization:
 
 
 def _joined(messages: Messages) -> list[dict[str, Any]]:
-    return [{**message, "content": "\n".join(_parts(message))} for message in messages]
-
-
-def _parts(message: Mapping[str, Any]) -> list[str]:
-    content = message["content"]
-    return [content] if isinstance(content, str) else content
+    return [{**message, "content": "\n".join(message["content"])} for message in messages]
 
 
 def _sign(part: str, sign: str) -> str:

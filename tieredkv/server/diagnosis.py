@@ -79,26 +79,15 @@ class Segment(NamedTuple):
         masked = _PASSING.sub("#", text[:MASKED_CHARACTERS]) + text[MASKED_CHARACTERS:]
         return cls(kind, len(text), digest(text), digest(ordered), digest(masked), name)
 
-    def change_from(self, other: "Segment") -> str | None:
-        """Return what makes it another one, as far as that is known."""
-        if self.canonical == other.canonical:
-            return "another order of JSON keys"
-        if self.masked == other.masked:
-            return "a request id, number or time near the top"
-        return None
-
 
 def parts_of(
     tools: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]
 ) -> list[Part]:
-    """Return the parts of a conversation in the order of its prompt; what is late is one part."""
+    """Return the parts of a conversation in the order of its prompt."""
     parts: list[Part] = [("tools", tool, f"tool `{tool['function']['name']}`") for tool in tools]
     for i, message in enumerate(messages):
         kind = "system" if message["role"] == "system" else "messages"
         parts.append((kind, message, f"message {i}"))
-    rest = [value for _, value, _ in parts[MAX_SEGMENTS - 1 :]]
-    if len(rest) > 1:
-        parts[MAX_SEGMENTS - 1 :] = [("messages", rest, "a later message")]
     return parts
 
 
@@ -118,8 +107,11 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
-        """Return what is kept of a prompt's parts and of what else may be changed."""
-        segments = [Segment.of(*part) for part in parts[:MAX_SEGMENTS]]
+        """Return what is kept of a prompt's parts, the late ones as one, and of what else may."""
+        first, rest = parts[:MAX_SEGMENTS], [value for _, value, _ in parts[MAX_SEGMENTS:]]
+        segments = [Segment.of(*part) for part in first]
+        if rest:
+            segments.append(Segment.of(first[-1][0], rest, "a later part"))
         digests = {name: digest(str(value)) for name, value in settings.items()}
         return cls(segments, num_tokens, digests, tails_of(parts))
 
@@ -127,10 +119,15 @@ class Seen(NamedTuple):
         """Return what makes a segment another one, as far as that is known."""
         if index >= min(len(self.segments), len(other.segments)):
             return None
-        now, is_top = self.segments[index], not index or self.segments[index - 1].kind == "tools"
-        is_near_top = is_top and now.kind != "tools" and bool(self.tails & other.tails)
-        inserted = "something near the top, and nothing behind it" if is_near_top else None
-        return now.change_from(other.segments[index]) or inserted
+        now, before = self.segments[index], other.segments[index]
+        is_first = now.kind != "tools" and (not index or self.segments[index - 1].kind == "tools")
+        if now.canonical == before.canonical:
+            return "another order of JSON keys"
+        if now.masked == before.masked:
+            return "a request id, number or time near the top"
+        if is_first and self.tails & other.tails:
+            return "something near the top, and nothing behind it"
+        return None
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments at the top are the same."""

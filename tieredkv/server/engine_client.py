@@ -87,19 +87,17 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         """Stop a request; nothing more of it is told."""
-        if self._takers.pop(request_id, None) is not None and self.is_alive:
-            self._channel.send(messages.Abort(request_id))
+        if self._takers.pop(request_id, None) is not None:
+            self._tell(messages.Abort(request_id))
 
     def give_shares(self, shares: dict[str, float]) -> None:
         """Give tenants their shares of every tier, in place of those before."""
-        if self.is_alive and not self._is_stopping:
-            self._channel.send(messages.Shares(shares))
+        self._tell(messages.Shares(shares))
 
     def stop(self) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
-        if self.is_alive and not self._is_stopping:
-            self._is_stopping = True
-            self._channel.send(messages.Shutdown())
+        self._tell(messages.Shutdown())
+        self._is_stopping = True
 
     def kill(self) -> None:
         """End an engine that is still starting and has promised nothing."""
@@ -113,6 +111,10 @@ class EngineClient:
         self._mark_dead()
         self._channel.close()
         return await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
+
+    def _tell(self, message: messages.ToEngine) -> None:
+        if self.is_alive and not self._is_stopping:
+            self._channel.send(message)
 
     def _hear(self) -> None:
         try:

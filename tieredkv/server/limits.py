@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import h11
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -38,7 +38,8 @@ _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "hea
 class Limits:
     """Refuses what is too much at once, before its body is read.
 
-    It notes in the scope when a request has arrived, and whose it is; `app` notes `is_answered`
+    It notes in the scope when a request has arrived, its id, which the answer gets, too, and whose
+    it is; `app` notes `is_answered`
     there, but for what was refused.
 
     Who holds less than an equal share is not refused for what others hold, so that twice as much
@@ -62,7 +63,13 @@ class Limits:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         scope["arrived_at"] = time.perf_counter()
+        request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
         tenant, held = "", Counter[str]()
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(dict.fromkeys(ID_HEADERS, request_id))
+            await send(message)
 
         async def receive_counted() -> Message:
             message = await receive()
@@ -85,11 +92,11 @@ class Limits:
                 self._requests += counted
                 if _is_too_much(self._requests, tenant, self.max_requests):
                     raise self._too_much("has too many requests in hand", tenant)
-            await self.app(scope, receive_counted, send)
+            await self.app(scope, receive_counted, send_with_id)
             if "is_answered" in scope:
                 self._took_s = time.perf_counter() - scope["arrived_at"]
         except RequestError as error:
-            await (await self.refuse(Request(scope), error))(scope, receive, send)
+            await (await self.refuse(Request(scope), error))(scope, receive, send_with_id)
         finally:
             self._requests -= counted
             self._bytes -= held

@@ -143,28 +143,17 @@ class OpenAIRequest(ApiRequest):
         self.plan(rules, [0] * len(self.marks))  # refuses what it must
 
     @property
-    def turns(self) -> Sequence["Message"]:
-        """All messages, where it is a conversation."""
+    def turns(self) -> Sequence[tuple[str, "Message"]]:
+        """All messages, where it is a conversation, and what their parts are called."""
         return ()
 
     @cached_property
-    def marks(self) -> dict[Mark, Breakpoint]:
-        """Where the prompt is marked, by the indexes of messages and their parts."""
-        return {
-            (i, j): part.prompt_cache_breakpoint
-            for i, message in enumerate(self.turns)
-            for j, part in enumerate(message.content)
-            if part.prompt_cache_breakpoint
-        }
-
-    @property
-    def ttl_paths(self) -> list[str]:
-        """What the lifetime of each mark is called, in the same order."""
+    def marks(self) -> list[tuple[Mark, Breakpoint, str]]:
+        """Where the prompt is marked, with what, and what the mark is called."""
         return [
-            f"{self.prompt_field}[{i}].{field}[{j}].prompt_cache_breakpoint.ttl"
-            for i, item in enumerate(getattr(self, self.prompt_field))
-            for field in ("content", "output")
-            for j, part in enumerate(getattr(item, field, ()))
+            ((i, j), part.prompt_cache_breakpoint, f"{path}[{j}].prompt_cache_breakpoint")
+            for i, (path, message) in enumerate(self.turns)
+            for j, part in enumerate(message.content)
             if part.prompt_cache_breakpoint
         ]
 
@@ -175,8 +164,8 @@ class OpenAIRequest(ApiRequest):
         is_explicit = options is not None and options.mode == "explicit"
         of_all = "prompt_cache_options.ttl"
         wanted = [
-            (end, at.ttl or ttl, path if at.ttl else of_all)
-            for end, at, path in zip(ends, self.marks.values(), self.ttl_paths, strict=True)
+            (end, at.ttl or ttl, f"{path}.ttl" if at.ttl else of_all)
+            for end, (_, at, path) in zip(ends, self.marks, strict=True)
         ]
         # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
         wanted = wanted[-4:] if is_explicit else wanted[-3:]
@@ -369,8 +358,9 @@ class ConversationRequest(OpenAIRequest):
         self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
     ) -> Asked:
         """Return what is asked for, rendered with arguments for the template."""
-        messages = [message.for_template() for message in self.turns]
-        encoded = await tokenization.encode_chat(messages, arguments, list(self.marks))
+        messages = [message.for_template() for _, message in self.turns]
+        marks = [mark for mark, *_ in self.marks]
+        encoded = await tokenization.encode_chat(messages, arguments, marks)
         plan = self.plan(rules, encoded.ends)
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
@@ -411,9 +401,9 @@ class ChatRequest(ConversationRequest):
     verbosity: Verbosity | None = None
 
     @property
-    def turns(self) -> Sequence[Message]:
+    def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages."""
-        return self.messages
+        return [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
 
     @property
     def limit(self) -> int | None:

@@ -127,6 +127,8 @@ class ResponsesRequest(openai.ConversationRequest):
     known_besides = openai.OpenAIRequest.known_besides | names_of(
         "access_programs background_options context_management image moderation"
     )
+    unsupported = names_of("previous_response_id conversation prompt background")
+    why_unsupported = ", as no response is stored here. Send the whole conversation in 'input'."
     prompt_field = "input"
 
     input: Input
@@ -134,10 +136,6 @@ class ResponsesRequest(openai.ConversationRequest):
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field([], max_length=1024)
-    previous_response_id: str | None = None
-    conversation: Any = None
-    prompt: Any = None
-    background: bool = False
     prompt_cache_options: Options | None = None
     n: int = Field(1, ge=1, le=1)
     temperature: float | None = None
@@ -166,34 +164,26 @@ class ResponsesRequest(openai.ConversationRequest):
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @cached_property
-    def turns(self) -> Sequence[Message]:
+    def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages; calls are part of the assistant's message that they come behind."""
-        messages: list[Message] = []
+        turns: list[tuple[str, Message]] = []
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
-            messages.append(Message(role="system", content=[part], tool_calls=[]))
-        for item in self.input:
+            turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
+        for i, item in enumerate(self.input):
             match item:
                 case FunctionCall():
-                    if not messages or messages[-1].role != "assistant":
-                        messages.append(Message(role="assistant", content=[], tool_calls=[]))
-                    calls = [*messages[-1].tool_calls, ToolCall(id=item.call_id, function=item)]
-                    messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+                    path, last = "", Message(role="assistant", content=[], tool_calls=[])
+                    if turns and turns[-1][1].role == "assistant":
+                        path, last = turns.pop()
+                    calls = [*last.tool_calls, ToolCall(id=item.call_id, function=item)]
+                    turns.append((path, last.model_copy(update={"tool_calls": calls})))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
-                    messages.append(tool)
+                    turns.append((f"input[{i}].output", tool))
                 case _:
-                    messages.append(item)
-        return messages
-
-    def check(self, rules: Rules) -> None:
-        """Refuse what is not supported, too."""
-        for name in ("previous_response_id", "conversation", "prompt", "background"):
-            if getattr(self, name):
-                what = f"'{name}' is not supported, as no response is stored here."
-                text = f"{what} Send the whole conversation in 'input'."
-                raise openai.unsupported(text, name)
-        super().check(rules)
+                    turns.append((f"input[{i}].content", item))
+        return turns
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""

@@ -71,21 +71,12 @@ def is_local(address: tuple[object, ...]) -> bool:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's server without its own signal handlers; says when it listens."""
-
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_started = on_started
+    """uvicorn's server without its own signal handlers."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the loop; uvicorn would end the process by raising them again."""
         yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begin to listen."""
-        await super().startup(sockets)
-        self._on_started()
 
 
 @dataclass(kw_only=True)
@@ -195,7 +186,7 @@ class Server:
         )
         host, port = sock.getsockname()[:2]
         url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-        http = _HttpServer(config, lambda: self.on_ready(url, engine.info))
+        http = _HttpServer(config)
 
         def end() -> None:
             # Both at once: the engine's last word to each request is what ends its stream.
@@ -203,4 +194,6 @@ class Server:
             http.should_exit = True
 
         self._end = end
+        sock.listen(config.backlog)  # from here on nobody is turned away
+        self.on_ready(url, engine.info)
         await http.serve([sock])
