@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -151,7 +151,11 @@ def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Itera
                 if can_repair:
                     store.drop_bad(located)
         yield
-    if not (is_whole and store.is_sound()):
+    for is_sound in chain(store.index.reading_ahead(), store.index.looking_over()):
+        if not (is_whole := is_whole and is_sound):
+            break
+        yield
+    if not is_whole:
         result.add("index", is_repaired=repair)
         if repair:
             store.make_index_again()

@@ -373,11 +373,6 @@ class BlockStore:
             return []
         return entries
 
-    def is_sound(self) -> bool:
-        """Whether the index agrees with itself, counted key by key; any thread may ask."""
-        with self.index.reading() as txn:
-            return not txn.contradictions()
-
     def ask_for_rebuild(self) -> None:
         """Have the next sweep make the index again."""
         with self._changing() as txn:
@@ -419,10 +414,6 @@ class BlockStore:
     def bytes_read(self) -> int:
         """The figure of that name in `stats`, as of now; any thread may ask."""
         return self._files.bytes_read
-
-    def read_ahead(self) -> None:
-        """Bring the index into memory; for a thread of its own, whatever happens to the store."""
-        self.index.read_ahead()
 
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from threading import Event, Thread
 from typing import TypeVar
 
@@ -56,6 +57,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item", BlockRecord, TouchItem)
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 _FORGOTTEN_S = 3.0  # a command line that asks for nothing may be stopped: it keeps nobody out
+_PAUSES = 25  # times what a step took
 _OVER = object()
 
 
@@ -531,14 +533,15 @@ class StoreService:
 
         Pages in each other's place break no checksum, and what is stored then may not be found.
         """
-        self._store.read_ahead()
+        index = self._store.index
         try:
-            is_sound = self._store.is_sound()
+            for is_sound in chain(index.reading_ahead(), _gently(index.looking_over())):
+                if self._has_all.is_set():
+                    return None
+                if not is_sound:
+                    return self._changes.hand(self._store.ask_for_rebuild)
         except StorageError as error:
             self._changes.hand(partial(self._report, "index", error))
-        else:
-            if not is_sound:
-                self._changes.hand(self._store.ask_for_rebuild)
 
     # --- any thread ----------------------------------------------------------------------------
 
@@ -584,6 +587,15 @@ class StoreService:
         if cause not in self._reported:
             self._reported.add(cause)
             logger.warning("%s: %s; further ones are counted only", cause, error)
+
+
+def _gently(steps: Iterator[bool]) -> Iterator[bool]:
+    """Pause after each step, in proportion: its interpreter lock is wanted for lookups."""
+    begin = time.monotonic()
+    for step in steps:
+        time.sleep(min(_PAUSES * (time.monotonic() - begin), _TICK_S))
+        yield step
+        begin = time.monotonic()
 
 
 def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:
