@@ -86,6 +86,7 @@ class SlotAllocator:
     num_evicted: int = 0
     _full_until: float = 0.0
     _most_there: int = 0  # until then: what the filesystem has for all files
+    _lacks_room: bool = False  # for what the last transaction had to write
     overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
@@ -111,16 +112,24 @@ class SlotAllocator:
             is_short = self.files.free_bytes() < headroom_bytes(self.overhead_bytes)
             if is_short or isinstance(error, StoreFullError):  # a page in part is EIO for LMDB
                 self.note_full()
+                self._lacks_room = True
             raise
+        self._lacks_room = False
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
-        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot."""
+        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot.
+
+        After a transaction that lacked room, the bytes go before it is noted, and make some. A
+        crash in between leaves an entry whose payload fails its checksum: a miss.
+        """
         segment, slot = located.extent
         state = txn.get_segment(segment)
         if state is None or slot >= state.num_used or located.slot_bytes != state.slot_bytes:
             txn.remove_damaged(located.record.block_hash)
             return
+        if self._lacks_room:
+            self.erase(located.extent)
         txn.remove(located)
         self._add_dirty(located.extent)
 
@@ -411,8 +420,8 @@ class SlotAllocator:
         tenant = tenant or max(spare, key=spare.__getitem__)  # for nobody: who has most goes first
         return {each for each in spare if each != tenant and spare[each] < needed_bytes}
 
-    def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> list[Located]:
-        """Drop blocks whose slots have so many bytes, as far as one transaction goes.
+    def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
+        """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
 
         A slot of another size than the one wanted counts too: its space can be given back.
         """
@@ -429,7 +438,7 @@ class SlotAllocator:
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)
-        return victims
+        return len(victims)
 
     def enforce_budget(self) -> None:
         """Bring what files occupy down to the budget, less room for the index to grow."""
@@ -441,8 +450,4 @@ class SlotAllocator:
         if self.release_idle(0):
             return True
         with self.changing() as txn:
-            victims = self._evict(txn, -self.room_bytes)
-            if self.is_disk_full:  # their bytes make the room in which to note it
-                for victim in victims:
-                    self.erase(victim.extent)
-        return bool(victims)
+            return bool(self._evict(txn, -self.room_bytes))

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Self
 
 import msgspec
@@ -360,19 +360,6 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def entries(self, start: bytes, limit: int) -> list[tuple[bytes, Located | None]]:
-        """List some entries from a key on, None for a damaged one.
-
-        None at all where keys go back, or a walk might never end.
-        """
-        with self.index.reading() as txn:
-            entries = list(islice(txn.blocks(start), limit))
-        keys = [start, *(key for key, _ in entries)]
-        if any(key < before for before, key in pairwise(keys)):
-            self.ask_for_rebuild()
-            return []
-        return entries
-
     def ask_for_rebuild(self) -> None:
         """Have the next sweep make the index again."""
         with self._changing() as txn:
@@ -445,18 +432,11 @@ class BlockStore:
             self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
-        """Drop a batch; on a disk too full to note it, the bytes go first, which makes room.
-
-        A crash in between leaves entries whose payload fails its checksum: misses.
-        """
+        """Drop a batch, at the second attempt where the disk was too full to note it."""
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
             self._count_fault(error)
-        for _, block_hash in doomed:
-            with self.index.reading() as txn, suppress(CorruptBlockError):
-                if (located := txn.get(block_hash)) is not None:
-                    self.slots.erase(located.extent)
         return self._drop_batch(doomed, now)
 
     def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
