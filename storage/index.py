@@ -200,12 +200,14 @@ class Index:
         Answers in short steps whether the tree's pages lie where they say that they belong.
         """
         path, first_page = os.path.join(self.path, "data.mdb"), 0
+        page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             while data := file.read(_READ_AHEAD_BYTES):
                 pages = np.frombuffer(data, _PAGE, len(data) // PAGE_BYTES)
+                pages = pages[:: page_bytes // PAGE_BYTES]
                 places = np.arange(first_page, first_page := first_page + len(pages))
                 is_tree = (pages["flags"] - 1 < 2) & (pages["lower"] >= _PAGE_HEADER_BYTES)
-                is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= PAGE_BYTES)
+                is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
                 yield not np.any(is_tree & (pages["number"] != places))
             size = ctypes.c_size_t(os.fstat(file.fileno()).st_size)
             with open("/proc/self/maps") as maps:
