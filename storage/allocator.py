@@ -30,6 +30,7 @@ _SEGMENT_BYTES = 1 << 30
 # One step of erasing; a slot changes two pages of the index, half of what a block does.
 _ERASED_SLOTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FULL_S = 1.0  # a filesystem that was full is asked for more after so long
 
 
 def headroom_bytes(index_bytes: int) -> int:
@@ -58,6 +59,9 @@ class SlotAllocator:
     A tenant with a share of the budget keeps that much, whoever else wants room; where nothing else
     is left, the longest unused gives way all the same.
 
+    Where the filesystem has less room than the budget, that takes the budget's place until there is
+    more: the longest unused gives way. Some is left to the index.
+
     In memory these mirror the pending slots of the last committed transaction; `reload` restores
     that after a failed one. Used by the store's thread.
 
@@ -80,7 +84,9 @@ class SlotAllocator:
     faulty: set[Extent] = field(default_factory=set)
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
-    is_disk_full: bool = False
+    _full_until: float = 0.0
+    _most_there: int = 0  # until then: what the filesystem has for all files
+    _lacks_room: bool = False  # for what the last transaction had to write
     overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
@@ -101,18 +107,29 @@ class SlotAllocator:
         try:
             with self.index.writing() as txn:
                 yield txn
-        except BaseException:
+        except BaseException as error:
             self.reload()
+            is_short = self.files.free_bytes() < headroom_bytes(self.overhead_bytes)
+            if is_short or isinstance(error, StoreFullError):  # a page in part is EIO for LMDB
+                self.note_full()
+                self._lacks_room = True
             raise
+        self._lacks_room = False
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
-        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot."""
+        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot.
+
+        After a transaction that lacked room, the bytes go before it is noted, and make some. A
+        crash in between leaves an entry whose payload fails its checksum: a miss.
+        """
         segment, slot = located.extent
         state = txn.get_segment(segment)
         if state is None or slot >= state.num_used or located.slot_bytes != state.slot_bytes:
             txn.remove_damaged(located.record.block_hash)
             return
+        if self._lacks_room:
+            self.erase(located.extent)
         txn.remove(located)
         self._add_dirty(located.extent)
 
@@ -138,7 +155,28 @@ class SlotAllocator:
     @property
     def room_bytes(self) -> int:
         """What segment files may still grow by; negative when something must go."""
-        return self.budget_bytes - self.occupied_bytes - headroom_bytes(self.overhead_bytes)
+        return self._most_bytes - self.files.occupied_bytes
+
+    @property
+    def is_disk_full(self) -> bool:
+        """Whether the filesystem had no room a moment ago."""
+        return time.monotonic() < self._full_until
+
+    def note_full(self, free_bytes: float = 0.0) -> None:
+        """Keep to what the filesystem has for a while, with so much that is free.
+
+        A few blocks give way for the index's sake, once in that while, or whoever else fills the
+        disk had them all; and none where erasing gives nothing back.
+        """
+        self.measure()
+        headroom, occupied = headroom_bytes(self.overhead_bytes), self.occupied_bytes
+        can_shrink = self.files.punch_hole and not self.is_disk_full
+        least = -min(headroom, occupied // 16) if can_shrink else min(self.room_bytes, 0)
+        if not self._full_until:
+            logger.warning("no space left: new blocks take the place of old ones until there is")
+        if not self.is_disk_full:
+            self._full_until = time.monotonic() + _FULL_S
+        self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
 
     @property
     def pending_bytes(self) -> int:
@@ -157,8 +195,10 @@ class SlotAllocator:
 
     @property
     def _most_bytes(self) -> int:
-        """What all slots together may have."""
-        return self.budget_bytes - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
+        """What all slots together may have at the moment."""
+        budget = self.budget_bytes
+        limit = min(budget, self._most_there) if self.is_disk_full else budget
+        return limit - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
 
     def check_fits(self, slot_bytes: int) -> None:
         """Refuse a slot that no eviction could make room for.
@@ -166,7 +206,7 @@ class SlotAllocator:
         Raises:
             StoreFullError: with both sizes.
         """
-        most = self._most_bytes
+        most = self.budget_bytes - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
         if slot_bytes > most:
             needs = f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes}"
             leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
@@ -240,11 +280,8 @@ class SlotAllocator:
         segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
         self.failpoint("segment:opened")
         if not self._allocate(segment, num_slots, growth):
-            growth = min(count, growth)  # the least that helps
-            if not self._allocate(segment, num_slots, growth):
-                return []
+            return []
         self.failpoint("segment:grown")
-        self.is_disk_full = False
         txn.put_segment(segment, state._replace(num_slots=num_slots + growth))
         return self._take_unused(txn, slot_bytes, count)
 
@@ -256,13 +293,18 @@ class SlotAllocator:
         return segment
 
     def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
-        """Set space aside; False where the filesystem is full."""
+        """Set space aside; False where the filesystem has none beside what the index may need."""
+        needed_bytes = num_slots * self.files.slot_bytes(segment)
+        free_bytes = self.files.free_bytes()
+        if needed_bytes + headroom_bytes(self.overhead_bytes) > free_bytes:
+            self.note_full(free_bytes)
+            return False
         try:
             self.files.allocate(segment, first_slot, num_slots)
         except OSError as error:
             if error.errno not in _NO_SPACE:
                 raise
-            self.is_disk_full = True
+            self.note_full()
             return False
         return True
 
@@ -354,7 +396,7 @@ class SlotAllocator:
             short = min(count - len(slots), TXN_BLOCKS)
             with self.changing() as txn:
                 taken = self.take(txn, slot_bytes, short)
-                if len(taken) < short and not self.is_disk_full:
+                if len(taken) < short:
                     spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
                     self._evict(txn, (short - len(taken)) * slot_bytes - spare, tenant)
                     taken += self.take(txn, slot_bytes, short - len(taken))

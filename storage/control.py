@@ -121,7 +121,7 @@ class StoreControl:
         except _GONE:
             pass
         finally:
-            worker.channel.close()
+            worker.channel.send(messages.CloseCall())
             returncode = worker.bury(grace_s=self._answer_timeout_s)
         if body is not None:
             return body

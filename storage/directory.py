@@ -107,7 +107,11 @@ class StoreDirectory:
     def _describe(self, writer: dict[str, Any]) -> None:
         """Say in the lock who writes, and within which budget."""
         self._writer = writer
-        _describe_writer(self._lock_fd, {**writer, "budget_bytes": self.budget_bytes})
+        text = msgspec.json.encode({**writer, "budget_bytes": self.budget_bytes})
+        with suppress(OSError):  # over the old one, so that a full disk has room for it
+            os.pwrite(self._lock_fd, text, 0)
+            os.ftruncate(self._lock_fd, len(text))
+            os.fsync(self._lock_fd)
 
     def check_place(self) -> None:
         """Refuse to go on with a folder that is not at its path any more.
@@ -301,15 +305,6 @@ def _take_lock(path: str) -> int:
         raise StorageError(f"`{lock}` cannot be locked: {error.strerror}") from error
     os.chmod(path, 0o700)
     return fd
-
-
-def _describe_writer(fd: int, writer: dict[str, object]) -> None:
-    """Write the lock's text over the old one, so that a full disk has room for it."""
-    text = msgspec.json.encode(writer)
-    with suppress(OSError):
-        os.pwrite(fd, text, 0)
-        os.ftruncate(fd, len(text))
-        os.fsync(fd)
 
 
 def _lock_exclusively(fd: int) -> None:

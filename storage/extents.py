@@ -7,6 +7,7 @@ everything else is the owner's.
 
 import ctypes
 import errno
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -133,6 +134,11 @@ class SegmentFiles:
     def occupied_bytes(self) -> int:
         """What all segment files occupy, as of the last refresh of each."""
         return sum(file.occupied_bytes for file in self._files.values())
+
+    def free_bytes(self) -> float:
+        """What the filesystem says that it has left; one that does not know has no end."""
+        found = os.statvfs(self.directory)
+        return found.f_bavail * found.f_frsize if found.f_blocks else math.inf
 
     def allocate(self, segment: int, first_slot: int, num_slots: int) -> None:
         """Make the filesystem set the space of these slots aside; OSError where it has none."""

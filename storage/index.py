@@ -13,11 +13,12 @@ from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from heapq import merge
-from itertools import chain, pairwise, takewhile
+from itertools import islice, pairwise, takewhile
 from typing import Any, Literal, NamedTuple
 
 import lmdb
 import msgspec
+import numpy as np
 from msgspec.structs import replace
 
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
@@ -35,6 +36,16 @@ _META_END = struct.Struct("<136xQQ")  # of a page of meta: the last page's numbe
 _MOST_UNWRITTEN_BYTES = 64 << 20  # that a file may be shorter than it says
 _COMPACTED = "compact.mdb"
 PAGE_BYTES = 4096
+_PAGE_HEADER_BYTES = 16
+_PAGE = np.dtype(  # of LMDB's, with its number first; flags are 1 in a branch and 2 in a leaf
+    {
+        "names": ["number", "flags", "lower", "upper"],
+        "formats": ["<u8", "<u2", "<u2", "<u2"],
+        "offsets": [0, 10, 12, 14],
+        "itemsize": PAGE_BYTES,
+    }
+)
+_LOOKED_OVER_KEYS = 256  # in one step
 _READ_AHEAD_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22
 
@@ -183,22 +194,49 @@ class Index:
             yield changes
             changes.keep_meta()
 
-    def read_ahead(self) -> None:
-        """Bring the file into memory and into LMDB's map, or each of the first lookups waits."""
-        path = os.path.join(self.path, "data.mdb")
-        with (
-            suppress(OSError),
-            open(path, "rb", buffering=0) as file,
-            open("/proc/self/maps") as maps,
-        ):
-            while file.read(_READ_AHEAD_BYTES):
-                pass
-            for line in maps:
-                if line.rstrip().endswith(os.path.realpath(path)):
-                    start = ctypes.c_void_p(int(line.partition("-")[0], 16))
-                    size = ctypes.c_size_t(os.fstat(file.fileno()).st_size)
-                    # An older kernel does not know the advice, and pages come as they are touched.
-                    ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
+    def reading_ahead(self) -> Iterator[bool]:
+        """Bring the file into memory and into LMDB's map, or each of the first lookups waits.
+
+        Answers in short steps whether the tree's pages lie where they say that they belong.
+        """
+        path, first_page = os.path.join(self.path, "data.mdb"), 0
+        page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            while data := file.read(_READ_AHEAD_BYTES):
+                pages = np.frombuffer(data, _PAGE, len(data) // PAGE_BYTES)
+                pages = pages[:: page_bytes // PAGE_BYTES]
+                places = np.arange(first_page, first_page := first_page + len(pages))
+                is_tree = (pages["flags"] - 1 < 2) & (pages["lower"] >= _PAGE_HEADER_BYTES)
+                is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
+                yield not np.any(is_tree & (pages["number"] != places))
+            size = ctypes.c_size_t(os.fstat(file.fileno()).st_size)
+            with open("/proc/self/maps") as maps:
+                for line in maps:
+                    if line.rstrip().endswith(os.path.realpath(path)):
+                        start = ctypes.c_void_p(int(line.partition("-")[0], 16))
+                        # An older kernel does not know it, and pages come as they are touched.
+                        ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
+
+    def looking_over(self) -> Iterator[bool]:
+        """Answer in short steps whether keys are in order and the counters agree.
+
+        No transaction outlives its step, so blocks may come and go meanwhile; only while none does
+        can keys be counted too.
+        """
+        for name in ("blocks", *_ORDERS):
+            start, num_keys, states = b"", 0, set[int]()
+            while True:
+                with self.reading() as txn:
+                    keys, num_entries, state = txn.some_keys(name, start, _LOOKED_OVER_KEYS)
+                states.add(state)
+                num_keys += len(keys)
+                if not keys:
+                    break
+                yield all(key < other for key, other in pairwise([start, *keys]))
+                start = keys[-1] + b"\0"
+            yield num_keys == num_entries or len(states) > 1
+        with self.reading() as txn:
+            yield not txn.contradictions()
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""
@@ -452,19 +490,24 @@ class IndexTxn:
         return is_used and found == [b"", b"", None, None]
 
     def contradictions(self) -> list[str]:
-        """Compare all counters; with `is_whole` of every record none goes unseen."""
+        """Compare all counters; with `is_whole` of every record no lost key goes unseen."""
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
         num_blocks = num["blocks"]
         num_used = sum(each.num_used for each in self.segments().values())
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
         num_slots = num_blocks + num["free"] + num["pending"]
         wrong = {
-            "keys": any(self._num_sorted(each) != num_blocks for each in ("blocks", *_ORDERS)),
+            "keys": any(num[name] != num_blocks for name in _ORDERS),
             "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
             "slots": num_used != num_slots,
             "damaged entries": self.meta.needs_rebuild,
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]
+
+    def some_keys(self, name: str, start: bytes, limit: int) -> tuple[list[bytes], int, int]:
+        """List keys from one on; how many there are said to be, and in which state of the index."""
+        keys = [key for key, _ in islice(self._walk(name, start), limit)]
+        return keys, self._txn.stat(self._dbs[name])["entries"], self._txn.id()
 
     def begin(self, meta: Meta, segments: dict[int, SegmentState]) -> None:
         """Fill an empty index with what is known of a store before any block of it."""
@@ -478,14 +521,6 @@ class IndexTxn:
             if name != "meta":
                 self._txn.drop(self._dbs[name], delete=False)
         self.meta.totals, self.meta.needs_rebuild = Totals(0, 0), False
-
-    def _num_sorted(self, name: str) -> int:
-        """How many keys a walk meets, as far as each is behind the one before it.
-
-        A damaged tree may say another number than it holds, and find less than it holds.
-        """
-        keys = chain([b""], (key for key, _ in self._walk(name)))
-        return sum(1 for _ in takewhile(lambda pair: pair[0] < pair[1], pairwise(keys)))
 
     def _lru_keys(self, prefix: bytes) -> Iterator[bytes]:
         keys = (key for key, _ in self._walk("lru", prefix))

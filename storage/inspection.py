@@ -9,7 +9,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -129,7 +129,8 @@ def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Itera
     """
     is_whole, page = True, memoryview(b"")
     for block_hash in (key for entries in _walking(store) for key, _ in entries):
-        entry = dict(store.entries(block_hash, 1))
+        with store.index.reading() as txn:
+            entry = dict(islice(txn.blocks(block_hash), 1))
         if block_hash not in entry:  # gone since the walk came by
             continue
         located = entry[block_hash]
@@ -151,18 +152,32 @@ def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Itera
                 if can_repair:
                     store.drop_bad(located)
         yield
-    if not (is_whole and store.is_sound()):
+    for is_sound in chain(store.index.reading_ahead(), store.index.looking_over()):
+        if not (is_whole := is_whole and is_sound):
+            break
+        yield
+    if not is_whole:
         result.add("index", is_repaired=repair)
         if repair:
             store.make_index_again()
 
 
 def _walking(store: BlockStore) -> Iterator[list[tuple[bytes, Located | None]]]:
-    """Walk over all entries, a slice a step; blocks may come and go between two steps."""
+    """Walk over all entries, a slice a step; blocks may come and go between two steps.
+
+    It ends where keys go back, or it might never do so.
+    """
     start = b""
-    while entries := store.entries(start, TXN_BLOCKS):
-        start = entries[-1][0] + b"\0"
+    while True:
+        with store.index.reading() as txn:
+            entries = list(islice(txn.blocks(start), TXN_BLOCKS))
+        keys = [start, *(key for key, _ in entries)]
+        if keys != sorted(keys):
+            return store.ask_for_rebuild()
+        if not entries:
+            return None
         yield entries
+        start = keys[-1] + b"\0"
 
 
 def _gathering(store: BlockStore, now: float) -> Generator[None, None, Chains]:

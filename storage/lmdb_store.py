@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from itertools import islice, pairwise
+from itertools import islice
 from typing import Self
 
 import msgspec
@@ -360,24 +360,6 @@ class BlockStore:
 
     # --- looking at it ------------------------------------------------------------------------
 
-    def entries(self, start: bytes, limit: int) -> list[tuple[bytes, Located | None]]:
-        """List some entries from a key on, None for a damaged one.
-
-        None at all where keys go back, or a walk might never end.
-        """
-        with self.index.reading() as txn:
-            entries = list(islice(txn.blocks(start), limit))
-        keys = [start, *(key for key, _ in entries)]
-        if any(key < before for before, key in pairwise(keys)):
-            self.ask_for_rebuild()
-            return []
-        return entries
-
-    def is_sound(self) -> bool:
-        """Whether the index agrees with itself, counted key by key; any thread may ask."""
-        with self.index.reading() as txn:
-            return not txn.contradictions()
-
     def ask_for_rebuild(self) -> None:
         """Have the next sweep make the index again."""
         with self._changing() as txn:
@@ -420,10 +402,6 @@ class BlockStore:
         """The figure of that name in `stats`, as of now; any thread may ask."""
         return self._files.bytes_read
 
-    def read_ahead(self) -> None:
-        """Bring the index into memory; for a thread of its own, whatever happens to the store."""
-        self.index.read_ahead()
-
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
         recovery.make_again(self.slots)
@@ -454,18 +432,11 @@ class BlockStore:
             self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
-        """Drop a batch; on a disk too full to note it, the bytes go first, which makes room.
-
-        A crash in between leaves entries whose payload fails its checksum: misses.
-        """
+        """Drop a batch, at the second attempt where the disk was too full to note it."""
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
             self._count_fault(error)
-        for _, block_hash in doomed:
-            with self.index.reading() as txn, suppress(CorruptBlockError):
-                if (located := txn.get(block_hash)) is not None:
-                    self.slots.erase(located.extent)
         return self._drop_batch(doomed, now)
 
     def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:

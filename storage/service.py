@@ -56,6 +56,7 @@ Answer = TypeVar("Answer")
 Item = TypeVar("Item", BlockRecord, TouchItem)
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
 _FORGOTTEN_S = 3.0  # a command line that asks for nothing may be stopped: it keeps nobody out
+_PAUSES = 25  # times what a step of looking the index over took
 _OVER = object()
 
 
@@ -143,7 +144,6 @@ class StoreService:
         self._loaded: list[PageLoaded] = []
         self._doomed: Counter[bytes] = Counter()
         self._is_closing = False  # no new work; what is written gets finished
-        self._is_orphan = False  # nobody is left to answer to
 
         # Of the index thread.
         self._changes = Loop()
@@ -159,6 +159,7 @@ class StoreService:
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._stored: list[PageStored] = []
+        self._is_over = Event()
         self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
         self._reported: set[str] = set()
@@ -171,9 +172,22 @@ class StoreService:
         self._server = ControlServer(self._options.path, self._verbs.carry_out)
 
     def run(self) -> None:
-        """Serve until the engine says so or is gone, then close the store."""
+        """Serve until the engine says so, then close the store.
+
+        Raises:
+            EOFError: the engine is gone, or the command line that started this says nothing.
+        """
+        looking = Thread(target=self._look_over, daemon=True)
+        looking.start()
+        try:
+            self._serve()
+        finally:
+            self._is_over.set()
+            looking.join(_TICK_S)  # for the end of a step
+        self._store.close()
+
+    def _serve(self) -> None:
         self._channel.send(messages.WorkerUp(self._stats, self._notes))
-        Thread(target=self._look_over, daemon=True).start()
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
         changing.add_done_callback(lambda _: self._front.hand(changing.result))  # or its error
         try:
@@ -185,8 +199,7 @@ class StoreService:
             self._front_turn()
         self._front_turn()
         self._readers.shutdown()
-        self._store.close()
-        while self._channel.has_queued and not self._is_orphan:
+        while self._channel.has_queued:
             self._front.wait(_TICK_S)
 
     # --- front thread: the engine's channel ----------------------------------------------------
@@ -200,15 +213,10 @@ class StoreService:
             self._loaded.clear()
         is_forgotten = self._arena is None and self._verbs.idle_s > _FORGOTTEN_S
         if is_forgotten or os.getppid() != self._launch.parent_pid:
-            self._abandon()
+            raise EOFError
 
     def _hear_engine(self) -> None:
-        try:
-            received = self._channel.receive()
-        except EOFError:
-            self._abandon()
-            return
-        for message in received:
+        for message in self._channel.receive():
             self._obey(message)
 
     def _obey(self, message: messages.EngineMessage) -> None:
@@ -234,14 +242,6 @@ class StoreService:
 
     def _forget_doomed(self, hashes: list[bytes]) -> None:
         self._doomed -= Counter(hashes)
-
-    def _abandon(self) -> None:
-        """Finish what is in hand for nobody: the engine is gone."""
-        if not self._is_orphan:
-            self._is_orphan = self._is_closing = True
-            self._front.selector.unregister(self._channel)
-            self._loads.clear()
-            self._changes.hand(self._abandon_writes)
 
     # --- front thread: loads -------------------------------------------------------------------
 
@@ -351,13 +351,6 @@ class StoreService:
         reason = self._attempt("load", lambda: self._store.read_failed(task.located, error))
         self._refresh_stats()
         self._front.hand(lambda: self._end_read(task, reason or "io_error"))
-
-    def _abandon_writes(self) -> None:
-        self._writes.clear()
-        self._packed.clear()
-        while self._reserved:
-            if (extent := self._reserved.popleft().extent) is not None:
-                self._store.abandon(extent)
 
     @property
     def _has_writes(self) -> bool:
@@ -529,16 +522,22 @@ class StoreService:
     def _look_over(self) -> None:
         """Bring the index into memory and see whether it agrees with itself, on a thread for that.
 
-        Pages in each other's place break no checksum, and what is stored then may not be found.
+        Pages in each other's place break no checksum, and what is stored then may not be found. A
+        pause follows each step that wants the interpreter's lock, as lookups do.
         """
-        self._store.read_ahead()
+        index = self._store.index
         try:
-            is_sound = self._store.is_sound()
+            for steps, pauses in (index.reading_ahead(), 0), (index.looking_over(), _PAUSES):
+                begin = time.monotonic()
+                for is_sound in steps:
+                    if not is_sound:
+                        return self._changes.hand(self._store.ask_for_rebuild)
+                    pause_s = min(pauses * (time.monotonic() - begin), _TICK_S)
+                    if self._is_over.wait(pause_s):
+                        return None
+                    begin = time.monotonic()
         except StorageError as error:
             self._changes.hand(partial(self._report, "index", error))
-        else:
-            if not is_sound:
-                self._changes.hand(self._store.ask_for_rebuild)
 
     # --- any thread ----------------------------------------------------------------------------
 

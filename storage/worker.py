@@ -19,14 +19,13 @@ from typing import Literal
 import msgspec
 
 from tieredkv.clock import Clock
-from tieredkv.errors import StorageError, TieredKVError
-from tieredkv.storage import messages
+from tieredkv.errors import ConfigError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.directory import SET_ASIDE, StoreDirectory
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import EngineMessage, Launch
+from tieredkv.storage.messages import EngineMessage, Launch, refusal
 from tieredkv.storage.process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
 from tieredkv.storage.service import StoreService
 
@@ -47,27 +46,23 @@ def main(arguments: list[str]) -> int:
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     (launch,) = channel.receive(None)
     assert isinstance(launch, Launch), launch
+    path, service = launch.options.path, None
     try:
         service = _open(launch, channel)
-    except TieredKVError as error:
-        if is_damage(error):
-            logger.error("%s", error)
-            return EXIT_DAMAGED
-        channel.send(messages.refusal(error))
-        return EXIT_REFUSED
-    except OSError as error:
-        channel.send(messages.refusal(StorageError(f"`{launch.options.path}`: {error}")))
-        return EXIT_REFUSED
-    except Exception:  # a bug of ours, or bytes in the index that nobody thought of
-        logger.exception("the store of `%s` cannot be opened", launch.options.path)
-        return EXIT_DAMAGED
-    try:
         service.run()
-    except (OSError, MemoryError) as error:  # the folder went away, its disk: try again
-        logger.error("the store of `%s` failed: %r", launch.options.path, error)
+    except EOFError:  # nobody is left to answer to; what is stored survives a kill
+        os._exit(EXIT_FAILED)
+    except (StorageError, ConfigError, OSError, MemoryError) as error:
+        if service is None and not is_damage(error):
+            if not isinstance(error, TieredKVError):
+                error = StorageError(f"`{path}`: {error}")
+            channel.send(refusal(error))
+            return EXIT_REFUSED
+        # The folder went away, its disk, or the index is damaged: try again.
+        logger.error("the store of `%s` failed: %r", path, error)
         return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
-    except Exception:
-        logger.exception("serving `%s` broke", launch.options.path)
+    except Exception:  # a bug of ours, or bytes in the index that nobody thought of
+        logger.exception("the store of `%s` broke", path)
         return EXIT_DAMAGED
     finally:
         channel.close()  # or a thread that its disk holds up would keep the engine waiting too

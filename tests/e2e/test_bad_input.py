@@ -324,7 +324,7 @@ def test_a_lost_index_is_made_again_from_the_slots(store: Path, generate: Run) -
     assert "the index was made again from slot headers" in stderr
 
 
-def test_a_full_disk_is_counted_and_every_request_is_served(tmp_path: Path) -> None:
+def test_blocks_give_way_on_a_full_disk_and_every_request_is_served(tmp_path: Path) -> None:
     prompts = [random.Random(i).choices(range(256), k=1000) for i in range(4)]
     sizes: dict[str, Any] = {"device_size": "4MiB", "host_size": "4MiB", "disk_size": "1GiB"}
     with (
@@ -335,8 +335,9 @@ def test_a_full_disk_is_counted_and_every_request_is_served(tmp_path: Path) -> N
         assert llm.demote("disk")
         again = [llm.generate(prompt, GREEDY)[0] for prompt in prompts]
         assert [each.token_ids for each in again] == [each.token_ids for each in cold]
-        assert again[0].usage.cached_tokens_by_tier[Tier.DISK] > 0, "what had room is not served"
         llm.core.cache.check()
         stats: Any = llm.tier_stats()
-    assert stats["disk"]["faults"]["no_space"] > 0
-    assert stats["counters"]["store_failures"]["full"] > 0
+        from_disk = [each.usage.cached_tokens_by_tier[Tier.DISK] for each in again]
+        assert any(from_disk), "what had room is not served"
+    assert stats["disk"]["num_evicted"] > 0
+    assert 1 << 20 < stats["disk"]["bytes_files"] <= 2 << 20

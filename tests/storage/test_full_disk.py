@@ -1,13 +1,18 @@
 """A filesystem that is really full; makes its own small one, which takes root."""
 
+import itertools
+import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import (
+    BLOCK_BYTES,
     evict,
     load,
     make_record,
@@ -15,13 +20,16 @@ from tests.storage.blocks import (
     payload_of,
     put,
     segment_files,
+    stored_hashes,
     sweep,
+    verify,
 )
-from tieredkv.errors import StoreFullError
-from tieredkv.storage.results import EvictFilter
+from tests.storage.conftest import wait_until
+from tieredkv.errors import StorageError
+from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
-SMALL_BYTES = 3 << 20
+SMALL_BYTES, BUDGET_BYTES = 3 << 20, 64 << 20
 
 
 @pytest.fixture(params=["tmpfs", "ext4"])
@@ -40,33 +48,103 @@ def small_disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Path]
 
 
 def fill(disk: Path, clock: FakeClock) -> list[BlockRecord]:
-    """Store until the disk is full; answer what was acknowledged."""
+    """Store until blocks give way, then fill what is left; answer the blocks that are there."""
     stored: list[BlockRecord] = []
-    with open_store(disk / "s", clock, budget_bytes=64 << 20) as store:
-        while len(stored) < 1000:
-            record = make_record(f"{len(stored)}", expires_at=clock.now() + 10)
-            try:
-                put(store, record)
-            except StoreFullError:
-                break
-            stored.append(record)
-        assert store.stats().num_evicted == 0
+    with open_store(disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
+        while not store.stats().num_evicted:
+            stored.append(make_record(f"{len(stored)}", expires_at=clock.now() + 10))
+            assert put(store, stored[-1]) == [True]
+        there = stored_hashes(store, stored)
+        stored = [each for each in stored if each.block_hash in there]
         assert [load(store, each) for each in stored] == [payload_of(each) for each in stored]
         store.check()
-    # What others leave free is taken too: not one page more for the index.
-    with (disk / "stranger").open("wb", buffering=0) as file:
+    fill_up(disk / "stranger")
+    return stored
+
+
+def fill_up(path: Path) -> None:
+    """Take what others leave free: not one page more for the index."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
         while True:
-            try:
-                file.write(bytes(1024))
-            except OSError:
-                return stored
+            file.write(bytes(1024))
+
+
+def test_new_blocks_take_the_place_of_the_longest_unused_ones(small_disk: Path) -> None:
+    clock, kept = FakeClock(), make_record("kept")
+    records = [make_record(f"{number}", now=clock.now() + number) for number in range(500)]
+    with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
+        for number, record in enumerate([kept, *records]):
+            clock.set(record.computed_at)
+            assert put(store, record) == [True]
+            assert load(store, record) == payload_of(record)
+            store.claim_or_touch([TouchItem(kept.block_hash, clock.now())])
+            if number % 50 == 0:
+                store.check()
+        there = stored_hashes(store, [kept, *records])
+        newest = {each.block_hash for each in [kept, *records[-len(there) + 1 :]]}
+        assert there == newest
+        assert len(there) * BLOCK_BYTES > 0.4 * SMALL_BYTES
+        assert store.stats().faults == {}
+        assert os.statvfs(small_disk).f_bavail > 0, "nobody else can write a byte"
+
+
+def test_blocks_of_all_sizes_share_a_full_disk(small_disk: Path) -> None:
+    sizes = [4096, 30_000, 9_000, 100_000, 60_000]
+    clock = FakeClock()
+    with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
+        for number in range(200):
+            clock.advance(1)
+            record = make_record(f"{number}", size_bytes=sizes[number % 5], now=clock.now())
+            assert put(store, record) == [True]
+            assert load(store, record) == payload_of(record)
+        store.check()
+        assert store.stats().bytes_live > 0.4 * SMALL_BYTES
+
+
+def test_the_tier_grows_again_once_the_disk_has_room(small_disk: Path) -> None:
+    (small_disk / "stranger").write_bytes(bytes(SMALL_BYTES // 2))
+    with open_store(small_disk / "s", budget_bytes=BUDGET_BYTES) as store:
+        names = map(str, itertools.count())
+        while not store.stats().num_evicted:
+            put(store, make_record(next(names)))
+        num_blocks = store.stats().blocks
+        (small_disk / "stranger").unlink()
+
+        def has_grown() -> bool:
+            put(store, make_record(next(names)))
+            return store.stats().blocks > 1.3 * num_blocks
+
+        wait_until(has_grown)
+        store.check()
+
+
+def test_blocks_are_stored_where_others_left_nothing_to_the_index(small_disk: Path) -> None:
+    clock = FakeClock()
+    stored = fill(small_disk, clock)
+    later = [make_record(f"later {each}", now=clock.now() + each / 10) for each in range(20)]
+    with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
+
+        def is_stored(record: BlockRecord) -> bool:
+            with suppress(StorageError):
+                return put(store, record) == [True]
+            return False
+
+        for number, record in enumerate(later):
+            if number % 10 == 5:
+                fill_up(small_disk / f"another {number}")
+            wait_until(partial(is_stored, record))
+            assert load(store, record) == payload_of(record)
+        assert store.stats().blocks > len(stored) // 2
+        store.check()
+    with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
+        assert verify(store).bad == 0
 
 
 def test_expired_bytes_go_although_the_index_cannot_grow(small_disk: Path) -> None:
     clock = FakeClock()
     stored = fill(small_disk, clock)
     assert len(stored) > 50
-    with open_store(small_disk / "s", clock, budget_bytes=64 << 20) as store:
+    with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
         assert [load(store, each) for each in stored] == [payload_of(each) for each in stored]
         clock.advance(10)
         assert sweep(store).expired_blocks == len(stored)
@@ -78,7 +156,7 @@ def test_expired_bytes_go_although_the_index_cannot_grow(small_disk: Path) -> No
 def test_an_operator_can_evict_to_free_a_full_disk(small_disk: Path) -> None:
     clock = FakeClock()
     stored = fill(small_disk, clock)
-    with open_store(small_disk / "s", clock, budget_bytes=64 << 20) as store:
+    with open_store(small_disk / "s", clock, budget_bytes=BUDGET_BYTES) as store:
         assert evict(store, EvictFilter(all=True)).evicted_blocks == len(stored)
         assert segment_files(small_disk / "s") == []
         store.check()

@@ -7,6 +7,7 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from tests.storage import blocks
 from tests.storage.conftest import DAY_S, Harness, Mailbox, is_alive, make_chain, wait_until
 from tests.storage.test_control import engine_that_says
+from tests.storage.test_faults import plain_index
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.process import WorkerProcess
@@ -81,15 +83,15 @@ def test_an_index_whose_pages_lie_in_each_others_place_is_made_again(
 ) -> None:
     client = harness.open()
     chains = [make_chain(name, 60) for name in "abcdefgh"]
-    for chain in chains:
-        Mailbox(client).store(chain)
+    for each in chains:
+        Mailbox(client).store(each)
     client.close()
     swap_pages(harness.folder / "index" / "data.mdb", seed)
     mail = Mailbox(harness.open())
 
     def is_whole() -> bool:
-        stored = [done.ok for chain in chains for done in mail.store(chain)]
-        return all(stored) and all(done.ok for chain in chains for done in mail.load(chain))
+        stored = [done.ok for each in chains for done in mail.store(each)]
+        return all(stored) and all(done.ok for each in chains for done in mail.load(each))
 
     def is_sound() -> bool:
         with suppress(StorageError):  # the worker may end of it
@@ -98,6 +100,36 @@ def test_an_index_whose_pages_lie_in_each_others_place_is_made_again(
 
     wait_until(is_sound)
     wait_until(is_whole)
+
+
+def look_over(store: blocks.CheckedStore) -> Iterator[bool]:
+    return chain(store.index.reading_ahead(), store.index.looking_over())
+
+
+def test_an_index_is_looked_over_while_blocks_come_and_go(tmp_path: Path) -> None:
+    records = [blocks.make_record("a", position) for position in range(300)]
+    with blocks.open_store(tmp_path / "store", budget_bytes=16 << 20) as store:
+        blocks.put(store, *records)
+        for number, is_sound in enumerate(look_over(store)):
+            assert is_sound
+            store.delete([records[number].block_hash], "test")
+            blocks.put(store, blocks.make_record("later", number))
+        assert number > 8
+
+
+@pytest.mark.parametrize("order", ["expiry", "lru"])
+def test_a_key_that_is_lost_is_seen_where_all_are_looked_over(tmp_path: Path, order: str) -> None:
+    path, records = tmp_path / "store", [blocks.make_record("a", each) for each in range(300)]
+    with blocks.open_store(path) as store:
+        blocks.put(store, *records)
+    with plain_index(path, order) as (txn, db), txn.cursor(db) as cursor:
+        assert cursor.first()
+        cursor.delete()
+    with blocks.open_store(path) as store:
+        assert not all(look_over(store))
+        assert blocks.verify(store).by_reason == {"index": 1}
+        assert all(look_over(store))
+        store.check()
 
 
 def test_verify_answers_where_the_index_ends_a_worker_that_serves(harness: Harness) -> None:
