@@ -180,7 +180,9 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:
-        """Look at one consistent state."""
+        """Look at one consistent state; a closed index is a StorageError."""
+        if self._opened is None:
+            raise StorageError(errno.EBADF, f"the index at `{self.path}` is closed")
         env, dbs = self._opened
         with storage_errors(self.path), env.begin() as txn:
             yield IndexTxn(txn, dbs)
@@ -200,7 +202,8 @@ class Index:
         Answers in short steps whether the tree's pages lie where they say that they belong.
         """
         path, first_page = os.path.join(self.path, "data.mdb"), 0
-        page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
+        with self.reading():
+            page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             while data := file.read(_READ_AHEAD_BYTES):
                 pages = np.frombuffer(data, _PAGE, len(data) // PAGE_BYTES)
