@@ -490,12 +490,12 @@ def test_closing_twice_is_fine_and_frees_the_lock(tmp_path: Path) -> None:
 
 def test_who_still_reads_when_the_store_closes_is_told(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
-        put(store, [make_record()])
+        put(store, make_record())
         steps = store.index.looking_over()
         assert next(steps)
-    for reading in (lambda: list(steps), lambda: list(store.index.reading_ahead())):
+    for reading in (steps, store.index.reading_ahead()):
         with pytest.raises(StorageError, match="is closed"):
-            reading()
+            list(reading)
 
 
 def test_opening_does_not_read_the_entries(tmp_path: Path) -> None:
