@@ -159,7 +159,13 @@ def flip_everywhere(folder: Path, every: int, seed: int) -> None:
         path.write_bytes(data)
 
 
-@pytest.mark.parametrize("every", [4 << 10, 100 << 10], ids=["every block", "every third block"])
+@pytest.mark.parametrize(
+    "every",
+    [
+        pytest.param(4 << 10, id="every block", marks=pytest.mark.slow),
+        pytest.param(100 << 10, id="every third block"),
+    ],
+)
 def test_flipped_bytes_cost_blocks_and_never_a_token(
     every: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -257,7 +257,9 @@ def test_rows_without_two_halves_and_rows_too_wide_are_refused(choose: Choose) -
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("shape", [(8, 1024), (4104, 1024), (16384, 256)])
+@pytest.mark.parametrize(
+    "shape", [(8, 1024), (4104, 1024), pytest.param((16384, 256), marks=pytest.mark.slow)]
+)
 def test_one_row_times_a_matrix(
     device: str, choose: Choose, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:

@@ -324,11 +324,11 @@ def test_a_reused_slot_holds_nothing_of_the_block_before(tmp_path: Path) -> None
     ("sizes", "most_constant", "least_live"),
     [
         ((131_072, 262_144), 1 / 3, 0.85),
-        ((65_536,), 1 / 3, 0.85),
+        pytest.param((65_536,), 1 / 3, 0.85, marks=pytest.mark.slow),
         ((32_768,), 0, 0.85),
         # A slot is its payload, 512 bytes of header and on average 2 KiB of padding to whole pages:
         # of payloads of 13 to 22 KiB 0.88. The index of so small a store takes 0.06.
-        ((32_768,), 1 / 3, 0.80),
+        pytest.param((32_768,), 1 / 3, 0.80, marks=pytest.mark.slow),
     ],
 )
 def test_ten_turnovers_of_unequal_sizes_stay_within_the_budget_and_dense(

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 SMOKE_FAULTS = "kills,segment-flips,segment-cuts,old-segments"
 
 
+@pytest.mark.slow
 def test_a_soak_of_ten_seconds_ended_by_ctrl_c_finds_nothing_wrong(tmp_path: Path) -> None:
     arguments = ["--minutes", "5", "--dir", str(tmp_path), "--disk-size", "32MiB"]
     arguments += ["--faults", SMOKE_FAULTS, "--fault-every", "4", "--kill-every", "2"]
@@ -59,6 +60,7 @@ class _Sabotaged(Soak):
         ballast.unlink()
 
 
+@pytest.mark.slow
 def test_a_store_that_breaks_its_promises_is_found_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
