@@ -36,7 +36,7 @@ demo: setup
 	@$(BIN)/tieredkv bench ttft --model $(DEMO) --repeats 3 --json
 
 test: lint types
-	@$(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 3 --dist loadfile
+	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -m "not gpu and not slow and not stress" -n 3 --dist loadfile
 
 test-full: lint types
 	@$(BIN)/pytest -q -m "not gpu"

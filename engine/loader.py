@@ -12,14 +12,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import msgspec
 import torch
-from huggingface_hub.errors import HFValidationError
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -29,31 +25,29 @@ from transformers.utils import logging as transformers_logging
 from tieredkv.config import Dtype, Fingerprint
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
+from tieredkv.engine.checkpoint import (
+    drawn_config,
+    find_folder,
+    load_tokenizer,
+    max_model_len,
+    read_config,
+    refused,
+    refusing,
+)
 from tieredkv.engine.fingerprint import files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
-from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention, refused
-from tieredkv.errors import ConfigError, ModelError
+from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.errors import ConfigError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
 logger = logging.getLogger(__name__)
 
-SHAPES = Path(__file__).parent / "shapes"
-"""Configurations of `tiny-random` and of well-known models, for random weights of a real shape."""
-
-RANDOM_PREFIX = "random:"
 RANDOM_SEED = 0
 RANDOM_STD = 0.02
 CACHE_DIR = Path("~/.cache/tieredkv")
 """Where the digests of weight files are remembered."""
 
-_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
-
-
-class _Config(msgspec.Struct):
-    """What must stand in a config.json for transformers not to guess."""
-
-    model_type: str
 
 
 class _Index(msgspec.Struct):
@@ -90,7 +84,7 @@ class FoundModel:
     @property
     def max_model_len(self) -> int:
         """Positions that the model was made for."""
-        return _max_model_len(self.config)
+        return max_model_len(self.config)
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Describe the keys and values of this model in blocks of `block_size` tokens."""
@@ -176,12 +170,13 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
         ConfigError: `device` asks for a GPU that is not there.
     """
     target = _resolve_device(device)
-    config, folder = _drawn_config(name), None
+    config, folder = drawn_config(name), None
     if config is None:
-        folder = _find_folder(name)
-        config = _read_config(name, folder)
+        folder = find_folder(name)
+        config = read_config(name, folder)
     check_config(name, config)
     if folder is not None:
+        folder = find_folder(name, ["*.safetensors"])
         _weight_files(name, folder)
     elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
         size = f"a vocabulary of {config.vocab_size} tokens"
@@ -195,23 +190,6 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
         device=target,
         folder=folder,
     )
-
-
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, without the model.
-
-    Raises:
-        ModelError: the model or its tokenizer cannot be found or read.
-    """
-    config = _drawn_config(name)
-    if config is not None:
-        return tiny.byte_tokenizer(config.vocab_size, _max_model_len(config))
-    folder = _find_folder(name)
-    with _refusing(name, "its tokenizer cannot be loaded"):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
-    return tokenizer
 
 
 def _resolve_device(device: str) -> torch.device:
@@ -230,55 +208,6 @@ def _resolve_dtype(dtype: Dtype, config: PreTrainedConfig, device: torch.device)
     return stored if stored in DTYPE_BYTES else "bfloat16"
 
 
-def _drawn_config(name: str) -> PreTrainedConfig | None:
-    """Find the shape that `tiny-random` or `random:<shape>` names; None for a checkpoint."""
-    if name == tiny.TINY_NAME:
-        return _read_config(name, SHAPES / f"{name}.json")
-    if not name.startswith(RANDOM_PREFIX):
-        return None
-    shape = name.removeprefix(RANDOM_PREFIX)
-    path = SHAPES / f"{shape.lower()}.json"
-    if "/" in shape or not path.is_file():
-        path = Path(shape).expanduser()
-        path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
-        known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
-        raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
-    return _read_config(name, path)
-
-
-def _read_config(name: str, path: Path) -> PreTrainedConfig:
-    """Read a config.json, or that of a folder, without running code that lies beside it."""
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise refused(name, f"`{path}` has no config.json")
-    with _refusing(name, f"`{file}` cannot be read"):
-        msgspec.json.decode(file.read_bytes(), type=_Config)
-    with _refusing(name, "transformers cannot read its config"):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
-    return config
-
-
-def _find_folder(name: str) -> Path:
-    """Find a checkpoint: a local folder, or a hub id whose files are fetched."""
-    folder = Path(name).expanduser()
-    if name.strip() and folder.is_dir():
-        return folder
-    if name.strip() and folder.exists():
-        raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
-        raise refused(name, "there is no such folder")
-    try:
-        fetched = Path(huggingface_hub.snapshot_download(name, allow_patterns=_CONFIG_FILES))
-        check_config(name, _read_config(name, fetched))
-        wanted, others = [*_CONFIG_FILES, "*.safetensors"], ["*/*.safetensors", "consolidated*"]
-        download = huggingface_hub.snapshot_download
-        return Path(download(name, allow_patterns=wanted, ignore_patterns=others))
-    except (OSError, HFValidationError) as error:  # what else the hub raises are OSErrors
-        what = "is not a local folder and cannot be fetched from the hub"
-        raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
-
-
 def _weight_files(name: str, folder: Path) -> list[Path]:
     """List the safetensors files of a checkpoint, which must all be there."""
     index = folder / "model.safetensors.index.json"
@@ -288,7 +217,7 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
     if not index.is_file():
         others = "other weight formats are not loaded, since they can run code"
         raise refused(name, f"`{folder}` has no model.safetensors; {others}")
-    with _refusing(name, f"`{index}` cannot be read"):
+    with refusing(name, f"`{index}` cannot be read"):
         shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
@@ -299,7 +228,7 @@ def _weight_files(name: str, folder: Path) -> list[Path]:
 
 def _read_weights(found: FoundModel, folder: Path) -> Any:
     """Make the model that a checkpoint holds, on its device."""
-    with _refusing(found.name, "its weights cannot be loaded"), _without_progress_bars():
+    with refusing(found.name, "its weights cannot be loaded"), _without_progress_bars():
         model, info = _AUTO_MODEL.from_pretrained(
             folder,
             config=found.config,
@@ -359,25 +288,7 @@ def _draw_gaussians(model: PreTrainedModel) -> None:
             parameter.normal_(0.0, RANDOM_STD, generator=generator)
 
 
-def _max_model_len(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "max_position_embeddings", None) or 2048)
-
-
 def _eos_token_ids(*sources: Any) -> frozenset[int]:
     """Gather the end tokens from the generation config, the config and the tokenizer."""
     told = [getattr(source, "eos_token_id", None) for source in sources]
     return frozenset().union(*([it] if isinstance(it, int) else it or () for it in told))
-
-
-@contextlib.contextmanager
-def _refusing(name: str, what: str) -> Iterator[None]:
-    """Refuse a model if transformers raises, which it, safetensors and torch do in many types."""
-    try:
-        yield
-    except Exception as error:
-        raise refused(name, f"{what}: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

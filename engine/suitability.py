@@ -14,6 +14,7 @@ import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from tieredkv.engine.attention import ATTENTION_NAME, CONTEXT_ARGUMENT, AttentionCall
+from tieredkv.engine.checkpoint import refused
 from tieredkv.errors import ModelError
 
 logger = logging.getLogger(__name__)
@@ -53,11 +54,6 @@ def _check(name: str, reasons: Reasons) -> None:
     for holds, reason in reasons:
         if holds:
             raise refused(name, reason)
-
-
-def refused(name: str, reason: object) -> ModelError:
-    """Return the error for a model that cannot be served; the reason is one sentence."""
-    return ModelError(f"model `{name}` cannot be served: {reason}")
 
 
 def _config_reasons(config: PreTrainedConfig, kind: str) -> Reasons:

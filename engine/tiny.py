@@ -5,14 +5,16 @@ the whole context: a wrong block shows as wrong tokens. It knows no paths and no
 """
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
-from transformers.models.llama.modeling_llama import LlamaForCausalLM
+
+if TYPE_CHECKING:
+    from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 TINY_NAME = "tiny-random"
 TINY_SEED = 20
@@ -25,7 +27,7 @@ _CHAT_TEMPLATE = Path(__file__).with_name("byte_chat.jinja")
 
 
 @torch.no_grad()
-def init_tiny_weights(model: LlamaForCausalLM) -> None:
+def init_tiny_weights(model: "LlamaForCausalLM") -> None:
     """Draw the weights of `tiny-random` on the CPU, the same on every machine.
 
     Linear layers keep the variance of their input; queries are scaled up, so that a head looks at

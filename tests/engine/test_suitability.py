@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tieredkv.engine.loader import SHAPES, find_model
+from tieredkv.engine.checkpoint import SHAPES
+from tieredkv.engine.loader import find_model
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.server.chat import Tokenization
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.server.chat import TOOLS, Mark, Tokenization
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import SamplingParams

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import uvicorn
 
 from tieredkv.config import Settings
-from tieredkv.engine.loader import load_tokenizer
+from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.engine.messages import EngineInfo
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.app import Api, build_app

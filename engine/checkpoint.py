@@ -1,0 +1,125 @@
+"""Checkpoints by name, as far as no model code is needed: folder, config, tokenizer.
+
+The server reads these without what it takes to run a model.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import huggingface_hub
+import msgspec
+from huggingface_hub.errors import HFValidationError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+
+from tieredkv.engine import tiny
+from tieredkv.errors import ModelError
+
+SHAPES = Path(__file__).parent / "shapes"
+"""Configurations of `tiny-random` and of well-known models, for random weights of a real shape."""
+
+RANDOM_PREFIX = "random:"
+
+_CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+
+
+class _Config(msgspec.Struct):
+    """What must stand in a config.json for transformers not to guess."""
+
+    model_type: str
+
+
+def refused(name: str, reason: object) -> ModelError:
+    """Return the error for a model that cannot be served; the reason is one sentence."""
+    return ModelError(f"model `{name}` cannot be served: {reason}")
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model, without the model.
+
+    Raises:
+        ModelError: the model or its tokenizer cannot be found or read.
+    """
+    config = drawn_config(name)
+    if config is not None:
+        return tiny.byte_tokenizer(config.vocab_size, max_model_len(config))
+    folder = find_folder(name)
+    with refusing(name, "its tokenizer cannot be loaded"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    return tokenizer
+
+
+def drawn_config(name: str) -> PreTrainedConfig | None:
+    """Find the shape that `tiny-random` or `random:<shape>` names; None for a checkpoint."""
+    if name == tiny.TINY_NAME:
+        return read_config(name, SHAPES / f"{name}.json")
+    if not name.startswith(RANDOM_PREFIX):
+        return None
+    shape = name.removeprefix(RANDOM_PREFIX)
+    path = SHAPES / f"{shape.lower()}.json"
+    if "/" in shape or not path.is_file():
+        path = Path(shape).expanduser()
+        path = path / "config.json" if path.is_dir() else path
+    if not path.is_file():
+        known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
+        raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
+    return read_config(name, path)
+
+
+def read_config(name: str, path: Path) -> PreTrainedConfig:
+    """Read a config.json, or that of a folder, without running code that lies beside it."""
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        raise refused(name, f"`{path}` has no config.json")
+    with refusing(name, f"`{file}` cannot be read"):
+        msgspec.json.decode(file.read_bytes(), type=_Config)
+    with refusing(name, "transformers cannot read its config"):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
+    return config
+
+
+def find_folder(name: str, more: Sequence[str] = ()) -> Path:
+    """Find a checkpoint: a local folder, or a hub id of which some files are fetched.
+
+    Args:
+        name: of the model.
+        more: patterns of files to fetch beside the config and the tokenizer.
+
+    Raises:
+        ModelError: there is none, or it cannot be fetched.
+    """
+    folder = Path(name).expanduser()
+    if name.strip() and folder.is_dir():
+        return folder
+    if name.strip() and folder.exists():
+        raise ModelError(f"model `{name}` is a file; give the folder that holds config.json")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1 or not name.strip():
+        raise refused(name, "there is no such folder")
+    wanted, others = [*_CONFIG_FILES, *more], ["*/*.safetensors", "consolidated*"]
+    try:
+        download = huggingface_hub.snapshot_download
+        return Path(download(name, allow_patterns=wanted, ignore_patterns=others))
+    except (OSError, HFValidationError) as error:  # what else the hub raises are OSErrors
+        what = "is not a local folder and cannot be fetched from the hub"
+        raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
+
+
+def max_model_len(config: PreTrainedConfig) -> int:
+    """Return the positions that a model was made for."""
+    return int(getattr(config, "max_position_embeddings", None) or 2048)
+
+
+@contextlib.contextmanager
+def refusing(name: str, what: str) -> Iterator[None]:
+    """Refuse a model if transformers raises, which it, safetensors and torch do in many types."""
+    try:
+        yield
+    except Exception as error:
+        raise refused(name, f"{what}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
