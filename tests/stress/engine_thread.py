@@ -17,7 +17,6 @@ import itertools
 import json
 import random
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -216,8 +215,12 @@ def _counts(_context: object, _option: object, text: str) -> list[int]:
 @click.option("--commit", help="Commit to report, for a tree without its history.")
 def main(commit: str | None, **options: Any) -> None:
     """Measure, and print JSON."""
-    command = " ".join(["python -m tests.stress.engine_thread", *sys.argv[1:]])
-    click.echo(json.dumps(raw.head(commit, command) | run(terminal_progress(), **options)))
+    click.echo(
+        json.dumps(
+            raw.head(commit, "python -m tests.stress.engine_thread")
+            | run(terminal_progress(), **options)
+        )
+    )
 
 
 if __name__ == "__main__":

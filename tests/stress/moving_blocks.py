@@ -204,9 +204,8 @@ class Moving(Bench):
 @settings_options("model", "cache", "scheduler", without=("seed", "device", "default_retention"))
 def main(loaded: LoadedSettings, commit: str | None, **options: Any) -> None:
     """Measure, and print JSON."""
-    command = " ".join(["python -m tests.stress.moving_blocks", *sys.argv[1:]])
     report = run(loaded.given(), terminal_progress(), **options)
-    click.echo(json.dumps(raw.head(commit, command) | report))
+    click.echo(json.dumps(raw.head(commit, "python -m tests.stress.moving_blocks") | report))
     sys.exit(1 if report["problems"] else 0)
 
 

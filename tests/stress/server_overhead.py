@@ -206,11 +206,14 @@ def main(model: str, block_size: int, commit: str | None, once: bool, **told: An
     median = statistics.median
     overhead_ms = median(server["ttft_ms"]) - median(bare["ttft_ms"])
     ratio = median(server["tok_s"]) / median(bare["tok_s"])
-    command = " ".join(["python -m tests.stress.server_overhead", *sys.argv[1:]])
     figures = {"ttft_overhead_ms": overhead_ms, "throughput_ratio": ratio}
     with contextlib.suppress(BrokenPipeError):
         click.echo(f"TTFT + {overhead_ms:.2f} ms, throughput x {ratio:.3f}")
-        report = raw.head(commit, command) | {"model": model, "told": told, **figures}
+        report = raw.head(commit, "python -m tests.stress.server_overhead") | {
+            "model": model,
+            "told": told,
+            **figures,
+        }
         click.echo(json.dumps(report | {"bare": bare, "server": server}))
 
 

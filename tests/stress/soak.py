@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import random
-import shlex
 import shutil
 import signal
 import statistics
@@ -518,7 +517,7 @@ class Soak:
             f"{sum(self.injected[kind] for kind in KINDS)} faults, troubles {troubles or 'none'}"
         )
 
-    def report(self, command: str) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         """Everything that was counted; `must_be_zero` decides the exit code."""
         from tieredkv.bench import raw  # it needs torch, and seconds
 
@@ -526,7 +525,7 @@ class Soak:
         named = {*MUST_BE_ZERO, "bytes_in", "bytes_out"}
         largest = max((size for _, size in self.trace.sizes), default=0)
         return {
-            **raw.head(None, command),
+            **raw.head(None, "python -m tests.stress.soak"),
             "seconds": round(self.trace.now, 1),
             "was_interrupted": self.stop.is_set(),
             "settings": {
@@ -617,7 +616,7 @@ def main(
         soak.run()
     finally:
         shutil.rmtree(settings.folder, ignore_errors=True)
-    report = soak.report(shlex.join(["python", "-m", "tests.stress.soak", *sys.argv[1:]]))
+    report = soak.report()
     text = json.dumps(report)
     if json_path is not None:
         json_path.write_text(text + "\n")

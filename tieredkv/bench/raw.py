@@ -53,9 +53,9 @@ def commit() -> str:
     return f"v{tieredkv.__version__}"
 
 
-def head(commit_told: str | None, command: str | None = None) -> dict[str, Any]:
-    """Return what a report begins with; the command is this process's own if None."""
-    command = command or shlex.join(["tieredkv", *sys.argv[1:]])
+def head(commit_told: str | None, program: str = "tieredkv") -> dict[str, Any]:
+    """Return what a report begins with; the command is the program with this process's words."""
+    command = shlex.join([*program.split(), *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
 
 
