@@ -17,6 +17,7 @@ import pytest
 from tests.serving import Server, running
 from tieredkv.bench import disk, raw
 from tieredkv.cli import main
+from tieredkv.storage.codec import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
 
 ARMS = ["cold", "device", "host", "disk", "restart"]
@@ -193,17 +194,21 @@ def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
     honest, drop_cached = disk._record, raw.drop_cached
 
     def swap(number: int, size_bytes: int) -> BlockRecord:
-        return honest(number ^ 1 if number // 2 == last // 2 else number, size_bytes)
+        return honest(number ^ 1 if number // 2 == pair else number, size_bytes)
 
     def spoil(folder: Path) -> None:
         drop_cached(folder)
         for segment in folder.glob("store/segments/*.seg"):
             with segment.open("r+b") as file:
-                file.seek((4 << 10) + 100)
+                # The first slot that has none of those two.
+                while (it := decode_header(file.read(4 << 10))) and it.record.position // 2 == pair:
+                    file.seek(64 << 10, os.SEEK_CUR)
+                file.seek(100, os.SEEK_CUR)
                 file.write(b"nonsense")
             monkeypatch.setattr(disk, "_record", swap)
 
-    last = 3 * ((8 << 20) // (68 << 10)) + 20  # stored after the fill and a round of each sync
+    # Among the last to be stored, after the fill and a round of each sync: none gives way.
+    pair = (3 * ((8 << 20) // (68 << 10)) + 2) // 2
     options: dict[str, Any] = {"block_bytes": "64KiB", "disk_size": "8MiB", "index_blocks": [10]}
     options |= {"repeats": 1}
     monkeypatch.setattr(raw, "drop_cached", spoil)

@@ -4,10 +4,9 @@
 
 The engine runs in a process of its own in both arms. `bare` speaks to it over the socket that the
 server uses and makes no text; `server` is `tieredkv serve`, another process, spoken to over HTTP
-with streams by clients in processes of their own. Parts:
+with streams, by clients of plain sockets in processes of their own. Parts:
 
-    ttft         one request at a time, a prompt of so many tokens that VRAM has: p50 in ms, from
-                 a client of plain sockets
+    ttft         one request at a time, a prompt of so many tokens that VRAM has: p50 in ms
     throughput   so many requests at once: tokens a second from the first to the last of them
 
 The arms take turns, so that a drift of the machine meets both.
@@ -61,41 +60,39 @@ async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, nam
             return first
 
 
-def body_of(model: str, prompt: list[int], num_tokens: int) -> dict[str, Any]:
-    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0}
-    return {**body, "ignore_eos": True, "stream": True}
+def request_of(url: str, model: str, prompt: list[int], num_tokens: int) -> bytes:
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": num_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {url}\r\nContent-Length: {len(data)}\r\n\r\n"
+    return head.encode() + data
 
 
-async def first_event_s(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, request: bytes
-) -> float:
-    """Return the seconds to the first event; the answer is read to its end."""
-    start = time.perf_counter()
-    writer.write(request)
-    while not (line := await reader.readline()).startswith(b"data: {"):
-        assert line, "the server has closed the connection"
-    took = time.perf_counter() - start
-    while await reader.readline() != b"0\r\n":  # the last chunk
-        pass
-    await reader.readline()
-    return took
+async def stream_one(url: str, requests: list[bytes]) -> list[float]:
+    """Send requests one after the other; return the seconds to the first event of each.
+
+    A client of plain sockets, which costs next to nothing.
+    """
+    at, firsts = httpx.URL(url), list[float]()
+    reader, writer = await asyncio.open_connection(at.host, at.port)
+    with contextlib.closing(writer):
+        for request in requests:
+            start = time.perf_counter()
+            writer.write(request)
+            while not (line := await reader.readline()).startswith(b"data: {"):
+                assert line, "the server has closed the connection"
+            firsts.append(time.perf_counter() - start)
+            while (line := await reader.readline()) != b"0\r\n":  # the last chunk
+                assert line and b'"error"' not in line, line
+            await reader.readline()
+    return firsts
 
 
-async def http_one(http: httpx.AsyncClient, model: str, prompt: list[int], num_tokens: int) -> None:
-    body = body_of(model, prompt, num_tokens)
-    async with http.stream("POST", "/v1/completions", json=body) as response:
-        assert response.status_code == 200, await response.aread()
-        async for _ in response.aiter_lines():
-            pass
-
-
-def http_load(url: str, model: str, prompts: Prompts, num_tokens: int) -> tuple[float, float]:
-    """Send prompts at once; return begin and end. It runs in a process of its own."""
+def http_load(url: str, requests: list[bytes]) -> tuple[float, float]:
+    """Send requests at once; return begin and end. It runs in a process of its own."""
 
     async def send() -> None:
-        limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-            await asyncio.gather(*(http_one(http, model, each, num_tokens) for each in prompts))
+        await asyncio.gather(*(stream_one(url, [each]) for each in requests))
 
     begin = time.time()
     asyncio.run(send())
@@ -136,21 +133,6 @@ class Arms:
             await engine.shutdown(1.0)
         return rows
 
-    async def ttft_over_http(self, url: str, model: str, prompt: list[int]) -> list[float]:
-        """Return the milliseconds to the first event, by a client that costs next to nothing."""
-        body = json.dumps(body_of(model, prompt, 8)).encode()
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nHost: bench\r\nContent-Length: {len(body)}\r\n\r\n"
-        )
-        at = httpx.URL(url)
-        reader, writer = await asyncio.open_connection(at.host, at.port)
-        with contextlib.closing(writer):
-            times = [
-                await first_event_s(reader, writer, head.encode() + body)
-                for _ in range(self.told["repeats"] * 4 + 1)
-            ]
-        return [1e3 * it for it in times[1:]]
-
     @contextlib.contextmanager
     def serving(self) -> Iterator[str]:
         """Run `tieredkv serve`; yield its URL."""
@@ -169,13 +151,14 @@ class Arms:
         with self.serving() as url:
             model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
             [prompt] = prompts_of(1, told["prompt_tokens"], vocab_size, 1)
-            rows["ttft_ms"] = asyncio.run(self.ttft_over_http(url, model, prompt))
+            one = request_of(url, model, prompt, 8)
+            firsts = asyncio.run(stream_one(url, [one] * (told["repeats"] * 4 + 1)))
+            rows["ttft_ms"] = [1e3 * it for it in firsts[1:]]
             for repeat in range(told["repeats"]):
                 many = prompts_of(told["requests"], 64, vocab_size, 2 + repeat)
-                share = [many[i :: told["clients"]] for i in range(told["clients"])]
-                futures = [
-                    pool.submit(http_load, url, model, it, told["output_tokens"]) for it in share
-                ]
+                asked = [request_of(url, model, each, told["output_tokens"]) for each in many]
+                share = [asked[i :: told["clients"]] for i in range(told["clients"])]
+                futures = [pool.submit(http_load, url, each) for each in share]
                 done = [future.result() for future in futures]
                 took = max(end for _, end in done) - min(begin for begin, _ in done)
                 rows["tok_s"].append(told["requests"] * told["output_tokens"] / took)

@@ -1,10 +1,13 @@
 """Pictures of reports. It knows matplotlib, which is optional, and no bench."""
 
 import importlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tieredkv.errors import ConfigError
+
+STYLES = ("-", "--", ":")
 
 
 def check(path: Path | None) -> None:
@@ -25,24 +28,46 @@ def check(path: Path | None) -> None:
 
 
 def draw(
-    path: Path, rows: list[dict[str, Any]], names: tuple[str, str, str], limits: dict[str, float]
+    path: Path,
+    rows: list[dict[str, Any]],
+    by: str,
+    x: str,
+    shown: Sequence[str],
+    limits: Mapping[str, float],
 ) -> None:
-    """Draw a line for each value of a column; two others are x and y, on log axes if numbers."""
-    by, x, y = names
+    """Draw lines for each value of a column over another one: a line for each column shown.
+
+    Axes of numbers are logarithmic, the upright one where it spans a decade.
+    """
     figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
-    axes, rows = figure.subplots(), [row for row in rows if row.get(y) is not None]
-    ticks = list(dict.fromkeys(row[x] for row in rows))
+    rows = [row for row in rows if any(row.get(y) is not None for y in shown)]
+    axes, ticks = figure.subplots(), list(dict.fromkeys(row[x] for row in rows))
     is_log = all(isinstance(tick, int | float) for tick in ticks)
-    for name in dict.fromkeys(row[by] for row in rows):
-        points = [(row[x], row[y]) for row in rows if row[by] == name]
-        axes.plot(*zip(*points, strict=True), "o-" if is_log else "o", label=name)
+    values = [row[y] for row in rows for y in shown if row.get(y) is not None]
+    for index, name in enumerate(dict.fromkeys(row[by] for row in rows)):
+        for y, style in zip(shown, STYLES, strict=False):
+            some = [row for row in rows if row[by] == name and row.get(y) is not None]
+            points = [(row[x], row[y]) for row in some]
+            how = {"color": f"C{index}", "linestyle": style if is_log else "", "marker": "o"}
+            label = name if len(shown) == 1 else f"{name}: {_words(y)}"
+            axes.plot(*zip(*points, strict=True), **how, label=label)
     for index, (name, limit) in enumerate(limits.items()):
         axes.axhline(limit, linestyle="--", color=f"C{index}", label=f"raw limit {name}")
     if is_log:
-        axes.set(xscale="log", yscale="log")
+        axes.set_xscale("log")
         axes.minorticks_off()
+    if is_log and max(values, default=0) > 10 * min(values, default=0):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(bottom=0)
     axes.set_xticks(ticks, [str(tick) for tick in ticks], rotation=0 if is_log else 30)
-    axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
+    unit = _words(shown[0]) if len(shown) == 1 else shown[0].split("_")[-1]
+    axes.set(xlabel=_words(x), ylabel=unit)
     axes.grid(visible=True, alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=150)
+
+
+def _words(column: str) -> str:
+    return column.replace("_", " ")

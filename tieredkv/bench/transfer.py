@@ -27,7 +27,7 @@ DIRECTIONS = {"host to device": 1.0, "device to host": 0.0, "both at once": 0.5}
 """Which share of the bytes goes up; the others go down. The rate is that of each way."""
 
 SINGLE_COPIES = 50
-PLOTTED = "GBps"
+PLOTTED = ("GBps",)
 
 Row = dict[str, Any]
 

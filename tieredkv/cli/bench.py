@@ -73,7 +73,7 @@ def measure(
     """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON.
 
     The module tells which `COLUMNS` of its rows people see, all if it does not, and which of them
-    is `PLOTTED`, else the ratio to a raw limit.
+    are `PLOTTED`, else the ratio to a raw limit.
     """
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress
@@ -96,9 +96,10 @@ def measure(
     for problem in report["problems"]:
         click.echo(f"error: {problem}", err=True)
     if plot is not None:
-        y = getattr(module, "PLOTTED", "ratio")
-        lines = {"GBps": limits, "ratio": {"": 1.0}}.get(y, {})
-        plots.draw(plot, rows, (*list(rows[0])[:2], y), lines)
+        shown = getattr(module, "PLOTTED", ("ratio",))
+        lines = {"GBps": limits, "ratio": {"": 1.0}}.get(shown[0], {})
+        by, x, *_ = rows[0]
+        plots.draw(plot, rows, by, x, shown, lines)
     if as_json:
         print_json(report)
     return 1 if report["problems"] else 0
