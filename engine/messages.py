@@ -51,7 +51,8 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
         claims: where several cover a block, the longest retention and protection count.
         cacheable_tokens: blocks that end behind so many tokens are neither looked up nor kept;
             None for all of the prompt and the answer.
-        read_ends: lengths of prefixes in tokens at which a hit may end; None for any.
+        read_ends: lengths of prefixes in tokens at which a hit may end, 0 with them where none is
+            kept back; None for any.
         prompt_logprobs: alternatives reported with each prompt token, all of which are then
             computed; None for no log-probabilities of the prompt.
         tenant: whose API key it is; tenants never share a block.

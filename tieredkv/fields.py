@@ -93,7 +93,14 @@ class Object(BaseModel):
 Body = TypeVar("Body", bound=Object)
 
 
-def list_of(make: Callable[[str], Any]) -> BeforeValidator:
+class TextOr(BeforeValidator):
+    """Takes a text, too, and says so in the description of the API."""
+
+    def __get_pydantic_json_schema__(self, schema: Any, describe: Callable[[Any], Any]) -> Any:
+        return {"anyOf": [{"type": "string"}, describe(schema)]}
+
+
+def list_of(make: Callable[[str], Any]) -> TextOr:
     """Return what lets a text stand for a list of what is made of it, and refuses all but lists."""
 
     def listed(value: Any) -> Any:
@@ -103,7 +110,7 @@ def list_of(make: Callable[[str], Any]) -> BeforeValidator:
             raise PydanticCustomError("texts", "a string or an array")
         return value
 
-    return BeforeValidator(listed)
+    return TextOr(listed)
 
 
 PARTS = list_of(lambda text: {"type": "text", "text": text})

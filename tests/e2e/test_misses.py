@@ -35,6 +35,18 @@ def test_what_was_never_there_was_never_seen_and_a_hit_has_no_reason() -> None:
         assert missed(serve(llm, prompt(4, 100), cacheable_tokens=0)) == (None, 0)
 
 
+def test_the_lookback_is_told_only_where_it_keeps_something_back() -> None:
+    with LLM("tiny-random", **SMALL) as llm:
+        tokens = prompt(1, 100)
+        serve(llm, tokens)
+        assert missed(serve(llm, tokens, read_ends=[])) == ("behind_lookback", 0)
+        other = tokens[:40] + prompt(2, 100)
+        assert missed(serve(llm, other, read_ends=[64, 140])) == ("behind_lookback", 0)
+        other = tokens[:20] + prompt(3, 80)
+        assert missed(serve(llm, other, read_ends=[0, 50])) == ("never_seen", 0)
+        assert missed(serve(llm, tokens, read_ends=[0, 40])) == ("behind_lookback", 32)
+
+
 def test_what_lived_too_long_in_memory_has_expired() -> None:
     with LLM("tiny-random", **SMALL) as llm:
         serve(llm, prompt(1, 100))

@@ -150,6 +150,7 @@ def test_the_items_of_a_conversation_render_as_those_of_a_chat(
     items = [
         {"role": "developer", "content": f"items {TEXT}"},
         {"role": "user", "content": [{"type": "input_text", "text": "Weather in Bonn?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "thoughts"},
         {
             "type": "message",
             "id": "msg_1",
@@ -275,9 +276,9 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "responses",
         {"input": [{"type": "item_reference", "id": "x"}]},
-        "Invalid type for 'input[0]': expected an object whose type is one of 'message', "
-        "'function_call', 'function_call_output', but got an object instead.",
-        "input",
+        "Invalid value: 'item_reference'. Supported values are: 'message', 'function_call', "
+        "'function_call_output' and 'reasoning'.",
+        "input[0].type",
     ),
     (
         "responses",

@@ -329,6 +329,7 @@ def test_a_dead_engine_is_unhealthy_and_its_requests_end(tmp_path: Path) -> None
         with pytest.raises(openai.InternalServerError) as caught:
             client.completions.create(**GREEDY, prompt="a")
         assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
+        assert "the engine has died" in server.log
         assert server.stop() == 1
 
 

@@ -102,6 +102,8 @@ def test_hits_end_near_a_breakpoint_and_runs_of_calls_are_one_block(
         asked = ask(tokenization, rules=rules, messages=turns)
         ends = asked.plan.read_ends
         assert ends is not None and ends == sorted(ends)
+        if lookback == 20:
+            assert ends.pop(0) == 0, "nothing is too far back"
         assert head(tokenization, asked, ends[0]).endswith(first)
         assert head(tokenization, asked, ends[-1]).endswith("user\nfive")
         assert len(ends) == {1: 1, 2: 4, 4: 8, 20: 10}[lookback]
@@ -118,6 +120,8 @@ def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenizatio
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
     fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
     fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}
+    assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
+    fields["thinking"] = {"type": "between_tools"}
     assert ask(tokenization, text("one"), **fields).plan.params.max_tokens == 4
     with pytest.raises(RequestError, match=r"Unknown parameter: 'messages\[0\].content\[0\].wise'"):
         ask(tokenization, {**text("one"), "wise": 1})

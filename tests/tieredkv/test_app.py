@@ -7,13 +7,14 @@ from typing import Any
 
 import httpx
 import pytest
+from anthropic.types import ModelInfo
 
 from tieredkv.config import Settings
 from tieredkv.engine.messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput, failed
 from tieredkv.errors import RequestError
 from tieredkv.server import app
 from tieredkv.server.admin import carry_out
-from tieredkv.server.app import Api, build_app
+from tieredkv.server.app import ANSWERED, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics
@@ -51,18 +52,22 @@ def ask(
     path: str,
     body: dict[str, Any] | None = None,
     settings: Settings = Settings(),  # noqa: B008
+    method: str = "POST",
+    num_times: int = 1,
 ) -> httpx.Response:
-    """Return the whole answer, to a stream where no other body is given."""
+    """Return the whole answer, to a stream where no other body is given; of several the last."""
     keys = Keys(settings=settings, is_strict=False, is_local=True)
     api = build_app(Api(settings, engine, tokenization, keys))  # type: ignore[arg-type]
-    body = body or {"model": "m", "stream": True, **PATHS[path]}
+    body = body or {"model": "m", "stream": True, **PATHS.get(path, {})}
 
-    async def post() -> httpx.Response:
+    async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(api)
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
-            return await http.post(path, json=body)
+            return [await http.request(method, path, json=body) for _ in range(num_times)]
 
-    return asyncio.run(post())
+    responses = asyncio.run(send())
+    assert len({response.status_code for response in responses}) == 1
+    return responses[-1]
 
 
 def refused(request_id: str) -> TokenOutput:
@@ -72,6 +77,60 @@ def refused(request_id: str) -> TokenOutput:
 def answered(request_id: str) -> TokenOutput:
     usage = RequestUsage(prompt_tokens=2, written_tokens=1)
     return TokenOutput(request_id=request_id, token_ids=[65], finish_reason="length", usage=usage)
+
+
+def test_the_description_says_where_a_text_may_stand_for_a_list() -> None:
+    document = describe()
+    schemas = {
+        path: each["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for path, each in document["paths"].items()
+    }
+    of_parts = document["components"]["schemas"]
+    for schema, field in (
+        *((schemas["/v1/completions"], name) for name in ("prompt", "stop")),
+        (schemas["/v1/responses"], "input"),
+        (schemas["/v1/messages"], "system"),
+        *((of_parts[name], "content") for name in ("Message", "InputMessage", "Turn", "Block")),
+    ):
+        text, *lists = schema["properties"][field]["anyOf"]
+        assert text == {"type": "string"} and lists, field
+    for path, schema in schemas.items():
+        assert ("model" in schema.get("required", ())) == path.startswith("/v1"), path
+    assert of_parts["Tool"]["required"] == ["type", "function"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/tokenize", {"prompt": "a"}, 200),
+        ("/detokenize", {"tokens": [65], "model": None}, 200),
+        ("/v1/messages/count_tokens", {"messages": MESSAGES}, 400),
+    ],
+)
+def test_a_model_is_needed_where_the_description_says_so(
+    tokenization: Tokenization, path: str, body: dict[str, Any], status: int
+) -> None:
+    assert ask(Engine(0.0, refused), tokenization, path, body).status_code == status
+
+
+def test_the_log_says_once_which_field_means_nothing_here(
+    tokenization: Tokenization, caplog: pytest.LogCaptureFixture
+) -> None:
+    body = {"model": "m", "prompt": "hi", "user": "somebody", "service_tier": "auto", "store": None}
+    with caplog.at_level("INFO", logger="tieredkv.server.app"):
+        told = ask(Engine(0.0, answered), tokenization, "/v1/completions", body, num_times=2)
+    assert told.status_code == 200
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        f"`{name}` of /v1/completions means nothing here and is ignored"
+        for name in ("service_tier", "user")
+    ]
+
+
+def test_no_two_parts_of_the_description_share_a_name() -> None:
+    described = describe()["components"]["schemas"]
+    for kind in ANSWERED.values():
+        own = kind.model_json_schema(ref_template="#/components/schemas/{model}").get("$defs", {})
+        assert {name: described[name] for name in own} == own, kind
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -100,7 +159,7 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     tokenization: Tokenization, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "PING_S", 0.02)
-    ping = ": ping"
+    ping = ""  # and no comment, which clients that read lines take for JSON
     if path == "/v1/messages":
         ping = 'event: ping\ndata: {"type":"ping"}'
     good = ask(Engine(0.5, answered), tokenization, path)
@@ -116,6 +175,31 @@ def test_a_stream_that_waits_is_pinged_and_then_goes_on_or_fails(
     last = bad.text.strip().split("\n\n")[-1]
     assert "The queue is full" in last
     assert (bad.headers["request-id"] in last) == (path == "/v1/messages")
+
+
+def test_models_are_told_with_what_anthropics_clients_need_too(tokenization: Tokenization) -> None:
+    told = ask(Engine(0.0, answered), tokenization, "/v1/models", method="GET").json()
+    [model] = told["data"]
+    info = ModelInfo.model_validate(model)
+    assert (info.id, info.display_name, told["has_more"]) == ("m", "m", False)
+    assert info.created_at.timestamp() == model["created"]
+    assert (model["object"], model["max_model_len"]) == ("model", 512)
+
+
+def test_a_client_learns_what_it_needs_to_make_prompts_by_itself(
+    tokenization: Tokenization,
+) -> None:
+    told = ask(Engine(0.0, answered), tokenization, "/tokenizer_info", method="GET").json()
+    assert (told["bos_token"], told["eos_token"]) == ("<|bos|>", "<|eos|>")
+    assert told["chat_template"] == tokenization.tokenizer.chat_template
+
+
+def test_the_tokens_of_a_conversation_go_with_the_templates_arguments(
+    tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenization.tokenizer, "chat_template", "{{ mood }}")
+    body = {"messages": MESSAGES, "chat_template_kwargs": {"mood": "AB"}}
+    assert ask(Engine(0.0, answered), tokenization, "/tokenize", body).json()["tokens"] == [65, 66]
 
 
 @pytest.mark.parametrize("is_stream", [True, False])

@@ -48,6 +48,42 @@ def test_what_changes_near_the_top_is_found_where_it_is_put_in_too(
     assert told is not None and told.startswith(f"message 0 changed: {why} (segment 1, ")
 
 
+def test_what_stands_behind_a_removed_tool_has_not_changed() -> None:
+    assert detail(seen(LONG, "Look"), seen(LONG)) == "a tool was removed (segment 0, about token 0)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "what"),
+    [
+        ("abc", "bca", "the tools are in another order (segment 0, about token 0)"),
+        ("abc", "acb", "the tools are in another order (segment 1, "),
+        ("abc", "bc", "a tool was removed (segment 0, about token 0)"),
+        ("abc", "ac", "a tool was removed (segment 1, "),
+        ("abc", "xabc", "tool `x` was added (segment 0, about token 0)"),
+        ("ab", "abx", "tool `x` was added (segment 2, "),
+        ("abc", "axc", "tool `x` changed (segment 1, "),
+        ("", "x", "tool `x` was added (segment 0, about token 0)"),
+    ],
+)
+def test_tools_that_come_go_or_move_are_told_from_those_that_change(
+    old: str, new: str, what: str
+) -> None:
+    def of(names: str) -> Seen:
+        tools = [{"type": "function", "function": {"name": name}} for name in names]
+        return Seen.of(parts_of(tools, [{"role": "user", "content": LONG}]), 100, {})
+
+    told = detail(of(old), of(new))
+    assert told is not None and told.startswith(what)
+
+
+def test_of_requests_alike_the_one_whose_blocks_could_be_used_is_compared_with() -> None:
+    usage = RequestUsage(prompt_tokens=100, miss_reason="never_seen")
+    old = seen(TODAY + LONG, "Look")
+    others = old._replace(settings={"namespace": 1})
+    told = Diagnosis(seen(TODAY.replace("20", "19") + LONG, "Look"), [others, old]).miss(usage)
+    assert told["detail"].startswith(f"message 0 changed: {PASSING} (segment 1, ")
+
+
 def test_another_text_is_like_nothing() -> None:
     assert detail(seen(LONG), seen(LONG[: len(LONG) // 2] + "other" * 40)) is None
     assert detail(seen("You help."), seen("You translate.")) is None

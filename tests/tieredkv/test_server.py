@@ -30,6 +30,7 @@ from tieredkv.server import openai_api as requests
 from tieredkv.server.anthropic_api import MessagesRequest
 from tieredkv.server.asked import WHOLE, ApiRequest, Rules, fitted
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.openai_answers import NO_ECHO, ChatShape, CompletionShape
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
 from tieredkv.server.serve import bind
 from tieredkv.types import Tier
@@ -319,7 +320,7 @@ def test_max_completion_tokens_goes_before_max_tokens() -> None:
 def test_answers_to_one_prompt_have_seeds_of_their_own() -> None:
     def seeds(**fields: Any) -> list[int | None]:
         asked = completion(**fields)
-        shape = requests.CompletionShape(asked, TOKENIZATION)
+        shape = CompletionShape(asked.model, TOKENIZATION, **asked.form)
         whole = asked.asked([[1], [2]], asked.plan(RULES, []), shape=shape)
         return [it.params.seed for it in whole.engine_requests(INFO, "tenant", RULES)]
 
@@ -479,7 +480,7 @@ def test_a_prefix_below_the_minimum_is_not_cached(
 def test_answers_to_several_prompts_become_requests_with_plans_of_their_own() -> None:
     asked = completion(prompt=[[1] * 20, [2] * 40], n=2, seed=5, prompt_cache_options={})
     plan = asked.plan(RULES, [])
-    shape = requests.CompletionShape(asked, TOKENIZATION)
+    shape = CompletionShape(asked.model, TOKENIZATION, **asked.form)
     whole = asked.asked([[1] * 20, [2] * 40], plan, shape=shape)
     made = whole.engine_requests(INFO, "tenant", RULES)
     assert [claim.end_token for each in made for claim in each.claims] == [WHOLE - WHOLE % 16] * 4
@@ -561,6 +562,25 @@ def test_what_would_be_in_the_prompt_is_not_left_out_silently(
         chat(USER, rules=rules, functions=[], audio=None, prediction={"type": "content"})
 
 
+def test_items_that_come_back_to_a_strict_server_are_told_but_for_thoughts() -> None:
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+    answer = {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed"}
+    items: list[dict[str, Any]] = [
+        USER,
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {**answer, "content": [{"type": "output_text", "text": "a", "annotations": []}]},
+        {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "s"}]},
+        {**call, "status": "completed"},
+        {"type": "function_call_output", "output": "done"},
+    ]
+    strict = replace(RULES, is_strict=True)
+    asked = read(ResponsesRequest, {"model": "m", "input": items}, strict.refuses)
+    told = [message.for_template() for _, message in asked.turns]
+    assert [each["role"] for each in told] == ["user", "assistant", "tool"]
+    assert [call["function"]["name"] for call in told[1]["tool_calls"]] == ["f"]
+    chat(USER, {"role": "assistant", "content": "a", "annotations": []}, rules=strict)
+
+
 MARK = {"mode": "explicit"}
 
 
@@ -626,9 +646,7 @@ def test_usage_sums_the_tiers_and_counts_each_prompt_once() -> None:
     answers = [Answer(EngineRequest(params=SamplingParams()), TOKENIZER) for _ in range(4)]
     for i, answer in enumerate(answers):
         answer.usage, answer.finish_reason, answer.token_ids = usages[i // 2], "length", [97] * i
-    told = requests.CompletionShape(completion(n=2), TOKENIZATION, [requests.NO_ECHO] * 2).whole(
-        answers
-    )
+    told = CompletionShape("m", TOKENIZATION, [NO_ECHO] * 2, n=2).whole(answers)
     assert told["usage"] == {
         "prompt_tokens": 60,
         "completion_tokens": 6,
@@ -647,14 +665,14 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
         TokenLogprob(token_id=97, logprob=-0.5, top=[(97, -0.5), (98, float("-inf"))]),
         TokenLogprob(token_id=233, logprob=-1.0),
     ]
-    shape = requests.CompletionShape(completion(), TOKENIZATION, [("abc", [])])
+    shape = CompletionShape("m", TOKENIZATION, [("abc", [])])
     assert shape.logprobs(tokens, 0) == {
         "tokens": ["a", "bytes:\\xe9"],
         "token_logprobs": [-0.5, -1.0],
         "top_logprobs": [{"a": -0.5, "b": -9999.0}, {"bytes:\\xe9": -1.0}],
         "text_offset": [3, 4],
     }
-    content = requests.ChatShape(chat(USER), TOKENIZATION).logprobs(tokens, 0)["content"]
+    content = ChatShape("m", TOKENIZATION).logprobs(tokens, 0)["content"]
     assert content[0]["bytes"] == [97]
     assert content[0]["top_logprobs"][1] == {"token": "b", "logprob": -9999.0, "bytes": [98]}
     assert (content[1]["token"], content[1]["bytes"]) == ("\N{REPLACEMENT CHARACTER}", [233])
@@ -675,9 +693,7 @@ def test_offsets_of_tokens_are_places_in_the_text() -> None:
 def test_different_tokens_have_different_names_though_none_has_a_text() -> None:
     top = [(0xC3, -1.0), (0xE2, -2.0), (0xF0, -3.0)]
     token = TokenLogprob(token_id=0xC3, logprob=-1.0, top=top)
-    [told] = requests.CompletionShape(completion(), TOKENIZATION).logprobs([token], 0)[
-        "top_logprobs"
-    ]
+    [told] = CompletionShape("m", TOKENIZATION).logprobs([token], 0)["top_logprobs"]
     assert told == {"bytes:\\xc3": -1.0, "bytes:\\xe2": -2.0, "bytes:\\xf0": -3.0}
 
 
@@ -703,6 +719,7 @@ def test_bytes_of_other_vocabularies_are_told_too() -> None:
     [
         (None, "This model has no chat template, so it cannot answer chat requests"),
         ("{{ raise_exception('take turns') }}", "template refuses these messages: take turns"),
+        ("{{ messages | dictsort }}", "template cannot render these messages"),
     ],
 )
 def test_what_a_chat_template_cannot_do_is_said(template: str | None, sentence: str) -> None:

@@ -167,9 +167,12 @@ class TieredCache:
 
     def why_missed(self, prefix: Prefix, index: int) -> str:
         """Return why a block of an admitted request had to be computed."""
-        tiers, block_hash = self.tiers, prefix.hashes[index]
+        tiers = self.tiers
         if index < prefix.num_present:
-            return "behind_lookback"
+            if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
+                return "behind_lookback"
+            index = prefix.num_present  # had it been there, a hit could have ended behind it
+        block_hash = prefix.hashes[index]
         if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
             return "slower_than_recomputing"
         return tiers.directory.why_departed(block_hash, tiers.clock.now())

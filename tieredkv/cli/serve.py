@@ -26,7 +26,7 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
 @click.option("--log-level", type=LEVELS, default="INFO", help="Never prompts.")
 @json_option
 def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
-    """Serve MODEL over HTTP, in OpenAI's shapes.
+    """Serve MODEL over HTTP, in OpenAI's and Anthropic's shapes.
 
     MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
 

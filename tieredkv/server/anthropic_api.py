@@ -113,7 +113,7 @@ Blocks = Annotated[list[Block], FailFast(), Field(min_length=1), PARTS]
 Texts = Annotated[list[TextBlock], FailFast(), PARTS]
 
 
-class Tool(Marked):
+class CustomTool(Marked):
     """A tool that may be called."""
 
     type: Literal["custom"] = "custom"
@@ -150,7 +150,7 @@ class OutputConfig(_Known):
 class Thinking(_Known):
     """Whether the model thinks aloud, which none does here."""
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class Place(NamedTuple):
@@ -175,7 +175,7 @@ class Conversation(ApiRequest, Marked):
 
     messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=16_384)
     system: Texts = Field([])
-    tools: Annotated[list[Tool], FailFast()] = Field([], max_length=1024)
+    tools: Annotated[list[CustomTool], FailFast()] = Field([], max_length=1024)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -320,7 +320,11 @@ class MessagesRequest(Conversation):
                 for it, end in zip(marked, ends, strict=True)
             ]
             caching["cacheable_tokens"] = max([0, *ends])
-            caching["read_ends"] = sorted(encoded.ends[len(marked) :]) if lookback else None
+            if lookback:
+                read_ends = encoded.ends[len(marked) :]
+                if marked and len(read) > self.layout[1].index(marked[-1]):
+                    read_ends.append(0)  # no place is too far back
+                caching["read_ends"] = sorted(read_ends)
         how = self.model_dump(include={"temperature", "top_p", "top_k"})
         how["max_tokens"] = min(self.max_tokens, WHOLE)
         params = SamplingParams(stop=tuple(self.stop_sequences), **how)

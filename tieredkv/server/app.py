@@ -36,7 +36,8 @@ from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
 from tieredkv.server.limits import Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
-from tieredkv.server.openai_api import ChatRequest, CompletionRequest, openai_body
+from tieredkv.server.openai_answers import openai_body
+from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.responses_api import ResponsesRequest
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
@@ -78,6 +79,7 @@ class Api:
         settings = self._settings
         self._metrics = Metrics(settings, self._engine)
         self._diagnoses = Diagnoses()
+        self._told = set[str]()  # of what fields the log has said that they are ignored
         self.tenant_of = self._keys.tenant
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
@@ -99,15 +101,21 @@ class Api:
     async def models(self, request: Request) -> Response:
         """List the one model."""
         self._keys.tenant(request.headers)
-        return JSONResponse({"object": "list", "data": [self._model_body()]})
+        return JSONResponse({"object": "list", "data": [self._model_body()], "has_more": False})
 
     async def model(self, request: Request) -> Response:
         """Describe a model by its name."""
         self._keys.tenant(request.headers)
-        name = request.path_params["name"]
-        if name != self._engine.info.model:
+        if (name := request.path_params["name"]) != self._engine.info.model:
             raise unknown_model(name)
         return JSONResponse(self._model_body())
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """Tell the special tokens and the template; lm-eval asks before it asks `/tokenize`."""
+        self._keys.tenant(request.headers)
+        tokenizer = self._tokenization.tokenizer
+        told = {"tokenizer_class": type(tokenizer).__name__, **tokenizer.special_tokens_map}
+        return JSONResponse({**told, "chat_template": tokenizer.chat_template})
 
     async def metrics(self, request: Request) -> Response:
         """Tell Prometheus."""
@@ -127,13 +135,16 @@ class Api:
         async def route(request: Request) -> Response:
             info, tenant = self._engine.info, request.scope["tenant"]
             parsed = parse_body(await read_body(request))
-            if issubclass(kind, PlainRequest):
-                parsed.setdefault("model", info.model)
+            if parsed.get("model") is None and not kind.model_fields["model"].is_required():
+                parsed["model"] = info.model
             if (model := read(ApiRequest, parsed).model) != info.model:
                 raise unknown_model(model)
             rules = self._keys.rules(tenant)
             body = read(kind, parsed, rules.refuses)
             body.check(rules)
+            for name in (body.model_fields_set & kind.ignored) - self._told:
+                logger.info("`%s` of %s means nothing here and is ignored", name, request.url.path)
+                self._told.add(name)
             # Whoever may find none of the other's blocks may not see what the other has encoded.
             salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
             tokenization = self._tokenization.of((tenant, *salts))
@@ -166,8 +177,10 @@ class Api:
             return JSONResponse(shape.whole(generation.answers))
 
     def _model_body(self) -> dict[str, Any]:
-        info = self._engine.info
-        model = {"id": info.model, "object": "model", "created": self._created}
+        """Return the fields of OpenAI's clients and those of Anthropic's, who ask the same path."""
+        info, date = self._engine.info, time.strftime("%FT%TZ", time.gmtime(self._created))
+        model = {"id": info.model, "object": "model", "created": self._created, "created_at": date}
+        model |= {"type": "model", "display_name": info.model, "lifecycle": "active"}
         return {**model, "owned_by": "tieredkv", "max_model_len": info.max_model_len}
 
 
@@ -223,6 +236,7 @@ def build_app(api: Api) -> ASGIApp:
             Route("/openapi.json", lambda _: JSONResponse(describe())),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
+            Route("/tokenizer_info", api.tokenizer_info),
             Route("/version", api.version),
             Route("/admin/cache/{verb}", api.admin, methods=["POST"]),
         ],
@@ -250,6 +264,7 @@ def describe() -> Json:
         operation = {"requestBody": {"required": True, "content": content}}
         paths[path] = {"post": {**operation, "responses": answers}}
     about = {"title": "tieredkv", "version": __version__}
+    about["description"] = "A field that is `null` is the same as one that is not there."
     return {"openapi": "3.1.0", "info": about, "paths": paths, "components": {"schemas": schemas}}
 
 

@@ -117,13 +117,14 @@ class Shape(Protocol):
         diagnosis: the request beside earlier ones.
         request_id: that of the answer's header.
         names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
+        ping: keeps a stream alive. No comment, as some clients that read lines take it for JSON.
     """
 
     id: str
     created: int
     id_prefix: ClassVar[str]
     names_events: ClassVar[bool] = False
-    ping: ClassVar[bytes] = b": ping\n\n"
+    ping: ClassVar[bytes] = b"\n\n"
     diagnosis: Diagnosis = NONE
     request_id: str | None = None
 
@@ -242,7 +243,13 @@ def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineReques
 
 
 class ApiRequest(Object):
-    """The body of a request for an answer; what its fields are is its API's business."""
+    """The body of a request for an answer; what its fields are is its API's business.
+
+    Attributes:
+        ignored: fields that are checked and mean nothing here.
+    """
+
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     model: Text
 
@@ -256,6 +263,8 @@ class ApiRequest(Object):
 
 class PlainRequest(ApiRequest):
     """The body of a request that needs no engine."""
+
+    model: Text = ""  # the server's one
 
     async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""

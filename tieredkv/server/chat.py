@@ -38,6 +38,9 @@ SIGNS = range(0xF0000, 0xFFFFE)
 MAX_RENDERINGS = 100
 """So many marks at most are looked for by rendering once more for each of them."""
 
+_FAULTS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What templates raise where a message or tool is not as they take for granted."""
+
 _ANY_SIGN = re.compile(f"[{chr(SIGNS[0])}-{chr(SIGNS[-1])}]")
 
 Mark = tuple[int, int]
@@ -235,7 +238,7 @@ class Tokenization:
         try:
             told = {"add_generation_prompt": True, **self._printed(arguments), "tokenize": False}
             return str(self.tokenizer.apply_chat_template(_joined(messages), **told))
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+        except (jinja2.TemplateError, *_FAULTS) as error:
             why = "cannot render these messages."
             if isinstance(error, jinja2.TemplateError):
                 why = f"refuses these messages: {error.message or type(error).__name__}"

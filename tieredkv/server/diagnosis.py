@@ -98,12 +98,14 @@ class Seen(NamedTuple):
         settings: digests of what else may be changed, by name; `namespace` is what its blocks are
             kept apart by, beside the tenant.
         tails: of its first text or message.
+        tools: digests of its tools, whatever the order of their keys.
     """
 
     segments: Sequence[Segment] = ()
     num_tokens: int = 0
     settings: Mapping[str, int] = MappingProxyType({})
     tails: frozenset[bytes] = frozenset()
+    tools: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
@@ -113,21 +115,29 @@ class Seen(NamedTuple):
         if rest:
             segments.append(Segment.of(first[-1][0], rest, "a later part"))
         digests = {name: digest(str(value)) for name, value in settings.items()}
-        return cls(segments, num_tokens, digests, tails_of(parts))
+        tools = frozenset(each.canonical for each in segments if each.kind == "tools")
+        return cls(segments, num_tokens, digests, tails_of(parts), tools)
 
-    def change_from(self, other: "Seen", index: int) -> str | None:
-        """Return what makes a segment another one, as far as that is known."""
-        if index >= min(len(self.segments), len(other.segments)):
-            return None
+    def change_from(self, other: "Seen", index: int) -> tuple[str, bool]:
+        """Return what has changed at a segment, and whether the rest is nearly the same."""
         now, before = self.segments[index], other.segments[index]
+        has_moved = now.kind == "tools" and now.canonical in other.tools
+        is_kept = before.kind == "tools" and before.canonical in self.tools
         is_first = now.kind != "tools" and (not index or self.segments[index - 1].kind == "tools")
+        is_alike = bool(self.tails & other.tails)
         if now.canonical == before.canonical:
-            return "another order of JSON keys"
+            return f"{now.name} changed: another order of JSON keys", True
         if now.masked == before.masked:
-            return "a request id, number or time near the top"
-        if is_first and self.tails & other.tails:
-            return "something near the top, and nothing behind it"
-        return None
+            return f"{now.name} changed: a request id, number or time near the top", True
+        if has_moved and is_kept:
+            return "the tools are in another order", True
+        if before.kind == "tools" and (has_moved or now.kind != "tools"):
+            return "a tool was removed", has_moved or is_alike
+        if now.kind == "tools" and (is_kept or before.kind != "tools"):
+            return f"{now.name} was added", is_kept or is_alike
+        if is_first and is_alike:
+            return f"{now.name} changed: something near the top, and nothing behind it", True
+        return f"{now.name} changed", False
 
     def num_common(self, other: "Seen") -> int:
         """Return how many segments at the top are the same."""
@@ -157,12 +167,9 @@ def change(old: Seen, new: Seen) -> Change | None:
     if index == min(len(old.segments), len(new.segments)):
         return None
     before, now = old.segments[index], new.segments[index]
-    kind = min(before.kind, now.kind, key=_KINDS.index)
-    why = new.change_from(old, index)
-    what = f"{now.name} changed" if now.kind == kind else "a tool was removed"
-    place = old.tokens_before(index)
-    detail = f"{what}{f': {why}' if why else ''} (segment {index}, about token {place})"
-    return Change(kind, place, detail)
+    kind, place = min(before.kind, now.kind, key=_KINDS.index), old.tokens_before(index)
+    what, _ = new.change_from(old, index)
+    return Change(kind, place, f"{what} (segment {index}, about token {place})")
 
 
 class Diagnosis(NamedTuple):
@@ -181,7 +188,7 @@ class Diagnosis(NamedTuple):
     def miss(self, usage: RequestUsage) -> dict[str, Any]:
         """Return the reason of a miss, beside the latest of the requests that are most like it."""
         reason, detail = usage.miss_reason, None
-        if reason == "never_seen" and (like := max(self.earlier, key=self._likeness, default=None)):
+        if reason == "never_seen" and (like := max(self.earlier, key=self._rank, default=None)):
             found = change(like, self.seen) if self._likeness(like) else None
             detail = found and found.detail
             if found and not detail:
@@ -209,8 +216,14 @@ class Diagnosis(NamedTuple):
 
     def _likeness(self, other: Seen) -> float:
         index = other.num_common(self.seen)
-        is_nearly = self.seen.change_from(other, index) is not None
-        return index + is_nearly / 2
+        if index == min(len(self.seen.segments), len(other.segments)):
+            return index
+        return index + self.seen.change_from(other, index)[1] / 2
+
+    def _rank(self, other: Seen) -> tuple[float, bool]:
+        """Return what to compare with first: of two alike, the one whose blocks could be used."""
+        namespaces = [each.settings.get("namespace") for each in (self.seen, other)]
+        return self._likeness(other), namespaces[0] == namespaces[1]
 
 
 NONE = Diagnosis()

@@ -148,6 +148,8 @@ class EngineClient:
         self.is_alive = False
         if not self._ready.done():
             self._ready.set_exception(TieredKVError("the engine died while it was starting"))
+        elif not (self._is_stopping or self._ready.exception()):
+            logger.error("the engine has died; every request is refused until a restart")
         for request_id, take in self._takers.items():
             take(_death_of(request_id))
         self._takers.clear()

@@ -1,34 +1,38 @@
-"""OpenAI's chat and completions: bodies to checked requests, answers to JSON, whole or in chunks.
+"""OpenAI's chat and completions: bodies to checked requests.
 
-It knows fields, texts and shapes, no sockets, no tokenizer and no engine. What a request asks for
-is checked here in whole, before anybody works for it. Fields are called what the API calls them.
+It knows fields and texts, no sockets, no tokenizer and no engine. What a request asks for is
+checked here in whole, before anybody works for it. Fields are called what the API calls them.
 """
 
 import contextlib
 import inspect
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationInfo
+from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, ValidationInfo
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
-from tieredkv.engine.answer import Answer
-from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.messages import EngineRequest, TokenLogprob
+from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
-from tieredkv.fields import MAX_DEPTH, PARTS, Object, is_too_deep, list_of, names_of, out_of_bounds
-from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Shape, Text
+from tieredkv.fields import (
+    MAX_DEPTH,
+    PARTS,
+    Object,
+    TextOr,
+    is_too_deep,
+    list_of,
+    names_of,
+    out_of_bounds,
+)
+from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
-from tieredkv.server.generation import Piece
-
-LEAST_LOGPROB = -9999.0
-"""Stands for a token that could not have been chosen; JSON has no infinity."""
+from tieredkv.server.openai_answers import ChatShape, CompletionShape
 
 MAX_PROMPTS = 2048
 
@@ -78,6 +82,10 @@ class OpenAIRequest(ApiRequest):
 
     model_config = pydantic.ConfigDict(extra="allow")
     known_besides = frozenset(_SAMPLING_FIELDS)
+    ignored = names_of("""
+        user safety_identifier store service_tier parallel_tool_calls reasoning_effort verbosity
+        modalities response_format reasoning truncation include max_tool_calls
+    """)
 
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int] = WHOLE
@@ -101,7 +109,7 @@ class OpenAIRequest(ApiRequest):
     top_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     min_tokens: int = Field(0, ge=0)
-    stop: Annotated[tuple[str, ...], BeforeValidator(several)] = Field((), max_length=4)
+    stop: Annotated[tuple[str, ...], TextOr(several)] = Field((), max_length=4)
     stop_token_ids: TokenIds = Field([])
 
     @property
@@ -141,6 +149,11 @@ class OpenAIRequest(ApiRequest):
         if self.prompt_cache_retention is not None:
             rules.check_retention(self.prompt_cache_retention)
         self.plan(rules, [0] * len(self.marks))  # refuses what it must
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """What the form of the answer depends on."""
+        return {"n": self.n, "wants_usage": self.stream_options.include_usage}
 
     @property
     def turns(self) -> Sequence[tuple[str, "Message"]]:
@@ -196,6 +209,8 @@ def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
     return several.validate_python(value, strict=True)
 
 
+_AS_GIVEN = list[str] | list[int] | list[list[int]]
+_PROMPTS = PlainValidator(_read_prompts, json_schema_input_type=_AS_GIVEN)
 _TOKEN_IDS = TypeAdapter(TokenIds)
 _SEVERAL_TEXTS = TypeAdapter(Annotated[list[str], Field(max_length=MAX_PROMPTS)])
 _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS)])
@@ -208,7 +223,7 @@ class CompletionRequest(OpenAIRequest):
     prompt_field = "prompt"
     default_tokens = 16
 
-    prompt: Annotated[list[Prompt], pydantic.PlainValidator(_read_prompts), list_of(str)]
+    prompt: Annotated[list[Prompt], _PROMPTS, list_of(str)]
     max_tokens: int | None = Field(None, ge=0)
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
@@ -235,7 +250,7 @@ class CompletionRequest(OpenAIRequest):
             text = await tokenization.decode(prompt) if self.echo else ""
             scored = token_ids if prompt_logprobs is not None else []
             echoes.append((text, await tokenization.starts(scored, text)))
-        shape = CompletionShape(self, tokenization, echoes)
+        shape = CompletionShape(self.model, tokenization, echoes, **self.form)
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
         return self.asked(prompts, plan, shape=shape, parts=parts)
@@ -293,6 +308,7 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
+    known_besides = names_of("annotations")
     unsupported = names_of("audio function_call")
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
@@ -333,7 +349,9 @@ def _check_tools(tools: Any, info: ValidationInfo) -> Any:
     return tools
 
 
-Tools = Annotated[list[dict[str, Any]], pydantic.PlainValidator(_check_tools)]
+Tools = Annotated[
+    list[dict[str, Any]], PlainValidator(_check_tools, json_schema_input_type=list[Tool])
+]
 
 
 class ResponseFormat(Object):
@@ -425,167 +443,9 @@ class ChatRequest(ConversationRequest):
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
-        shape = ChatShape(self, tokenization)
+        shape = ChatShape(self.model, tokenization, **self.form)
         return await self.render(tokenization, rules, arguments, shape=shape)
 
 
 def unsupported(message: str, param: str) -> RequestError:
     return RequestError(message, param=param, code="unsupported_parameter")
-
-
-Echo = tuple[str, Sequence[int]]
-"""The text of a prompt, and where its tokens begin in it if they are told."""
-
-NO_ECHO: Echo = ("", ())
-
-
-class CompletionShape(Shape):
-    """`/v1/completions`; all chunks of an answer share id, time and model.
-
-    Args:
-        body: what was asked.
-        tokenization: tells what tokens say.
-        echoes: what the answers to each prompt begin with.
-    """
-
-    id_prefix = "cmpl-"
-    object = chunk_object = "text_completion"
-
-    def __init__(
-        self, body: OpenAIRequest, tokenization: Tokenization, echoes: Sequence[Echo] = (NO_ECHO,)
-    ) -> None:
-        super().__init__()
-        self._body, self._token_of = body, tokenization.token
-        self._echoes = [echo for echo in echoes for _ in range(body.n)]
-        self._ends = [len(text) for text, _ in self._echoes]
-        self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
-        self._head: Json = {"id": self.id, "object": self.object}
-        self._head |= {"created": self.created, "model": body.model}
-
-    def whole(self, answers: Sequence[Answer]) -> Json:
-        """Return a choice for each answer, and the usage of all."""
-        choices = []
-        for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
-            logprobs = self._logprobs(i, answer.logprobs)
-            choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
-        return {**self._head, "choices": choices, "usage": self._usage(answers)}
-
-    async def events(
-        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
-    ) -> AsyncIterator[Json]:
-        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
-        head = {**self._head, "object": self.chunk_object}
-        wants_usage = self._body.stream_options.include_usage
-        no_usage = {"usage": None} if wants_usage else {}
-        for i, (echo, _) in enumerate(self._echoes):
-            for choice in self.opening(i, echo):
-                yield {**head, "choices": [choice], **no_usage}
-        async for piece in pieces:
-            index, reason = piece.index, piece.finish_reason
-            logprobs = self._logprobs(index, piece.logprobs)
-            for choice in self.delta(index, piece.text, logprobs, reason):
-                yield {**head, "choices": [choice], **no_usage}
-        if wants_usage:
-            yield {**head, "choices": [], "usage": self._usage(answers)}
-
-    def failure(self, error: RequestError) -> Json:
-        """Return the error as answers have it."""
-        return openai_body(error)
-
-    def opening(self, index: int, echo: str) -> list[Json]:
-        """Return the choice with the prompt, where that is wanted; else text begins at once."""
-        return [self.choice(index, echo, None, None)] if echo else []
-
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the choices that tell a piece."""
-        return [self.choice(index, text, logprobs, reason)]
-
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """Return one answer in whole."""
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
-        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
-        offsets = list(self._echoes[index][1]) if tokens[0].logprob is None else []
-        for token in tokens[len(offsets) :]:
-            offsets.append(self._ends[index])
-            self._ends[index] += len(self._detokenizers[index].feed([token.token_id]))
-        return {
-            "tokens": [self._token_of(token.token_id).label for token in tokens],
-            "token_logprobs": [_finite(token.logprob) for token in tokens],
-            "top_logprobs": [self._top(token) or None for token in tokens],
-            "text_offset": offsets,
-        }
-
-    def _top(self, token: TokenLogprob) -> Json:
-        """Return the likeliest tokens and the chosen one; of two alike it has the name."""
-        top = {self._token_of(id).label: _finite(each) for id, each in token.top}
-        own = {self._token_of(token.token_id).label: _finite(token.logprob)}
-        return top | own if token.logprob is not None else {}
-
-    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob] | None) -> Json | None:
-        return self.logprobs(tokens, index) if tokens else None
-
-    def _usage(self, answers: Sequence[Answer]) -> Json:
-        """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
-        prompts = [answer.usage for answer in answers[:: self._body.n]]  # as the first found it
-        num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
-        num_tokens = sum(len(answer.token_ids) for answer in answers)
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": self.caching(prompts),
-        }
-
-
-class ChatShape(CompletionShape):
-    """`/v1/chat/completions`: the choices are others."""
-
-    id_prefix = "chatcmpl-"
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def opening(self, index: int, echo: str) -> list[Json]:
-        """Return the choice that names the role."""
-        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
-
-    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the text's choice and, at the end, one with an empty delta."""
-        has_text = text or logprobs or reason is None
-        choices = [self._chunk(index, {"content": text}, logprobs, None)] if has_text else []
-        return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
-
-    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """Return one answer in whole."""
-        message = {"role": "assistant", "content": text, "refusal": None}
-        how = {"logprobs": logprobs, "finish_reason": reason}
-        return {"index": index, "message": message, **how}
-
-    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
-        """Return one object a token."""
-        content = []
-        for token in tokens:
-            top = [self._token(*alternative) for alternative in token.top]
-            content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
-        return {"content": content, "refusal": None}
-
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-    def _token(self, token_id: int, logprob: float | None) -> Json:
-        text, encoded = self._token_of(token_id)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
-
-
-def _finite(logprob: float | None) -> float | None:
-    return None if logprob is None else max(logprob, LEAST_LOGPROB)
-
-
-def openai_body(error: RequestError) -> Json:
-    """Return the body of an answer that is an error; its `type` goes with the status."""
-    kind = "server_error" if error.status >= 500 else "invalid_request_error"
-    if error.status == 429:
-        kind = "rate_limit_error"
-    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
-    return {"error": told}

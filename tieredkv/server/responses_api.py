@@ -11,7 +11,6 @@ from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationInfo
-from pydantic_core import PydanticCustomError
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.messages import RequestUsage
@@ -48,7 +47,7 @@ Texts = Annotated[
 ]
 
 
-class InputMessage(Message, _Known):
+class InputMessage(_Known, Message):
     """A message."""
 
     type: Literal["message"] = "message"
@@ -67,23 +66,35 @@ class FunctionOutput(_Known):
     """What a function has returned."""
 
     type: Literal["function_call_output"]
-    call_id: Text
+    call_id: Text | None = None
     output: Texts
 
 
-Item = InputMessage | FunctionCall | FunctionOutput
+class Thoughts(_Known):
+    """What a model thought before it answered; that is not told again."""
+
+    known_besides = _Known.known_besides | names_of("summary content encrypted_content")
+
+    type: Literal["reasoning"]
+
+
+class _Typed(Object):
+    """What tells items apart."""
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+
+
+Item = InputMessage | FunctionCall | FunctionOutput | Thoughts
 _ITEMS: dict[str, type[Item]] = {
     "message": InputMessage,
     "function_call": FunctionCall,
     "function_call_output": FunctionOutput,
+    "reasoning": Thoughts,
 }
 
 
 def _read_item(value: Any, info: ValidationInfo) -> Item:
-    kind = _ITEMS.get(str(value.get("type", "message"))) if isinstance(value, dict) else None
-    if kind is None:
-        names = ", ".join(f"'{name}'" for name in _ITEMS)
-        raise PydanticCustomError("item", f"an object whose type is one of {names}")
+    kind = _ITEMS[_Typed.model_validate(value).type]
     return kind.model_validate(value, context=info.context)
 
 
@@ -181,7 +192,7 @@ class ResponsesRequest(openai.ConversationRequest):
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"input[{i}].output", tool))
-                case _:
+                case InputMessage():
                     turns.append((f"input[{i}].content", item))
         return turns
 

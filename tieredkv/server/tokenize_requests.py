@@ -10,7 +10,7 @@ from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
-from tieredkv.server.openai_api import Message, Tools
+from tieredkv.server.openai_api import Message, TemplateArguments, Tools
 
 
 class TokenizeRequest(PlainRequest):
@@ -19,6 +19,7 @@ class TokenizeRequest(PlainRequest):
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field([], max_length=16_384)
     tools: Tools = Field([])
+    chat_template_kwargs: TemplateArguments = Field({})
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -34,7 +35,7 @@ class TokenizeRequest(PlainRequest):
         else:
             messages = [message.for_template() for message in self.messages]
             how = {"add_generation_prompt": self.add_generation_prompt}
-            arguments = {"tools": self.tools or None, **how}
+            arguments = {"tools": self.tools or None, **how, **self.chat_template_kwargs}
             token_ids = (await tokenization.encode_chat(messages, arguments)).token_ids
         names = tokenization.tokenizer.convert_ids_to_tokens(token_ids)
         return {

@@ -1,0 +1,179 @@
+"""OpenAI's answers: chat and completions as JSON, whole or in chunks, and errors.
+
+It knows shapes, no sockets, no requests and no engine.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+
+from tieredkv.engine.answer import Answer
+from tieredkv.engine.detokenizer import Detokenizer
+from tieredkv.engine.messages import TokenLogprob
+from tieredkv.errors import RequestError
+from tieredkv.server.asked import Json, Shape
+from tieredkv.server.chat import Tokenization
+from tieredkv.server.generation import Piece
+
+LEAST_LOGPROB = -9999.0
+"""Stands for a token that could not have been chosen; JSON has no infinity."""
+
+Echo = tuple[str, Sequence[int]]
+"""The text of a prompt, and where its tokens begin in it if they are told."""
+
+NO_ECHO: Echo = ("", ())
+
+
+class CompletionShape(Shape):
+    """`/v1/completions`; all chunks of an answer share id, time and model.
+
+    Args:
+        model: what it is called.
+        tokenization: tells what tokens say.
+        echoes: what the answers to each prompt begin with.
+        n: answers to each prompt.
+        wants_usage: a stream ends with it.
+    """
+
+    id_prefix = "cmpl-"
+    object = chunk_object = "text_completion"
+
+    def __init__(
+        self,
+        model: str,
+        tokenization: Tokenization,
+        echoes: Sequence[Echo] = (NO_ECHO,),
+        *,
+        n: int = 1,
+        wants_usage: bool = False,
+    ) -> None:
+        super().__init__()
+        self._n, self._wants_usage, self._token_of = n, wants_usage, tokenization.token
+        self._echoes = [echo for echo in echoes for _ in range(n)]
+        self._ends = [len(text) for text, _ in self._echoes]
+        self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
+        self._head: Json = {"id": self.id, "object": self.object}
+        self._head |= {"created": self.created, "model": model}
+
+    def whole(self, answers: Sequence[Answer]) -> Json:
+        """Return a choice for each answer, and the usage of all."""
+        choices = []
+        for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
+            logprobs = self._logprobs(i, answer.logprobs)
+            choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
+        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+
+    async def events(
+        self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
+    ) -> AsyncIterator[Json]:
+        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
+        head = {**self._head, "object": self.chunk_object}
+        no_usage = {"usage": None} if self._wants_usage else {}
+        for i, (echo, _) in enumerate(self._echoes):
+            for choice in self.opening(i, echo):
+                yield {**head, "choices": [choice], **no_usage}
+        async for piece in pieces:
+            logprobs = self._logprobs(piece.index, piece.logprobs)
+            for choice in self.delta(piece.index, piece.text, logprobs, piece.finish_reason):
+                yield {**head, "choices": [choice], **no_usage}
+        if self._wants_usage:
+            yield {**head, "choices": [], "usage": self._usage(answers)}
+
+    def failure(self, error: RequestError) -> Json:
+        """Return the error as answers have it."""
+        return openai_body(error)
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice with the prompt, where that is wanted; else text begins at once."""
+        return [self.choice(index, echo, None, None)] if echo else []
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the choices that tell a piece."""
+        return [self.choice(index, text, logprobs, reason)]
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        """Return one answer in whole."""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
+        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
+        offsets = list(self._echoes[index][1]) if tokens[0].logprob is None else []
+        for token in tokens[len(offsets) :]:
+            offsets.append(self._ends[index])
+            self._ends[index] += len(self._detokenizers[index].feed([token.token_id]))
+        return {
+            "tokens": [self._token_of(token.token_id).label for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) or None for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: TokenLogprob) -> Json:
+        """Return the likeliest tokens and the chosen one; of two alike it has the name."""
+        top = {self._token_of(id).label: _finite(each) for id, each in token.top}
+        own = {self._token_of(token.token_id).label: _finite(token.logprob)}
+        return top | own if token.logprob is not None else {}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob] | None) -> Json | None:
+        return self.logprobs(tokens, index) if tokens else None
+
+    def _usage(self, answers: Sequence[Answer]) -> Json:
+        """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
+        prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
+        num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
+        num_tokens = sum(len(answer.token_ids) for answer in answers)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": self.caching(prompts),
+        }
+
+
+class ChatShape(CompletionShape):
+    """`/v1/chat/completions`: the choices are others."""
+
+    id_prefix = "chatcmpl-"
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, index: int, echo: str) -> list[Json]:
+        """Return the choice that names the role."""
+        return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
+
+    def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
+        """Return the text's choice and, at the end, one with an empty delta."""
+        has_text = text or logprobs or reason is None
+        choices = [self._chunk(index, {"content": text}, logprobs, None)] if has_text else []
+        return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
+
+    def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
+        """Return one answer in whole."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        how = {"logprobs": logprobs, "finish_reason": reason}
+        return {"index": index, "message": message, **how}
+
+    def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
+        """Return one object a token."""
+        content = []
+        for token in tokens:
+            top = [self._token(*alternative) for alternative in token.top]
+            content.append({**self._token(token.token_id, token.logprob), "top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _chunk(self, index: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def _token(self, token_id: int, logprob: float | None) -> Json:
+        text, encoded = self._token_of(token_id)
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(encoded)}
+
+
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST_LOGPROB)
+
+
+def openai_body(error: RequestError) -> Json:
+    """Return the body of an answer that is an error; its `type` goes with the status."""
+    other = "server_error" if error.status >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if error.status == 429 else other
+    told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}
+    return {"error": told}
