@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_CLIENTS = 32
 _SILENCE_S = 30.0
+_LEAVING_S = 2.0
 _PAUSE_S = 0.1
 _decoder = msgspec.msgpack.Decoder(ControlCall)
 
@@ -50,8 +51,9 @@ class ControlServer:
         """Listen in `folder`, whose writer lock is held: a socket there is a dead worker's."""
         self._carry_out = carry_out
         self._room = threading.Semaphore(_MAX_CLIENTS)
-        # Those without a call, for longest first.
+        # Those without a call, for longest first; whoever has an answer is in it.
         self._idle: OrderedDict[socket.socket, None] = OrderedDict()
+        self._answering = threading.Lock()
         self._is_over = threading.Event()
         self._folder_fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -97,10 +99,10 @@ class ControlServer:
         """Hang up on the longest idle client if there are too many; False if none is idle."""
         if self._room.acquire(blocking=False):
             return True
-        with suppress(KeyError, OSError):
+        with self._answering, suppress(KeyError, OSError):  # OSError: it went by itself
             longest, _ = self._idle.popitem(last=False)
             longest.shutdown(socket.SHUT_RDWR)
-        return self._room.acquire(timeout=_PAUSE_S)
+        return self._room.acquire(timeout=_LEAVING_S)
 
     def _converse(self, sock: socket.socket) -> None:
         """Hear one call after another, with any number of reports and an answer to each."""
@@ -108,10 +110,12 @@ class ControlServer:
             with closing(FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
                 self._idle[sock] = None
                 while calls := channel.receive(_SILENCE_S):
-                    self._idle.pop(sock, None)
                     for call in calls:
-                        channel.send(self._answer(call, partial(_report, channel)))
-                    self._idle[sock] = None
+                        self._idle.pop(sock, None)
+                        answer = self._answer(call, partial(_report, channel))
+                        with self._answering:
+                            channel.send(answer)
+                            self._idle[sock] = None
         except StorageError as error:
             logger.warning("a control client talks nonsense: %s", error)
         except (EOFError, OSError):  # it is gone, or there is no descriptor for it
