@@ -2,13 +2,15 @@
 
 Every change to a block changes its secondary keys and the counters in the same transaction. It
 knows keys and values (docs/format.md), not files: slots are numbers here. One thread makes all
-changes; any thread may read, and neither waits for the other.
+changes; any thread may read, and neither waits for the other. Only who looks all of it over takes
+turns with the changes: pages that they free are of no use until whoever read before them has ended.
 """
 
 import ctypes
 import errno
 import os
 import struct
+import threading
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -155,6 +157,7 @@ class Index:
     def __init__(self, path: str, *, sync: bool) -> None:
         self.path = path
         self.sync = sync
+        self._changing = threading.Lock()
         self._open()
 
     def _open(self) -> None:
@@ -191,7 +194,7 @@ class Index:
     def writing(self) -> Iterator["IndexTxn"]:
         """Change the index; all of it or, if anything raises, nothing."""
         env, dbs = self._opened
-        with storage_errors(self.path), env.begin(write=True) as txn:
+        with self._changing, storage_errors(self.path), env.begin(write=True) as txn:
             changes = IndexTxn(txn, dbs)
             yield changes
             changes.keep_meta()
@@ -229,7 +232,7 @@ class Index:
         for name in ("blocks", *_ORDERS):
             start, num_keys, states = b"", 0, set[int]()
             while True:
-                with self.reading() as txn:
+                with self._changing, self.reading() as txn:
                     keys, num_entries, state = txn.some_keys(name, start, _LOOKED_OVER_KEYS)
                 states.add(state)
                 num_keys += len(keys)
@@ -238,8 +241,9 @@ class Index:
                 yield all(key < other for key, other in pairwise([start, *keys]))
                 start = keys[-1] + b"\0"
             yield num_keys == num_entries or len(states) > 1
-        with self.reading() as txn:
-            yield not txn.contradictions()
+        with self._changing, self.reading() as txn:
+            is_sound = not txn.contradictions()
+        yield is_sound
 
     def compact(self) -> None:
         """Replace the index file by a copy without unused pages; no transaction may be open."""

@@ -1,5 +1,6 @@
 import os
 import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.storage.blocks import (
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import HEADER_BYTES, Extent
+from tieredkv.storage.index import PAGE_BYTES, IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
@@ -496,6 +498,34 @@ def test_who_still_reads_when_the_store_closes_is_told(tmp_path: Path) -> None:
     for reading in (steps, store.index.reading_ahead()):
         with pytest.raises(StorageError, match="is closed"):
             list(reading)
+
+
+def test_the_index_does_not_grow_by_what_changes_while_it_is_looked_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow step, beside which blocks come and go: behind a reader no page is used again."""
+
+    def turn_over(times: int) -> None:
+        for _ in range(times):
+            put(store, make_record())
+            store.delete([make_record().block_hash], "test")
+
+    def slowly(*arguments: Any) -> Any:
+        keys = some_keys(*arguments)
+        changing.start()
+        changing.join(0.5)
+        monkeypatch.undo()
+        return keys
+
+    some_keys, changing = IndexTxn.some_keys, threading.Thread(target=turn_over, args=[50])
+    with open_store(tmp_path / "s") as store:
+        put(store, make_record("other"))
+        turn_over(50)
+        size_bytes = store.index.file_bytes()
+        monkeypatch.setattr(IndexTxn, "some_keys", slowly)
+        assert all(store.index.looking_over())
+        changing.join()
+        assert store.index.file_bytes() <= size_bytes + 10 * PAGE_BYTES
 
 
 def test_opening_does_not_read_the_entries(tmp_path: Path) -> None:
