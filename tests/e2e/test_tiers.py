@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tieredkv import LLM, SamplingParams
+from tieredkv.cache import tiered
 from tieredkv.engine.answer import Answer
 from tieredkv.types import Tier
 
@@ -113,7 +114,10 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
     assert hit.token_ids == cold.token_ids
 
 
-def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(disk_dir: str) -> None:
+def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(
+    disk_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiered, "PATIENCE_S", 60.0)  # no disk is so busy
     sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB"}
     prompts = [prompt(100 + i, 1000) for i in range(8)]
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
