@@ -246,6 +246,7 @@ class EngineCore:
         if self._launched is not None or (not self._is_stalled and self._requests):
             return
         transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
+        give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
             if transfer.has_completed:
                 break

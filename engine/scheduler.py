@@ -12,7 +12,7 @@ import logging
 import sys
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -48,12 +48,26 @@ quick request is computed in the next step; so that this is the very next, none 
 There long prompts get a quarter of a short step, so that they go on; whose turn it is to be
 admitted still goes by the tokens that were computed.
 
-Four clients that sent prompts of 1,532 tokens without end raised the time to the first token of a
-cached prompt from 15 ms to 724 on two cores, and with this from 16 to 31; they got about 4 prompts
-a second, not 4.6. With steps of half the length they got 2.7, and the other a tenth less.
+`python -m tests.stress.flood` measures what it does for the one tenant and costs the other.
 """
 
 SHORT_STEPS_S = 10.0
+
+RETURN_S = 0.01
+"""Who asked again so soon after a quick answer is waited for that long after the next one.
+
+Else it would find a step in progress each time. Meanwhile long prompts get nothing, and beside it
+three quarters of a short step. Source: anticipatory scheduling, Iyer and Druschel 2001.
+"""
+
+
+@dataclass(slots=True)
+class _QuickTenant:
+    """When a tenant's last quick request was admitted, and ended; 0 if it has asked since."""
+
+    admitted_at: float = 0.0
+    ended_at: float = 0.0
+    returns_soon: bool = False
 
 
 def longest_chunk(budget: int) -> int:
@@ -89,6 +103,7 @@ class Scheduler:
         max_num_alone_tokens: of one whose only request has nobody beside it.
         is_short: see `schedule`.
         has_short_steps: see `SHORT_STEP`.
+        held_until: when long prompts go on, see `RETURN_S`; 0 if they do.
     """
 
     cache: TieredCache
@@ -102,12 +117,13 @@ class Scheduler:
     num_preemptions: int = 0
     is_short: bool = False
     has_short_steps: bool = False
+    held_until: float = 0.0
 
     def __post_init__(self) -> None:
         self._free_slots = list(range(self.max_num_seqs))[::-1]
         budget = self.max_num_batched_tokens
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
-        self._quick_at: dict[str, float] = {}  # when a tenant's last quick request was admitted
+        self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
         self._num_hashed_tokens = 0  # since the last step, or below zero: it has admitted nobody
 
@@ -116,12 +132,18 @@ class Scheduler:
         self.cache.arrive(request.prefix, is_next=not self.waiting)
         self.waiting.append(request)
         self._num_hashed_tokens += request.num_tokens
+        tenant = self._quick.get(request.asked.tenant)
+        if tenant is not None and tenant.ended_at:
+            tenant.returns_soon = time.monotonic() - tenant.ended_at <= RETURN_S
+            tenant.ended_at = 0.0
 
     def remove(self, request: Request) -> None:
         """Take a request out, finished or cancelled, and release exactly what it holds."""
         if request.is_running:
             self._stop_running(request)
             self.waiting.charge(request, request.num_output_tokens)
+            if not self._is_long(request):
+                self._quick[request.asked.tenant].ended_at = time.monotonic()
         else:
             self.waiting.remove(request)
         self.cache.release(request.prefix)
@@ -147,12 +169,14 @@ class Scheduler:
         tenants = busy | self.waiting.tenants
         if busy and busy < tenants:
             self._admit(self._short_step, claimed, scheduled, busy)
-        since = time.monotonic() - SHORT_STEPS_S
-        self._quick_at = {tenant: at for tenant, at in self._quick_at.items() if at > since}
-        self.has_short_steps = any(tenants - {tenant} for tenant in self._quick_at)
+        was_held = bool(self.held_until)
+        self._look_for_quick(tenants, has_come=bool(scheduled))
         if self.has_short_steps:
-            budget = -(-self._short_step // 4) if scheduled else self._short_step
+            quarters = (3 if was_held else 1) if scheduled else 4
+            budget = -(-self._short_step * quarters // 4)
             order[num_decodes:] = sorted(order[num_decodes:], key=self._is_long)
+        if self.held_until:
+            order = [each for each in order if not (each.is_prefilling and self._is_long(each))]
         for request in order:
             if budget <= 0:
                 break
@@ -169,7 +193,7 @@ class Scheduler:
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
         is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
-        if has_room and not is_late:
+        if has_room and not is_late and not self.held_until:
             self._admit(budget, claimed, scheduled, set())
         return scheduled
 
@@ -214,6 +238,18 @@ class Scheduler:
         slots = self._free_slots + [request.slot for request in self.running]
         if sorted(slots) != list(range(self.max_num_seqs)):
             raise IntegrityError("slots are lost or shared")
+
+    def _look_for_quick(self, tenants: set[str], *, has_come: bool) -> None:
+        """Find out whether steps are short, and whether a quick request is waited for."""
+        now = time.monotonic()
+        for tenant, one in list(self._quick.items()):
+            if now - one.admitted_at >= SHORT_STEPS_S:
+                del self._quick[tenant]
+        quick = [one for tenant, one in self._quick.items() if tenants - {tenant}]
+        self.has_short_steps = bool(quick)
+        returning = [] if has_come else [it for it in quick if it.ended_at and it.returns_soon]
+        held_until = max((it.ended_at + RETURN_S for it in returning), default=0.0)
+        self.held_until = held_until if held_until > now else 0.0
 
     def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
         """Grow a request's table to its tokens, preempting others if nothing is free."""
@@ -308,7 +344,7 @@ class Scheduler:
             num_cached = self.block_size * (len(sources) - sources.count(None))
             request.num_uncached_tokens = max(1, request.num_tokens - num_cached)
             if not self._is_long(request):
-                self._quick_at[request.asked.tenant] = time.monotonic()
+                self._quick[request.asked.tenant].admitted_at = time.monotonic()
             self.waiting.take(request)
             request.slot = self._free_slots.pop()
             request.admitted_at = request.admitted_at or time.monotonic()

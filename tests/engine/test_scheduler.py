@@ -398,6 +398,7 @@ BUDGET, SHORT = 256, 64
 def beside_a_flood(monkeypatch: pytest.MonkeyPatch, num_clients: int) -> Loop:
     """Return a loop in whose first step of a flood a tenant's cached prompt arrives."""
     monkeypatch.setattr(scheduler, "SHORT_STEPS_S", 1e9)
+    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
     loop = Loop(Rig(num_blocks=1024, has_store=False), max_num_batched_tokens=BUDGET)
     loop.add("cold", 8 * SIZE + 1, tenant="quiet")
     loop.run()
@@ -423,6 +424,39 @@ def test_a_cached_prompt_is_in_the_next_step_of_a_flood_and_steps_stay_short(
         assert f"warm {number}" in {row.request.request_id for row in rows}
         assert SHORT // 4 < num_tokens_of(rows) <= SHORT // 4 + 2
     assert loop.finished == ["cold", *(f"warm {number}" for number in range(4))]
+
+
+def test_long_prompts_wait_for_who_asks_as_soon_as_it_is_answered_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def names_of(rows: list[ScheduledRow]) -> set[str]:
+        return {row.request.request_id for row in rows}
+
+    def ask(name: str) -> list[ScheduledRow]:
+        loop.add(name, 8 * SIZE + 1, tenant="quiet")
+        rows = loop.step()
+        assert name in names_of(rows)
+        loop.collect()
+        return rows
+
+    loop = beside_a_flood(monkeypatch, 2)
+    loop.step()
+    loop.add("other", 8, seed=9, max_tokens=100, tenant="other")
+    assert "other" in names_of(loop.step())
+    monkeypatch.setattr(scheduler, "RETURN_S", 1e9)
+    ask("first")
+    assert SHORT // 4 < num_tokens_of(ask("soon")) <= SHORT // 4 + 3
+    for _ in range(3):
+        assert names_of(loop.step()) == {"other"}
+        assert loop.scheduler.held_until
+    assert SHORT * 3 // 4 < num_tokens_of(ask("again")) <= SHORT * 3 // 4 + 3
+    monkeypatch.setattr(scheduler, "RETURN_S", 0.0)
+    for _ in range(3):  # it should have come by now
+        assert SHORT < num_tokens_of(loop.step()) <= SHORT + 3
+        assert not loop.scheduler.held_until
+    ask("late")
+    monkeypatch.setattr(scheduler, "RETURN_S", 1e9)
+    assert num_tokens_of(loop.step()) > SHORT
 
 
 def test_steps_are_short_for_a_while_only_and_never_for_a_tenant_alone(

@@ -15,32 +15,21 @@ The arms take turns, so that a drift of the machine meets both.
 import asyncio
 import contextlib
 import json
-import random
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 
 import click
-import httpx
 
+from tests.stress.client import prompts_of, request_of, served_by, serving, stream_one
 from tieredkv.bench import raw
 from tieredkv.config import load_settings
 from tieredkv.engine.messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.types import ignore_progress
-
-Prompts = list[list[int]]
-
-
-def prompts_of(num: int, length: int, vocab_size: int, seed: int) -> Prompts:
-    generator = random.Random(seed)
-    return [generator.choices(range(vocab_size), k=length) for _ in range(num)]
 
 
 async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, name: str) -> float:
@@ -58,34 +47,6 @@ async def bare_one(engine: EngineClient, prompt: list[int], num_tokens: int, nam
             first = time.perf_counter() - start
         if output.finish_reason is not None:
             return first
-
-
-def request_of(url: str, model: str, prompt: list[int], num_tokens: int) -> bytes:
-    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": num_tokens}
-    body |= {"temperature": 0, "ignore_eos": True, "stream": True}
-    data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {url}\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
-
-
-async def stream_one(url: str, requests: list[bytes]) -> list[float]:
-    """Send requests one after the other; return the seconds to the first event of each.
-
-    A client of plain sockets, which costs next to nothing.
-    """
-    at, firsts = httpx.URL(url), list[float]()
-    reader, writer = await asyncio.open_connection(at.host, at.port)
-    with contextlib.closing(writer):
-        for request in requests:
-            start = time.perf_counter()
-            writer.write(request)
-            while not (line := await reader.readline()).startswith(b"data: {"):
-                assert line, "the server has closed the connection"
-            firsts.append(time.perf_counter() - start)
-            while (line := await reader.readline()) != b"0\r\n":  # the last chunk
-                assert line and b'"error"' not in line, line
-            await reader.readline()
-    return firsts
 
 
 def http_load(url: str, requests: list[bytes]) -> tuple[float, float]:
@@ -133,23 +94,11 @@ class Arms:
             await engine.shutdown(1.0)
         return rows
 
-    @contextlib.contextmanager
-    def serving(self) -> Iterator[str]:
-        """Run `tieredkv serve`; yield its URL."""
-        words = [sys.executable, "-P", "-m", "tieredkv", "serve", "--port", "0", "--json"]
-        words += [self.settings["model"], "--block-size", str(self.settings["block_size"])]
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-        try:
-            assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["url"]
-        finally:
-            process.terminate()
-            process.communicate()
-
     def server(self, vocab_size: int, pool: ProcessPoolExecutor) -> dict[str, Any]:
         told, rows = self.told, dict[str, Any](tok_s=[])
-        with self.serving() as url:
-            model = httpx.get(f"{url}/v1/models").json()["data"][0]["id"]
+        size = str(self.settings["block_size"])
+        with serving(self.settings["model"], "--block-size", size) as url:
+            model = served_by(url)
             [prompt] = prompts_of(1, told["prompt_tokens"], vocab_size, 1)
             one = request_of(url, model, prompt, 8)
             firsts = asyncio.run(stream_one(url, [one] * (told["repeats"] * 4 + 1)))

@@ -1,0 +1,68 @@
+"""A server of its own and a client of plain sockets, which costs next to nothing."""
+
+import asyncio
+import contextlib
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from time import perf_counter
+from typing import Any
+
+import httpx
+
+Prompt = list[int]
+
+
+def prompts_of(num: int, length: int, vocab_size: int, seed: object) -> list[Prompt]:
+    """Return random prompts."""
+    generator = random.Random(str(seed))
+    return [generator.choices(range(vocab_size), k=length) for _ in range(num)]
+
+
+@contextlib.contextmanager
+def serving(model: str, *flags: str) -> Iterator[str]:
+    """Run `tieredkv serve`; yield its URL."""
+    words = [sys.executable, "-P", "-m", "tieredkv", "serve", model, "--port", "0", "--json"]
+    process = subprocess.Popen([*words, *flags], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+def served_by(url: str, key: str = "") -> str:
+    """Return the name of a server's model."""
+    headers = {"x-api-key": key} if key else {}
+    name: str = httpx.get(f"{url}/v1/models", headers=headers).json()["data"][0]["id"]
+    return name
+
+
+def request_of(url: str, model: str, prompt: Prompt, num_tokens: int, key: str = "") -> bytes:
+    """Return the bytes that ask for a stream."""
+    body: dict[str, Any] = {"model": model, "prompt": prompt, "max_tokens": num_tokens}
+    body |= {"temperature": 0, "ignore_eos": True, "stream": True}
+    data = json.dumps(body).encode()
+    head = [f"POST /v1/completions HTTP/1.1\r\nHost: {url}", f"Content-Length: {len(data)}"]
+    head += [f"x-api-key: {key}"] if key else []
+    return "\r\n".join([*head, "\r\n"]).encode() + data
+
+
+async def stream_one(url: str, requests: Iterable[bytes]) -> list[float]:
+    """Send requests one after the other; return the seconds to the first event of each."""
+    at, firsts = httpx.URL(url), list[float]()
+    reader, writer = await asyncio.open_connection(at.host, at.port)
+    with contextlib.closing(writer):
+        for request in requests:
+            start = perf_counter()
+            writer.write(request)
+            while not (line := await reader.readline()).startswith(b"data: {"):
+                assert line, "the server has closed the connection"
+            firsts.append(perf_counter() - start)
+            while (line := await reader.readline()) != b"0\r\n":  # the last chunk
+                assert line and b'"error"' not in line, line
+            await reader.readline()
+    return firsts
