@@ -110,12 +110,13 @@ class ControlServer:
             with closing(FrameChannel(sock, _decoder, MAX_CONTROL_FRAME_BYTES)) as channel:
                 self._idle[sock] = None
                 while calls := channel.receive(_SILENCE_S):
+                    self._idle.pop(sock, None)
                     for call in calls:
-                        self._idle.pop(sock, None)
                         answer = self._answer(call, partial(_report, channel))
                         with self._answering:
                             channel.send(answer)
-                            self._idle[sock] = None
+                            if call is calls[-1]:
+                                self._idle[sock] = None
         except StorageError as error:
             logger.warning("a control client talks nonsense: %s", error)
         except (EOFError, OSError):  # it is gone, or there is no descriptor for it
