@@ -51,10 +51,6 @@ def flood(url: str, model: str, length: int, num_clients: int, until: float, see
     return asyncio.run(send()) - num_clients  # their last ones end behind it
 
 
-def percentile(times: list[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
-
-
 @click.command(help=__doc__)
 @click.option("--model", default="tiny-random")
 @click.option("--quiet-tokens", default=1024)
@@ -101,8 +97,7 @@ def main(model: str, block_size: int, commit: str | None, **told: Any) -> None:
             row["prompts_a_second"] = sent.result() / told["seconds"]
             rows.append(row)
             for arm in ("quiet", "beside"):
-                p50, p95 = (percentile(row[f"{arm}_ms"], share) for share in (0.5, 0.95))
-                row |= {f"{arm}_p50_ms": p50, f"{arm}_p95_ms": p95}
+                row |= raw.percentiles_ms(arm, row[f"{arm}_ms"], (50, 95))
             summary = {key: round(it, 1) for key, it in row.items() if isinstance(it, float)}
             click.echo(json.dumps(summary), err=True)
     every = {key: statistics.median(row[key] for row in rows) for key in summary}
