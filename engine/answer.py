@@ -8,7 +8,7 @@ import time
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
+from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLogprob, TokenOutput
 
 
 class Answer(Detokenizer):

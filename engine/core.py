@@ -21,15 +21,16 @@ import torch
 import xxhash
 
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.directory import Directory
+from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.engine import model_runner
+from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput
 from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
@@ -41,9 +42,8 @@ from tieredkv.kernels.small_copies import to_device
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import EvictFilter
-from tieredkv.transfer import BlockTransfer
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import DTYPE_BYTES, BlockHash, Progress, Tier, ignore_progress
 from tieredkv.units import format_bytes
 
@@ -73,7 +73,7 @@ class EngineCore:
     Raises:
         ConfigError: a budget is smaller than one block, or a setting does not fit the model.
         ModelError: the model cannot be loaded or is not supported.
-        StorageError: the disk tier's directory is not usable; nothing in it was changed.
+        StorageError: the disk tier's folder is not usable; nothing in it was changed.
     """
 
     def __init__(self, settings: Settings, *, progress: Progress = ignore_progress) -> None:
@@ -105,9 +105,9 @@ class EngineCore:
         most_tokens = longest_chunk(num_alone_tokens)
         limits = {"max_num_seqs": settings.max_num_seqs, "max_num_batched_tokens": most_tokens}
         device_size = settings.device_size or (None if device.type == "cuda" else CPU_DEVICE_BYTES)
-        num_pages = _num_slots("host_size", settings.host_size, spec.page_bytes, least=4)
+        num_pages = _num_blocks("host_size", settings.host_size, spec.page_bytes, least=4)
         if device_size is not None:
-            num_blocks = _num_slots("device_size", device_size, spec.block_bytes, least=2)
+            num_blocks = _num_blocks("device_size", device_size, spec.block_bytes, least=2)
         if settings.disk_dir is not None:
             least_bytes = minimum_budget_bytes(spec.block_bytes)
             few = f"no block of {format_bytes(spec.block_bytes)}"
@@ -140,7 +140,7 @@ class EngineCore:
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),
-            directory=Directory(self._policies),
+            catalog=Catalog(self._policies),
             transfer=BlockTransfer[Any](copier, early_bytes=early_bytes),
             store=store,
             clock=Clock(settings.clock_offset_file),
@@ -294,7 +294,7 @@ class EngineCore:
             blocks: further blocks of the chains that it names.
         """
         now = self.tiers.clock.now()
-        chains = self.tiers.directory.chains(wanted.ids, blocks)
+        chains = self.tiers.catalog.chains(wanted.ids, blocks)
         return self.cache.evict(
             lambda entry: (
                 (not wanted.ids or entry.block_hash in chains)
@@ -350,14 +350,14 @@ class EngineCore:
     def _block_claims(self, asked: EngineRequest) -> list[BlockClaim]:
         """Cut a request where claims end; of those that cover a stretch, the longest wishes count.
 
-        A protection counts from now on.
+        A pin counts from now on.
         """
         now, size, made = self.tiers.clock.now(), self.kv_spec.block_size, list[BlockClaim]()
         for end in sorted({claim.end_token // size for claim in asked.claims}):
             over = [claim for claim in asked.claims if claim.end_token // size >= end]
             names = frozenset(self._policy(claim.retention) for claim in over)
-            protect_s = max(claim.protect_s for claim in over)
-            made.append(BlockClaim(end, names, now + protect_s if protect_s else 0.0))
+            pin_s = max(claim.pin_s for claim in over)
+            made.append(BlockClaim(end, names, now + pin_s if pin_s else 0.0))
         rest = self._policy(asked.retention or self.settings.default_retention)
         return [*made, BlockClaim(sys.maxsize, frozenset({rest}))]
 
@@ -454,7 +454,7 @@ class EngineCore:
                 evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
                 freed_bytes = evicted * self.kv_spec.block_bytes
                 if event.call.wanted == EVERYTHING:
-                    self.tiers.directory.note_empty_disk()
+                    self.tiers.catalog.note_empty_disk()
                 answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
@@ -496,11 +496,11 @@ def _score(scheduled: list[ScheduledRow], output: StepOutput) -> StepOutput:
     return StepOutput(*(part[at] for part in output))
 
 
-def _num_slots(field: str, size_bytes: int, slot_bytes: int, *, least: int) -> int:
+def _num_blocks(field: str, size_bytes: int, block_bytes: int, *, least: int) -> int:
     """Return how many blocks fit into a budget; fewer than `least` are refused."""
-    few = f"fewer than {least} blocks of {format_bytes(slot_bytes)}"
-    _check_budget(field, size_bytes, least * slot_bytes, few)
-    return size_bytes // slot_bytes
+    few = f"fewer than {least} blocks of {format_bytes(block_bytes)}"
+    _check_budget(field, size_bytes, least * block_bytes, few)
+    return size_bytes // block_bytes
 
 
 def _check_budget(field: str, size_bytes: int, least_bytes: int, holds: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from tieredkv.config import load_settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.types import Progress, Tier, ignore_progress

@@ -64,7 +64,7 @@ class StepOutput(NamedTuple):
         logits: [num_logits, vocab_size] float32 on the device: one for a row with `needs_logits`,
             one per token for a row with `all_logits`, none for others.
         tokens: [num_logits] int64 on the device, the most likely token of each.
-        targets: [num_logits] int64 on the device, the slots that the tokens go to.
+        targets: [num_logits] int64 on the device, the request indices that the tokens go to.
     """
 
     logits: Tensor
@@ -91,7 +91,7 @@ class ModelRunner:
         loaded: the model.
         kv_pool: see `make_kv_pool`.
         kv_spec: of the pool.
-        max_num_seqs: rows of the largest step, and slots.
+        max_num_seqs: rows of the largest step; request indices are below it.
         max_num_batched_tokens: tokens of the largest step, single ones of running requests apart.
         max_context_len: the longest context; the model's own if None.
     """

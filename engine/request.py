@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tieredkv.cache.prefix import Prefix
-from tieredkv.engine.messages import EngineRequest, RequestUsage, TokenLogprob
+from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLogprob
 from tieredkv.engine.sampler import SamplerState, Scores
 from tieredkv.engine.step_buffers import pending
 from tieredkv.errors import RequestError
@@ -31,8 +31,9 @@ class Request:
     Attributes:
         asked: what was asked for.
         max_output_tokens: tokens that it may generate at most; one is sampled though none is told.
-        token_ids: prompt, then what was generated; `pending(slot)` for what was not seen yet.
-        slot: its place among the running requests, -1 while it is none of them.
+        token_ids: prompt, then what was generated; `pending(request_index)` for tokens that
+            the device has not returned yet.
+        request_index: its place among the running requests, -1 while it is none of them.
         num_uncached_tokens: to be computed when it was last admitted; before that, all.
         table_key: unique to its present block table, or the last one; 0 before the first.
         num_passes: requests admitted before it while it was the oldest of the tenant in turn.
@@ -49,7 +50,7 @@ class Request:
     max_output_tokens: int
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    slot: int = -1
+    request_index: int = -1
     num_uncached_tokens: int = field(init=False)
     table_key: int = 0
     num_pending_tokens: int = 0
@@ -73,8 +74,8 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a slot and a block table; if not, it waits or has finished."""
-        return self.slot >= 0
+        """Whether it has an index and a block table; if not, it waits or has finished."""
+        return self.request_index >= 0
 
     @property
     def num_tokens(self) -> int:
@@ -106,7 +107,7 @@ class Request:
 
     def expect_token(self) -> None:
         """Add a token that is being sampled on the device."""
-        self.token_ids.append(pending(self.slot))
+        self.token_ids.append(pending(self.request_index))
         self.num_pending_tokens += 1
 
     def take_scores(self) -> list[TokenLogprob]:

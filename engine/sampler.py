@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tieredkv.engine.messages import TokenLogprob
+from tieredkv.engine.engine_messages import TokenLogprob
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.kernels.small_copies import to_device, to_host
 

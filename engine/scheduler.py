@@ -96,7 +96,7 @@ class Scheduler:
     """Holds the queue and the running requests.
 
     Invariants (`check`): a running request has a block table that covers what it has computed; a
-    waiting one has none; nobody is in both; no two share a slot; none was passed too often.
+    waiting one has none; nobody is in both; no two share an index; none was passed too often.
 
     Attributes:
         max_num_batched_tokens: prompt tokens of a step.
@@ -120,7 +120,7 @@ class Scheduler:
     held_until: float = 0.0
 
     def __post_init__(self) -> None:
-        self._free_slots = list(range(self.max_num_seqs))[::-1]
+        self._free_indices = list(range(self.max_num_seqs))[::-1]
         budget = self.max_num_batched_tokens
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
@@ -128,7 +128,7 @@ class Scheduler:
         self._num_hashed_tokens = 0  # since the last step, or below zero: it has admitted nobody
 
     def add(self, request: Request) -> None:
-        """Queue a request; its blocks are looked up, protected and prefetched from now on."""
+        """Queue a request; its blocks are looked up, pinned and prefetched from now on."""
         self.cache.arrive(request.prefix, is_next=not self.waiting)
         self.waiting.append(request)
         self._num_hashed_tokens += request.num_tokens
@@ -235,9 +235,9 @@ class Scheduler:
             capacity = len(request.prefix.blocks) * self.block_size
             if not request.is_running or capacity < request.num_computed_tokens:
                 raise IntegrityError(f"running request {request.request_id} outgrew its table")
-        slots = self._free_slots + [request.slot for request in self.running]
-        if sorted(slots) != list(range(self.max_num_seqs)):
-            raise IntegrityError("slots are lost or shared")
+        indices = self._free_indices + [request.request_index for request in self.running]
+        if sorted(indices) != list(range(self.max_num_seqs)):
+            raise IntegrityError("request indices are lost or shared")
 
     def _look_for_quick(self, tenants: set[str], *, has_come: bool) -> None:
         """Find out whether steps are short, and whether a quick request is waited for."""
@@ -308,7 +308,7 @@ class Scheduler:
             write_from=write_from,
             needs_logits=end == request.num_tokens,
             all_logits=is_scored,
-            slot=request.slot,
+            request_index=request.request_index,
             table_key=request.table_key,
         )
         return ScheduledRow(request, start, end, row)
@@ -331,7 +331,7 @@ class Scheduler:
             if busy and self._num_blocks(request) > num_free - len(self.running):
                 break
             if not self._try(request):
-                self.cache.protect(request.prefix)
+                self.cache.pin(request.prefix)
                 if self.cache.is_room_coming(request.prefix):
                     break
                 may_pass = others if self.running else [request]
@@ -346,7 +346,7 @@ class Scheduler:
             if not self._is_long(request):
                 self._quick[request.asked.tenant].admitted_at = time.monotonic()
             self.waiting.take(request)
-            request.slot = self._free_slots.pop()
+            request.request_index = self._free_indices.pop()
             request.admitted_at = request.admitted_at or time.monotonic()
             request.table_key = next(self._table_keys)
             self.running.append(request)
@@ -356,7 +356,7 @@ class Scheduler:
                 budget -= row.end - row.start
         if num_admitted_tokens:
             for request in self.waiting.upcoming():
-                self.cache.protect(request.prefix)
+                self.cache.pin(request.prefix)
 
     def _try(self, request: Request, *, is_alone: bool = False) -> bool:
         """Give a request its blocks, with room for the next token, if they are there."""
@@ -380,8 +380,8 @@ class Scheduler:
 
     def _stop_running(self, request: Request) -> None:
         self.running.remove(request)
-        self._free_slots.append(request.slot)
-        request.slot = -1
+        self._free_indices.append(request.request_index)
+        request.request_index = -1
 
     def _preempt(self, request: Request) -> None:
         """Send a running request back to its tenant's head; its full blocks stay cached."""

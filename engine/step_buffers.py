@@ -25,19 +25,19 @@ class BatchRow:
     """One request's share of a step.
 
     Attributes:
-        token_ids: the tokens of positions [start, start + len). A negative one is `pending(slot)`:
-            the token that the step before sampled for the row of that slot.
+        token_ids: the tokens of positions [start, start + len). A negative one is
+            `pending(request_index)`: the token that the step before sampled for that request.
         start: position of the first of them; everything before it is in the cache.
         block_table: ids of the blocks that hold positions from 0 on, as far as the last token or
             further; `array("i")` is read fastest.
         write_from: keys and values of positions below it are there already and are not written.
         needs_logits: give logits of the last token, and the token that they make most likely.
         all_logits: give logits of every token.
-        slot: place of the request among those that run, below `max_num_seqs`; None takes the
-            row's index in the batch.
-        table_key: who the block table belongs to; while a slot's key stays the same, cells that a
-            row has covered change no more, but for the last CELLS_PER_ROW before its end. None may
-            have changed everywhere.
+        request_index: place of the request among those that run, below `max_num_seqs`; None takes
+            the row's index in the batch.
+        table_key: who the block table belongs to. While the key of a request index stays the same,
+            cells that a row has covered change no more, but for the last CELLS_PER_ROW before its
+            end. With None, every cell may have changed.
     """
 
     token_ids: Sequence[int]
@@ -46,7 +46,7 @@ class BatchRow:
     write_from: int = 0
     needs_logits: bool = True
     all_logits: bool = False
-    slot: int | None = None
+    request_index: int | None = None
     table_key: int | None = None
 
     @property
@@ -55,13 +55,13 @@ class BatchRow:
         return self.start + len(self.token_ids)
 
 
-def pending(slot: int) -> int:
-    """Return the token id that stands for what the step before sampled for a slot."""
-    return -1 - slot
+def pending(request_index: int) -> int:
+    """Return the token id that stands for what the step before sampled for a request index."""
+    return -1 - request_index
 
 
 class BlockTables:
-    """The block tables of all slots, on the device and pinned on the host.
+    """The block tables of all running requests, on the device and pinned on the host.
 
     Attributes:
         copied: the device has read what was pinned for the last step, the tables' own changes and
@@ -69,19 +69,19 @@ class BlockTables:
     """
 
     def __init__(
-        self, num_slots: int, max_context_len: int, block_size: int, device: torch.device
+        self, num_requests: int, max_context_len: int, block_size: int, device: torch.device
     ) -> None:
-        self.num_slots, self.block_size = num_slots, block_size
+        self.num_requests, self.block_size = num_requests, block_size
         self.max_blocks = max_blocks = -(-max_context_len // block_size)
         self._host = torch.zeros(
-            num_slots, max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda"
+            num_requests, max_blocks, dtype=torch.int32, pin_memory=device.type == "cuda"
         )
         self._mirror = self._host.numpy()
-        self._keys: list[int | None] = [None] * num_slots
-        self._num_known = [0] * num_slots
+        self._keys: list[int | None] = [None] * num_requests
+        self._num_known = [0] * num_requests
         # One row more: its first cell takes what a padded step writes.
-        self.tensor = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
-        self.spare_cell = num_slots * max_blocks
+        self.tensor = torch.zeros(num_requests + 1, max_blocks, dtype=torch.int32, device=device)
+        self.spare_cell = num_requests * max_blocks
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
 
     def update(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
@@ -99,21 +99,21 @@ class BlockTables:
         block_ids: list[int] = []
         block_size = self.block_size
         for index, row in enumerate(rows):
-            slot = index if row.slot is None else row.slot
+            owner = index if row.request_index is None else row.request_index
             table, end = row.block_table, -(-row.context_len // block_size)
             assert len(table) >= end, f"{len(table)} blocks for {row.context_len} tokens"
             first = 0
-            if row.table_key is not None and self._keys[slot] == row.table_key:
+            if row.table_key is not None and self._keys[owner] == row.table_key:
                 # Between two rows of a request may lie blocks that were loaded, not computed.
                 unsettled = max(0, row.start // block_size + 1 - CELLS_PER_ROW)
-                first = min(unsettled, self._num_known[slot])
-            self._keys[slot], self._num_known[slot] = row.table_key, end
+                first = min(unsettled, self._num_known[owner])
+            self._keys[owner], self._num_known[owner] = row.table_key, end
             if end - first <= CELLS_PER_ROW:
-                cells.extend(range(slot * self.max_blocks + first, slot * self.max_blocks + end))
+                cells.extend(range(owner * self.max_blocks + first, owner * self.max_blocks + end))
                 block_ids.extend(table[first:end])
                 continue
-            self._mirror[slot, first:end] = table[first:end]
-            small_copies.copy(self._host[slot, first:end], self.tensor[slot, first:end])
+            self._mirror[owner, first:end] = table[first:end]
+            small_copies.copy(self._host[owner, first:end], self.tensor[owner, first:end])
         return cells, block_ids
 
 
@@ -125,9 +125,9 @@ class StepBuffers:
 
     Attributes:
         token_ids, positions, slots: [max_tokens] int32; slot -1 is not written.
-        sources: [max_tokens] int64; slot whose last sampled token is meant by a negative id.
+        sources: [max_tokens] int64; request index whose last sampled token a negative id means.
         kept: [max_tokens] int64, indices of the tokens whose logits are wanted.
-        targets: [max_tokens] int64, slots whose next token these logits give.
+        targets: [max_tokens] int64, request indices whose next token these logits give.
         cells, block_ids: [CELLS_PER_ROW * max_rows] int64 and int32, changes of the block tables.
         narrow, wide, last: partitions of attention's work, int32.
     """
@@ -137,7 +137,7 @@ class StepBuffers:
     ) -> None:
         self._heads, self._tables = heads, tables
         self.max_tokens, self._vocab_size = max_tokens, vocab_size
-        max_rows = self._spare_slot = tables.num_slots
+        max_rows = self._spare_index = tables.num_requests
         narrow, wide = partition.narrow_tiling(heads), partition.wide_tiling(heads)
         max_wide_tiles = max_tokens // wide.num_queries + max_rows
         parts = dict.fromkeys(("sources", "kept", "targets"), (torch.int64, max_tokens))
@@ -179,7 +179,7 @@ class StepBuffers:
         end = layout.num_tokens
         token_ids = arrays["token_ids"]
         if end:
-            assert -self._spare_slot <= token_ids[:end].min(), "unknown slot of a pending token"
+            assert -self._spare_index <= token_ids[:end].min(), "no such request index"
             assert token_ids[:end].max() < self._vocab_size, "unknown token ids"
         token_ids[end:num_tokens] = 0
         arrays["positions"][end:num_tokens] = 0
@@ -189,7 +189,7 @@ class StepBuffers:
         arrays["kept"][:num_real] = layout.kept
         arrays["kept"][num_real:num_kept] = 0
         arrays["targets"][:num_real] = layout.targets
-        arrays["targets"][num_real:num_kept] = self._spare_slot
+        arrays["targets"][num_real:num_kept] = self._spare_index
         cells, block_ids = changes
         arrays["cells"][: len(cells)] = cells
         arrays["cells"][len(cells) :] = self._tables.spare_cell
@@ -237,13 +237,13 @@ class Layout:
     Attributes:
         spans: of the rows, in their order.
         kept: indices of the tokens whose logits are wanted, rows in order.
-        targets: of each of them, the slot.
+        targets: of each of them, the request index.
         shares: of the spans, by kernel.
         last: the kept tokens as spans of their own, for the last layer, where they need no others'
             queries; empty where that spares nothing.
     """
 
-    def __init__(self, rows: Sequence[BatchRow], heads: Heads, spare_slot: int) -> None:
+    def __init__(self, rows: Sequence[BatchRow], heads: Heads, spare_index: int) -> None:
         self.spans: list[Span] = []
         self.kept: list[int] = []
         self.targets: list[int] = []
@@ -252,16 +252,16 @@ class Layout:
         for index, row in enumerate(rows):
             length = len(row.token_ids)
             assert length > 0, "a row without tokens"
-            slot = index if row.slot is None else row.slot
-            self.spans.append(Span(slot, end, length, row.start + length))
+            owner = index if row.request_index is None else row.request_index
+            self.spans.append(Span(owner, end, length, row.start + length))
             end += length
             if row.all_logits:
                 self.kept.extend(range(end - length, end))
-                self.targets.extend([spare_slot] * length)
+                self.targets.extend([spare_index] * length)
             elif row.needs_logits:
-                self.last.append(Span(slot, len(self.kept), 1, row.start + length))
+                self.last.append(Span(owner, len(self.kept), 1, row.start + length))
                 self.kept.append(end - 1)
-                self.targets.append(slot)
+                self.targets.append(owner)
         if len(self.last) in (0, end) or len(self.last) < len(self.kept):
             self.last = []
         self.num_tokens = end

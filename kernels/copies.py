@@ -1,7 +1,7 @@
 """Copies of blocks between the device pool and the host arena, and pinning of the arena.
 
 It knows addresses and sizes only: which block goes to which page, and when either may be reused,
-is decided above (`tieredkv.transfer`).
+is decided above (`tieredkv.block_transfer`).
 """
 
 # mypy: disable-error-code="no-untyped-call"

@@ -138,8 +138,8 @@ def _attention_kernel(
             whole_ptr = out_ptr + out_offset[:, None] + dim[None, :]
             tl.store(whole_ptr, acc.to(out_ptr.dtype.element_ty), mask)
         else:
-            slot = 2 * program + (unit == tile_start).to(tl.int32)
-            index = (slot * tl.num_programs(0) + kv_head).to(tl.int64) * ROW_TILE + row
+            part = 2 * program + (unit == tile_start).to(tl.int32)
+            index = (part * tl.num_programs(0) + kv_head).to(tl.int64) * ROW_TILE + row
             lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(divisor))
             tl.store(partial_lse_ptr + index, lse, is_row)
             tl.store(partial_out_ptr + index[:, None] * HEAD_DIM + dim[None, :], acc, mask)
@@ -183,8 +183,8 @@ def _merge_kernel(
     acc = tl.zeros([ROWS, DIM_TILE], tl.float32)
     for start in range(first, last + 1, PARTIALS):
         program = start + tl.arange(0, PARTIALS)
-        slot = 2 * program + (program == first).to(tl.int32)
-        index = (slot * num_kv_heads + kv_head).to(tl.int64)[:, None] * ROW_TILE + row[None, :]
+        part = 2 * program + (program == first).to(tl.int32)
+        index = (part * num_kv_heads + kv_head).to(tl.int64)[:, None] * ROW_TILE + row[None, :]
         mask = (program <= last)[:, None] & is_row[None, :]
         lse = tl.load(partial_lse_ptr + index, mask, other=float("-inf"))
         part = tl.load(

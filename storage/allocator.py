@@ -17,8 +17,8 @@ from typing import TypeVar
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
 from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
-from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
 from tieredkv.types import TENANT_BYTES
 
@@ -71,7 +71,7 @@ class SlotAllocator:
             is lent again, after the second it stays free.
     """
 
-    directory: StoreDirectory
+    folder: StoreFolder
     files: SegmentFiles
     index: Index
     budget_bytes: int
@@ -145,7 +145,7 @@ class SlotAllocator:
 
     def measure(self) -> None:
         """Read again what the files beside the segments occupy."""
-        self.overhead_bytes = self.directory.occupied_bytes()
+        self.overhead_bytes = self.folder.occupied_bytes()
 
     @property
     def occupied_bytes(self) -> int:

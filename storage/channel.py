@@ -1,7 +1,7 @@
 """Frames over a stream socket, sent without ever waiting for the other side.
 
 A frame is a little-endian u32 length and that many bytes of msgpack: one tagged struct of
-`tieredkv.storage.messages`. It knows bytes and limits, not what a message means.
+`tieredkv.storage.worker_messages`. It knows bytes and limits, not what a message means.
 """
 
 import select

@@ -17,11 +17,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
-from tieredkv.storage import messages
+from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LentPage, PageLoaded, PageStored, StoreOptions
-from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
 from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
+from tieredkv.storage.worker_process import WorkerProcess, describe_exit, is_crash
 
 logger = logging.getLogger(__name__)
 

@@ -31,7 +31,7 @@ _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
 _EXTENT = struct.Struct(">II")
 _MAX_U32 = 0xFFFF_FFFF
-_CLAIM = ("retention", "expires_at", "last_used", "protect_until", "hits")
+_CLAIM = ("retention", "expires_at", "last_used", "pinned_until", "hits")
 
 
 class Extent(NamedTuple):
@@ -95,7 +95,7 @@ def check_record(record: BlockRecord) -> None:
         raise StorageError(f"digests must have 1 to {MAX_DIGEST_BYTES} bytes, got {digests}")
     if len(record.retention.encode()) > 32:
         raise StorageError(f"retention name `{record.retention}` is longer than 32 bytes")
-    times = (record.computed_at, record.expires_at, record.protect_until, record.last_used)
+    times = (record.computed_at, record.expires_at, record.pinned_until, record.last_used)
     if not all(math.isfinite(time) for time in times):
         raise StorageError(f"times must be finite, got {times}")
     if not 0 < record.size_bytes <= _MAX_U32 - 2 * PAGE_ALIGNMENT_BYTES:
@@ -178,9 +178,9 @@ def split_expiry_key(key: bytes) -> tuple[int, bytes]:
 def lru_key(record: BlockRecord) -> bytes:
     """Key of `lru`: per namespace the longest unused first, the tail of a chain before its head.
 
-    A protected block counts as used until its protection ends.
+    A pinned block counts as used until its pin ends.
     """
-    used_until = to_us(max(record.last_used, record.protect_until))
+    used_until = to_us(max(record.last_used, record.pinned_until))
     order = _LRU.pack(record.namespace, used_until, _MAX_U32 - record.position)
     return order + record.block_hash
 

@@ -15,13 +15,13 @@ from typing import Any
 import msgspec
 
 from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError, named
-from tieredkv.storage import messages
+from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
-from tieredkv.storage.directory import SOCKET
-from tieredkv.storage.messages import ControlCall, ControlReply, StoreOptions
-from tieredkv.storage.process import WorkerProcess, describe_exit, is_crash
+from tieredkv.storage.folder import SOCKET
 from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
+from tieredkv.storage.worker_process import WorkerProcess, describe_exit, is_crash
 
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""

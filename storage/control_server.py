@@ -18,8 +18,8 @@ import msgspec
 
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
-from tieredkv.storage.directory import SOCKET
-from tieredkv.storage.messages import ControlCall, ControlProgress, ControlResult, refusal
+from tieredkv.storage.folder import SOCKET
+from tieredkv.storage.worker_messages import ControlCall, ControlProgress, ControlResult, refusal
 
 logger = logging.getLogger(__name__)
 

@@ -46,11 +46,11 @@ class SegmentFiles:
     first, so that its bytes are gone at once; `occupied_bytes` is the sum of `st_blocks`.
     """
 
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
         page = aligned_buffer(PAGE_ALIGNMENT_BYTES)
-        self.direct_io = _can(lambda fd: os.pwrite(fd, page, 0), directory, os.O_DIRECT)
-        self.punch_hole = _can(lambda fd: _punch(fd, 0, len(page)), directory)
+        self.direct_io = _can(lambda fd: os.pwrite(fd, page, 0), folder, os.O_DIRECT)
+        self.punch_hole = _can(lambda fd: _punch(fd, 0, len(page)), folder)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
         self.unpacking = Rate()
         self._files: dict[int, _File] = {}
@@ -59,17 +59,17 @@ class SegmentFiles:
     # --- life of a file ---------------------------------------------------------------------
 
     def names(self) -> dict[int, tuple[str, int]]:
-        """List what lies in the directory: segment -> (file name, slot bytes).
+        """List what lies in the folder: segment -> (file name, slot bytes).
 
         Raises:
             StorageError: a file that is no segment.
         """
         found = {}
-        for name in os.listdir(self.directory):
+        for name in os.listdir(self.folder):
             stem, _, suffix = name.rpartition(".")
             number, _, slot_bytes = stem.partition("-")
             if suffix != "seg" or not (number.isdecimal() and slot_bytes.isdecimal()):
-                raise StorageError(f"`{self.directory}/{name}` is no segment file; move it away")
+                raise StorageError(f"`{self.folder}/{name}` is no segment file; move it away")
             found[int(number)] = (name, int(slot_bytes))
         return found
 
@@ -78,7 +78,7 @@ class SegmentFiles:
 
         Number and slot size are in its name for whoever looks.
         """
-        path = os.path.join(self.directory, f"{segment:08d}-{slot_bytes}.seg")
+        path = os.path.join(self.folder, f"{segment:08d}-{slot_bytes}.seg")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_DIRECT if self.direct_io else 0
         flags |= os.O_CREAT if create else 0
@@ -111,7 +111,7 @@ class SegmentFiles:
             self.remove(segment)
         for segment, (name, _) in self.names().items():
             if segment not in known:
-                os.unlink(os.path.join(self.directory, name))
+                os.unlink(os.path.join(self.folder, name))
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""
@@ -137,7 +137,7 @@ class SegmentFiles:
 
     def free_bytes(self) -> float:
         """What the filesystem says that it has left; one that does not know has no end."""
-        found = os.statvfs(self.directory)
+        found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize if found.f_blocks else math.inf
 
     def allocate(self, segment: int, first_slot: int, num_slots: int) -> None:
@@ -202,7 +202,7 @@ class SegmentFiles:
             written = Located(record, extent, len(packed.payload), checksum, packed.codec)
             buffers = [packed.slot]
         codec.encode_header_into(buffers[0], written)
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             file = self._file(extent.segment)
             self._write(file, buffers, extent.slot * file.slot_bytes)
         return written
@@ -226,7 +226,7 @@ class SegmentFiles:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         if located.extent.segment not in self._files:
             raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
-        with storage_errors(self.directory):
+        with storage_errors(self.folder):
             count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
         if count < size:
             raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
@@ -294,10 +294,10 @@ def _punch(fd: int, offset: int, size: int) -> None:
         raise OSError(code, os.strerror(code))
 
 
-def _can(attempt: Callable[[int], object], directory: str, flags: int = 0) -> bool:
-    """Try something on an unnamed file in the directory; a full disk does not mean no."""
+def _can(attempt: Callable[[int], object], folder: str, flags: int = 0) -> bool:
+    """Try something on an unnamed file in the folder; a full disk does not mean no."""
     try:
-        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
         try:
             attempt(fd)
         finally:

@@ -21,11 +21,11 @@ from tieredkv.storage import codec, recovery
 from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
-from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import Index, IndexTxn, storage_errors
-from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
 
@@ -56,8 +56,8 @@ class BlockStore:
     """
 
     def __init__(self, slots: SlotAllocator, options: StoreOptions, num_expired: int) -> None:
-        self.path = slots.directory.path
-        self._directory = slots.directory
+        self.path = slots.folder.path
+        self._folder = slots.folder
         self.index = slots.index
         self._files = slots.files
         self.slots = slots
@@ -97,25 +97,25 @@ class BlockStore:
         with ExitStack() as undo:
             is_flushed = options.sync == "commit"
             with storage_errors(options.path):
-                directory = StoreDirectory.claim(
+                folder = StoreFolder.claim(
                     options.path, create=options.create, is_flushed=is_flushed
                 )
-                undo.callback(directory.release)
-                index = Index(directory.index_path, sync=is_flushed)
+                undo.callback(folder.release)
+                index = Index(folder.index_path, sync=is_flushed)
                 undo.callback(index.close)
-                files = SegmentFiles(directory.segments_path)
+                files = SegmentFiles(folder.segments_path)
                 undo.callback(files.close)
-                earlier, budget = recovery.settle_budget(directory, options.budget_bytes)
-                slots = SlotAllocator(directory, files, index, earlier, clock, failpoint)
+                earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
+                slots = SlotAllocator(folder, files, index, earlier, clock, failpoint)
                 num_expired = recovery.recover(slots)
             recovery.reach_budget(slots, budget)
-            directory.note_budget(budget)  # for whoever opens the store without one
+            folder.note_budget(budget)  # for whoever opens the store without one
             undo.pop_all()
         return cls(slots, options, num_expired)
 
     def check_place(self) -> None:
         """Raise StorageError once the folder is not at its path any more."""
-        self._directory.check_place()
+        self._folder.check_place()
 
     def close(self) -> None:
         """Flush and close; every lent slot must be back. Harmless when repeated."""
@@ -123,7 +123,7 @@ class BlockStore:
             self._files.close()
             self.index.close()
         finally:
-            self._directory.release()
+            self._folder.release()
 
     def __enter__(self) -> Self:
         return self
@@ -478,7 +478,7 @@ class BlockStore:
             expires_at=later,
             retention=claim if claim and later > record.expires_at else record.retention,
             last_used=max(record.last_used, item.last_used),
-            protect_until=max(record.protect_until, item.protect_until),
+            pinned_until=max(record.pinned_until, item.pinned_until),
             hits=record.hits + 1,
         )
         check_record(new)

@@ -16,8 +16,8 @@ from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
-from tieredkv.storage.directory import StoreDirectory
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
 
 logger = logging.getLogger(__name__)
@@ -54,15 +54,15 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     return num_blocks
 
 
-def settle_budget(directory: StoreDirectory, budget_bytes: int | None) -> tuple[int, int]:
+def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
     """The budget that the files may fill until they are within it, and the one to reach.
 
     Raises:
         StorageError: none is given and none is remembered.
     """
-    stored = directory.budget_bytes
+    stored = folder.budget_bytes
     if budget_bytes is None and not stored:
-        what = f"`{directory.path}` has lost the text of its lock, and the budget with it"
+        what = f"`{folder.path}` has lost the text of its lock, and the budget with it"
         raise StorageError(f"{what}; start a server on it first")
     wanted = stored if budget_bytes is None else budget_bytes
     return max(stored, wanted), wanted
@@ -106,11 +106,11 @@ def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
         return slots.overhead_bytes < before
 
     if slots.room_bytes < 0:
-        slots.directory.drop_set_aside()
+        slots.folder.drop_set_aside()
         slots.measure()
     others_bytes = slots.overhead_bytes - slots.index.file_bytes()
     if others_bytes > budget_bytes:
-        what = f"what lies beside the store's files in `{slots.directory.path}`"
+        what = f"what lies beside the store's files in `{slots.folder.path}`"
         takes = f"takes {others_bytes} bytes of a budget of {budget_bytes}"
         raise StoreFullError(f"{what} {takes}; make room there or raise the disk size")
     while slots.room_bytes < 0:
@@ -169,7 +169,7 @@ def make_again(slots: SlotAllocator) -> None:
     slots.reload()
     for _ in slots.erasing():  # all at once: who takes a slot as it is takes no new space for it
         pass
-    logger.warning("index of `%s`: made again from its records", slots.directory.path)
+    logger.warning("index of `%s`: made again from its records", slots.folder.path)
 
 
 def _adopt_slots(slots: SlotAllocator) -> None:
@@ -211,14 +211,14 @@ def _fill_new_index(
     That one is set aside, if it held anything. Until then nothing changes but the bytes of blocks
     that give way.
     """
-    index, directory, now = slots.index, slots.directory, slots.clock.now()
+    index, folder, now = slots.index, slots.folder, slots.clock.now()
     with index.reading() as txn:
         old = txn.meta
     next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
     faults = {**old.faults, "index": old.faults.get("index", 0) + 1}
     meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
-    directory.make_draft()
-    draft = Index(directory.draft_path, sync=index.sync)
+    folder.make_draft()
+    draft = Index(folder.draft_path, sync=index.sync)
     try:
         with draft.writing() as txn:
             txn.begin(meta, segments)
@@ -231,10 +231,10 @@ def _fill_new_index(
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 slots.failpoint("adopt:before")
         draft.flush()
-        directory.take_draft(sets_aside=bool(old.format))
+        folder.take_draft(sets_aside=bool(old.format))
     except BaseException:
         draft.close()
-        directory.drop_draft()
+        folder.drop_draft()
         raise
     index.become(draft)
     slots.measure()
@@ -261,7 +261,7 @@ def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> None:
     """
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
     if slots.room_bytes < needed_bytes:
-        slots.directory.drop_set_aside()
+        slots.folder.drop_set_aside()
         slots.measure()
     short_bytes, victims = needed_bytes - slots.room_bytes, list[Located]()
     for block_hash in txn.longest_unused():

@@ -12,7 +12,7 @@ class TouchItem(msgspec.Struct, frozen=True, array_like=True):
     last_used: float
     expires_at: float | None = None
     retention: str | None = None
-    protect_until: float = 0.0
+    pinned_until: float = 0.0
 
 
 class EvictResult(NamedTuple):

@@ -29,7 +29,7 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage import messages
+from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import Extent, Located, corrupt, decode_record
@@ -38,9 +38,9 @@ from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import LentPage, PageLoaded, PageStored
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.verbs import Verbs
+from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored
 from tieredkv.types import BlockRecord
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ _MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transactio
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
 _CLOCK_SLACK_S = 1.0
-_TIMES = ("computed_at", "expires_at", "protect_until", "last_used")
+_TIMES = ("computed_at", "expires_at", "pinned_until", "last_used")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item", BlockRecord, TouchItem)
 _TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients

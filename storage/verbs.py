@@ -21,8 +21,8 @@ from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Report
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import ControlCall, ControlRequest, EngineAnswer
 from tieredkv.storage.results import EvictFilter, StoreStats, VerifyResult
+from tieredkv.storage.worker_messages import ControlCall, ControlRequest, EngineAnswer
 
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02

@@ -1,6 +1,6 @@
 """The store worker: the one process that opens a store.
 
-`python -m tieredkv.storage.worker FD` is started by `tieredkv.storage.process` and ends when
+`python -m tieredkv.storage.worker FD` is started by `tieredkv.storage.worker_process` and ends when
 its channel does, so that nobody has to look after it. It knows how a store is opened, and what to
 do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 """
@@ -21,13 +21,13 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.directory import SET_ASIDE, StoreDirectory
+from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import EngineMessage, Launch, refusal
-from tieredkv.storage.process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
 from tieredkv.storage.service import StoreService
+from tieredkv.storage.worker_messages import EngineMessage, Launch, refusal
+from tieredkv.storage.worker_process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -95,15 +95,15 @@ def set_aside(path: str, what: Literal["index", "segments"]) -> str:
 
     Returns what happened, for the operator.
     """
-    directory = StoreDirectory.claim(path, create=False)
+    folder = StoreFolder.claim(path, create=False)
     try:
-        directory.set_aside()
+        folder.set_aside()
         if what == "segments":
-            shutil.rmtree(directory.segments_path)
+            shutil.rmtree(folder.segments_path)
     except OSError as error:
         raise StorageError(f"the damaged index of `{path}` cannot be set aside: {error}") from error
     finally:
-        directory.release()
+        folder.release()
     left = "is made again from the slots" if what == "index" else "failed again: the store is empty"
     return f"the index of `{path}` was damaged and is set aside as `{SET_ASIDE}`; it {left}"
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from tieredkv.block_pool import Block, BlockPool
-from tieredkv.cache.directory import Directory, Entry
+from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -24,9 +25,8 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
-from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import StoreStats, TouchItem
-from tieredkv.transfer import BlockTransfer
+from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
 BLOCK_BYTES = 64
@@ -285,7 +285,7 @@ class Rig:
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
             host=BlockPool(num_pages),
-            directory=Directory(RetentionPolicies(policies)),
+            catalog=Catalog(RetentionPolicies(policies)),
             transfer=self.transfer,
             store=self.store if has_store else None,
             clock=self.clock,
@@ -390,7 +390,7 @@ class Rig:
         self.cache.check()
         self.store.check()
         for pool, memory in self.memories:
-            for entry in self.tiers.directory.entries():
+            for entry in self.tiers.catalog.entries():
                 block = pool.lookup(entry.block_hash)
                 if block is not None and block.is_ready:
                     got = memory[block.block_id].numpy().tobytes()
@@ -431,8 +431,8 @@ class Rig:
         raise AssertionError("never admitted")
 
     def entry(self, name: str, position: int) -> Entry:
-        """The directory's entry of a block."""
-        entry = self.tiers.directory.get(chain_of(name, position + 1)[-1])
+        """The catalog's entry of a block."""
+        entry = self.tiers.catalog.get(chain_of(name, position + 1)[-1])
         assert entry is not None
         return entry
 

@@ -17,7 +17,7 @@ from tieredkv.types import BlockHash
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One slot of a pool.
+    """One block of a pool.
 
     Attributes:
         block_id: index in the pool's memory.
@@ -42,9 +42,9 @@ class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
     The free list has three parts. Empty blocks are handed out first, then the evictable ones, least
-    recently used first, then the protected ones in the same order. The latter two are ordered
+    recently used first, then the pinned ones in the same order. The latter two are ordered
     dicts: taking a block out of the middle, as every hit does, is O(1). What would make more than
-    half of the pool protected stands among the others.
+    half of the pool pinned stands among the others.
 
     Invariants (`check`):
         1. no block is in the free list twice;
@@ -52,16 +52,16 @@ class BlockPool:
            their hash: those come back with `unpin`;
         3. the index maps exactly the hashed blocks, each under its own hash;
         4. a free block is either empty or hashed and ready, and in the part of its kind; that of
-           the protected ones is no larger than it may be;
+           the pinned ones is no larger than it may be;
         5. a block that is loading is in use;
         6. hashed blocks are counted to their tenants.
 
     Attributes:
         num_blocks: all blocks of the pool.
-        most_protected: how many blocks may be held back to be evicted last.
+        most_pinned: how many blocks may be held back to be evicted last.
         can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
-        protected, wanted: hashes to be evicted last, by claims and by queued requests; a change
+        pinned, wanted: hashes to be evicted last, by claims and by queued requests; a change
             counts for a block from its next use on.
         floors: hashed blocks that each tenant keeps, whoever else wants them.
         num_kept: how many of them the last `allocate` left to their tenants.
@@ -69,7 +69,7 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.most_protected = num_blocks // 2
+        self.most_pinned = num_blocks // 2
         self.on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None
         self.can_evict: Callable[[Block], bool] = lambda _block: True
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
@@ -77,7 +77,7 @@ class BlockPool:
         self._empty = deque(self._blocks)
         self._evictable: OrderedDict[Block, None] = OrderedDict()
         self._last: OrderedDict[Block, None] = OrderedDict()
-        self.protected: Collection[BlockHash] = ()
+        self.pinned: Collection[BlockHash] = ()
         self.wanted: Collection[BlockHash] = ()
         self.floors: dict[bytes, int] = {}
         self.num_kept = 0
@@ -90,7 +90,7 @@ class BlockPool:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks that nobody uses and that hold cached content, protected or not."""
+        """Blocks that nobody uses and that hold cached content, pinned or not."""
         return len(self._evictable) + len(self._last)
 
     @property
@@ -109,7 +109,7 @@ class BlockPool:
         return len(self._index)
 
     @property
-    def num_protected(self) -> int:
+    def num_pinned(self) -> int:
         """Those of the evictable blocks that are evicted last."""
         return len(self._last)
 
@@ -190,13 +190,13 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        evictable, has_protected = self._evictable, self.protected or self.wanted
+        evictable, has_pinned = self._evictable, self.pinned or self.wanted
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if block.is_ready and block.block_hash is not None and not has_protected:
+            if block.is_ready and block.block_hash is not None and not has_pinned:
                 evictable[block] = None
             else:
                 if not block.is_ready:
@@ -245,8 +245,8 @@ class BlockPool:
                 raise IntegrityError(f"{block} is filled but not held")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} is evictable but was never filled")
-        if self.num_protected > self.most_protected:
-            raise IntegrityError(f"{self.num_protected} blocks are held back")
+        if self.num_pinned > self.most_pinned:
+            raise IntegrityError(f"{self.num_pinned} blocks are held back")
         hashed = [block for block in self._blocks if block.block_hash is not None]
         if len(hashed) != len(self._index):
             raise IntegrityError(f"{len(hashed)} hashed blocks, {len(self._index)} in the index")
@@ -276,9 +276,9 @@ class BlockPool:
         return victims
 
     def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
-        """Yield what may be evicted; of what is protected, only as much as the rest cannot give.
+        """Yield what may be evicted; of what is pinned, only as much as the rest cannot give.
 
-        What is not protected is waited for where it cannot go for now, but for the blocks kept.
+        What is not pinned is waited for where it cannot go for now, but for the blocks kept.
         """
         yield from self._evictable
         for num_seen, block in enumerate(self._last, len(self._evictable)):
@@ -289,8 +289,8 @@ class BlockPool:
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
-            is_wanted = block.block_hash in self.protected or block.block_hash in self.wanted
-            is_last = is_wanted and self.num_protected < self.most_protected
+            is_wanted = block.block_hash in self.pinned or block.block_hash in self.wanted
+            is_last = is_wanted and self.num_pinned < self.most_pinned
             (self._last if is_last else self._evictable)[block] = None
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False

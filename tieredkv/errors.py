@@ -9,7 +9,7 @@ TieredKVError
 ├─ IntegrityError             a `check()` found a broken invariant: always a bug
 └─ StorageError(OSError)      path and cause kept
    ├─ StoreFullError          the budget or the disk has no room
-   ├─ StoreBusyError          another writer owns the directory
+   ├─ StoreBusyError          another writer owns the folder
    ├─ StoreUnreachableError   the store's writer does not answer
    ├─ FormatVersionError      the store was written by another format version
    └─ CorruptBlockError       what was read contradicts its record

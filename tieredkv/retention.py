@@ -55,12 +55,12 @@ class RetentionPolicy:
         """Whether blocks of this policy may be written to disk."""
         return Tier.DISK in self.tiers
 
-    def deadline(self, computed_at: float, last_used: float, protect_until: float = 0.0) -> float:
+    def deadline(self, computed_at: float, last_used: float, pinned_until: float = 0.0) -> float:
         """Return when a block that only this policy asked for becomes unreachable.
 
-        While it is protected it is not idle, but it grows old.
+        While it is pinned it is not idle, but it grows old.
         """
-        return min(computed_at + self.absolute_s, max(last_used + self.idle_s, protect_until))
+        return min(computed_at + self.absolute_s, max(last_used + self.idle_s, pinned_until))
 
 
 _RAM = frozenset({Tier.DEVICE, Tier.HOST})

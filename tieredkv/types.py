@@ -88,7 +88,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         computed_at: when its keys and values were computed; its age counts from here for ever.
         expires_at: unreachable from this moment on.
         last_used: last hit or store.
-        protect_until: until then it gives way only when all that is not protected has.
+        pinned_until: until then it gives way only when all that is not pinned has.
         hits: times it was loaded or touched.
     """
 
@@ -102,7 +102,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     computed_at: float
     expires_at: float
     last_used: float
-    protect_until: float = 0.0
+    pinned_until: float = 0.0
     hits: int = 0
 
 

@@ -1,6 +1,6 @@
 """What a request says of its prefix, served by the engine under a clock that the test moves.
 
-One test for each row of the table of retention: how long at most, how long protected.
+One test for each row of the table of retention: how long at most, how long pinned.
 """
 
 import random
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tieredkv import LLM, SamplingParams
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import Claim, RequestUsage
+from tieredkv.engine.engine_messages import Claim, RequestUsage
 from tieredkv.errors import RequestError
 from tieredkv.types import Tier
 
@@ -49,8 +49,8 @@ def cached(llm: LLM, tokens: list[int], **asked: Any) -> int:
     return serve(llm, tokens, **asked).usage.cached_tokens
 
 
-def ends_at(num_tokens: int, retention: str, protect_s: float = 0.0) -> list[Claim]:
-    return [Claim(end_token=num_tokens, retention=retention, protect_s=protect_s)]
+def ends_at(num_tokens: int, retention: str, pin_s: float = 0.0) -> list[Claim]:
+    return [Claim(end_token=num_tokens, retention=retention, pin_s=pin_s)]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def pass_time(shared_llm: LLM) -> Callable[[float], None]:
     start = clock.now() + 48 * HOUR_S
     clock.advance_to(start)
     shared_llm.core.cache.expire_due()
-    assert shared_llm.core.tiers.directory.entries() == []
+    assert shared_llm.core.tiers.catalog.entries() == []
     return lambda moment: clock.advance_to(start + moment)
 
 
@@ -162,22 +162,20 @@ def test_a_policy_of_ram_never_reaches_the_disk(
         assert cached(llm, tokens) == 2 * SIZE
 
 
-def test_protection_is_kept_over_a_restart(
-    tmp_path: Path, set_clock: Callable[[float], None]
-) -> None:
+def test_pin_is_kept_over_a_restart(tmp_path: Path, set_clock: Callable[[float], None]) -> None:
     folder, tokens = str(tmp_path / "disk"), prompt(1)
     with LLM("tiny-random", disk_dir=folder, retention="24h", **SIZES) as llm:
         serve(llm, tokens, claims=ends_at(999, "24h", HOUR_S))
     with LLM("tiny-random", disk_dir=folder, retention="24h", **SIZES) as llm:
         assert cached(llm, tokens) == 160
-        directory = llm.core.tiers.directory
-        assert len(directory.protected) == 10
+        catalog = llm.core.tiers.catalog
+        assert len(catalog.pinned) == 10
         set_clock(HOUR_S + 60)
         assert cached(llm, tokens) == 160
-        assert directory.protected == set()
+        assert catalog.pinned == set()
 
 
-def test_a_flood_evicts_what_is_not_protected() -> None:
+def test_a_flood_evicts_what_is_not_pinned() -> None:
     with LLM("tiny-random", device_size="1MiB", host_size="1MiB") as llm:
         serve(llm, prompt(1), claims=ends_at(999, "in_memory", 1800))
         serve(llm, prompt(2))
@@ -203,10 +201,10 @@ def test_nothing_is_read_or_written_behind_what_may_be_cached(
     for _ in range(2):
         usage = serve(shared_llm, tokens, cacheable_tokens=0, params=params).usage
         assert (usage.cached_tokens, usage.written_tokens) == (0, 0)
-    assert shared_llm.core.tiers.directory.entries() == []
+    assert shared_llm.core.tiers.catalog.entries() == []
     cold = serve(shared_llm, tokens, cacheable_tokens=5 * SIZE + 7, params=params)
     assert cold.usage.written_tokens == 5 * SIZE
-    assert len(shared_llm.core.tiers.directory.entries()) == 5, "nor is the answer"
+    assert len(shared_llm.core.tiers.catalog.entries()) == 5, "nor is the answer"
     warm = serve(shared_llm, tokens, params=GREEDY)
     assert (warm.usage.cached_tokens, warm.usage.written_tokens) == (5 * SIZE, 5 * SIZE)
     assert warm.token_ids == cold.token_ids[:6]
@@ -218,7 +216,7 @@ def test_nothing_is_read_or_written_behind_what_may_be_cached(
 def test_the_answer_may_be_cached_in_part(shared_llm: LLM, pass_time: object) -> None:
     params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     serve(shared_llm, prompt(1, 2 * SIZE), cacheable_tokens=4 * SIZE, params=params)
-    assert len(shared_llm.core.tiers.directory.entries()) == 4
+    assert len(shared_llm.core.tiers.catalog.entries()) == 4
 
 
 def test_a_cache_key_is_a_namespace_where_the_operator_says_so() -> None:
@@ -243,7 +241,7 @@ def test_a_hit_ends_where_it_may(llm: LLM, tier: str) -> None:
         assert warm.usage.cached_tokens_by_tier[Tier(tier)] == found * SIZE
         assert warm.usage.written_tokens == (10 - found) * SIZE
         assert warm.token_ids == cold.token_ids
-    assert len(llm.core.tiers.directory.entries()) == 10
+    assert len(llm.core.tiers.catalog.entries()) == 10
     assert llm.core.tiers.device.num_used == 0
 
 

@@ -12,7 +12,7 @@ from tests.e2e.test_promises import flip_everywhere
 from tests.e2e.test_tiers import prompt
 from tests.serving import ask_store
 from tieredkv import LLM
-from tieredkv.cache.directory import NUM_DEPARTED, Directory
+from tieredkv.cache.catalog import NUM_DEPARTED, Catalog
 from tieredkv.engine.answer import Answer
 from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
@@ -120,18 +120,16 @@ def test_what_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -> None:
 
 
 def test_the_reasons_of_the_blocks_that_left_last_are_remembered() -> None:
-    directory = Directory(RetentionPolicies())
+    catalog = Catalog(RetentionPolicies())
     first, *others = (BlockHash(b"%032d" % number) for number in range(NUM_DEPARTED + 1))
-    assert directory.why_departed(first, 0) == "never_seen"
-    directory.note_departed(first, "evicted_disk", until=10)
-    assert [directory.why_departed(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
-    directory.note_empty_disk()
-    assert directory.why_departed(first, 99) == "admin"
+    assert catalog.why_departed(first, 0) == "never_seen"
+    catalog.note_departed(first, "evicted_disk", until=10)
+    assert [catalog.why_departed(first, now) for now in (9, 10)] == ["evicted_disk", "expired"]
+    catalog.note_empty_disk()
+    assert catalog.why_departed(first, 99) == "admin"
     for block_hash in others[:-1]:
-        directory.note_departed(block_hash, "corrupt")
-    directory.note_departed(first, "evicted_host")
-    directory.note_departed(others[-1], "corrupt")
-    reasons = [
-        directory.why_departed(each, 0) for each in (first, others[0], others[1], others[-1])
-    ]
+        catalog.note_departed(block_hash, "corrupt")
+    catalog.note_departed(first, "evicted_host")
+    catalog.note_departed(others[-1], "corrupt")
+    reasons = [catalog.why_departed(each, 0) for each in (first, others[0], others[1], others[-1])]
     assert reasons == ["evicted_host", "never_seen", "corrupt", "corrupt"]

@@ -302,7 +302,9 @@ def test_a_slot_may_change_hands_before_the_device_has_read_its_block_table(
     ]
     torch.cuda._sleep(500_000_000)  # type: ignore[no-untyped-call]
     together = [
-        harness.runner.execute([BatchRow(ids, 0, table, slot=0, table_key=key)]).logits.clone()
+        harness.runner.execute(
+            [BatchRow(ids, 0, table, request_index=0, table_key=key)]
+        ).logits.clone()
         for key, (ids, table) in enumerate(zip(prompts, tables, strict=True))
     ]
     for got, expected in zip(together, alone, strict=True):
@@ -328,8 +330,8 @@ def test_a_row_may_begin_behind_blocks_that_no_row_has_covered(checkpoints: Any)
     ids = prompt(100, seed=6)
     table = harness.table(len(ids))
     whole = harness.prefill(ids, table, [len(ids)])
-    harness.runner.execute([BatchRow(ids[:16], 0, table, slot=3, table_key=1)])
-    row = BatchRow(ids[80:], 80, table, slot=3, table_key=1)  # 16 to 79 came from below
+    harness.runner.execute([BatchRow(ids[:16], 0, table, request_index=3, table_key=1)])
+    row = BatchRow(ids[80:], 80, table, request_index=3, table_key=1)  # 16 to 79 came from below
     torch.testing.assert_close(harness.runner.execute([row]).logits, whole, atol=1e-4, rtol=1e-4)
 
 
@@ -339,13 +341,15 @@ def test_a_row_takes_the_token_that_the_step_before_made_most_likely(checkpoints
     ids = prompt(40, seed=7)
     expected = harness.generate(ids, 4, [40])
     table = harness.table(len(ids) + 4)
-    outputs = [harness.runner.execute([BatchRow(ids, 0, table, slot=5, table_key=2)])]
+    outputs = [harness.runner.execute([BatchRow(ids, 0, table, request_index=5, table_key=2)])]
     for position in range(40, 43):
-        row = BatchRow([pending(5)], position, table, slot=5, table_key=2)
+        row = BatchRow([pending(5)], position, table, request_index=5, table_key=2)
         outputs.append(harness.runner.execute([row]))
     assert [int(output.tokens) for output in outputs] == expected
     chosen = torch.tensor([17])
     harness.runner.keep_tokens(outputs[-1], chosen)
-    given = harness.runner.execute([BatchRow([pending(5)], 43, table, slot=5, table_key=2)]).logits
-    told = harness.runner.execute([BatchRow([17], 43, table, slot=5, table_key=2)]).logits
+    given = harness.runner.execute(
+        [BatchRow([pending(5)], 43, table, request_index=5, table_key=2)]
+    ).logits
+    told = harness.runner.execute([BatchRow([17], 43, table, request_index=5, table_key=2)]).logits
     torch.testing.assert_close(given, told, atol=1e-5, rtol=1e-5)

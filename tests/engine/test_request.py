@@ -1,7 +1,7 @@
 """What a request says of where its prompt came from."""
 
 from tieredkv.cache.prefix import Prefix
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams

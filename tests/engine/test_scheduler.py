@@ -8,7 +8,7 @@ from tests.fake_store import Rig, kept_by, root_of
 from tieredkv.cache import tiered
 from tieredkv.cache.prefix import Prefix
 from tieredkv.engine import scheduler
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
@@ -213,7 +213,7 @@ def test_a_disk_that_answers_in_any_order_and_fails_stops_nobody() -> None:
         rig.check_nothing_is_held()
 
 
-def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_protect() -> None:
+def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_pin() -> None:
     loop = Loop(rig := Rig(num_blocks=8, num_pages=16))
     loop.add("warm", 16, seed=1)
     loop.run()
@@ -224,7 +224,7 @@ def test_a_head_of_the_queue_gets_the_blocks_that_those_behind_it_protect() -> N
     rig.check_nothing_is_held()
 
 
-def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_protected(
+def test_a_head_of_the_queue_is_admitted_though_store_hangs_and_others_are_pinned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(tiered, "PATIENCE_S", 0.01)
@@ -382,7 +382,7 @@ def test_a_queued_request_is_admitted_though_what_it_wanted_is_evicted_or_expire
     loop.run()
     loop.add("running", 12, seed=2, max_tokens=3)
     loop.step()
-    large = loop.add("large", 31, seed=1)  # takes the whole pool, of which it protects a half
+    large = loop.add("large", 31, seed=1)  # takes the whole pool, of which it pins a half
     loop.step()
     assert rig.tiers.device.num_free and large.prefix.wanted
     rig.clock.moment += seconds

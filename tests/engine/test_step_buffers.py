@@ -39,9 +39,9 @@ def test_a_step_reads_the_table_of_its_own_request_though_the_next_one_has_its_s
     large, small = (StepBuffers(heads, tables, max_tokens=n, vocab_size=9) for n in (640, 16))
     monkeypatch.setattr(small_copies, "copy", device.copy)
     monkeypatch.setattr(tables, "copied", device, raising=False)
-    # A request is cancelled while its step waits for the device, and another takes its slot.
-    cancelled = BatchRow([1] * 600, 0, list(range(150)), slot=0, table_key=1)
-    successor = BatchRow([2] * num_tokens, 600, list(range(500, 800)), slot=0, table_key=2)
+    # A request is cancelled while its step waits for the device, and another takes its index.
+    cancelled = BatchRow([1] * 600, 0, list(range(150)), request_index=0, table_key=1)
+    successor = BatchRow([2] * num_tokens, 600, list(range(500, 800)), request_index=0, table_key=2)
     for row, buffers in ((cancelled, large), (successor, small if num_tokens < 16 else large)):
         layout, changes = Layout([row], heads, 2), tables.update([row])
         buffers.fill([row], layout, changes, num_tokens=layout.num_tokens, num_kept=1)

@@ -17,8 +17,8 @@ from tieredkv.storage.allocator import SlotAllocator
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index import IndexTxn, Totals
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import StoreOptions
 from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
+from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 8192

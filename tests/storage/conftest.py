@@ -15,7 +15,13 @@ from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
+from tieredkv.storage.worker_messages import (
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreOptions,
+)
 from tieredkv.types import BlockRecord
 
 PAGE_BYTES = 32 * 1024

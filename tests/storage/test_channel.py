@@ -8,7 +8,7 @@ import pytest
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.messages import EngineMessage, LookupCall
+from tieredkv.storage.worker_messages import EngineMessage, LookupCall
 
 _decoder = msgspec.msgpack.Decoder(EngineMessage)
 

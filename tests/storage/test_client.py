@@ -25,8 +25,8 @@ from tests.storage.conftest import (
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import TouchItem
+from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
 
 
 def raw_bytes(folder: Path) -> bytes:

@@ -44,7 +44,7 @@ from tieredkv.storage.codec import CODEC_RAW, Located, payload_checksum
 from tieredkv.storage.compression import Packed, Packing, pack, pays, unpack
 from tieredkv.storage.control import StoreControl
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import PageStored
+from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockRecord
 
 BLOCK_BYTES = 32_768

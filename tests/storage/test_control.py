@@ -24,8 +24,8 @@ from tests.storage.conftest import (
 from tieredkv.errors import ConfigError, StorageError
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.messages import ControlRequest
 from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.worker_messages import ControlRequest
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import pytest
 
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.control_server import ControlServer, Report
-from tieredkv.storage.messages import ControlCall, ControlReply, ControlResult, Refused
+from tieredkv.storage.worker_messages import ControlCall, ControlReply, ControlResult, Refused
 
 PATIENCE_S = 30.0
 _decoder = msgspec.msgpack.Decoder(ControlReply)

@@ -24,7 +24,7 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.messages import PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.worker_messages import PageLoaded, PageStored, WorkerUp
 from tieredkv.types import BlockRecord
 
 STORED_A_ROUND = 16
@@ -103,7 +103,7 @@ ENGINE = textwrap.dedent(
     import os, sys, time
     from tieredkv.storage.client import StoreClient
     from tieredkv.storage.host import HostArena
-    from tieredkv.storage.messages import LentPage, StoreOptions
+    from tieredkv.storage.worker_messages import LentPage, StoreOptions
     from tieredkv.types import BlockRecord
     import hashlib
 

@@ -31,7 +31,7 @@ from tests.storage.conftest import (
 )
 from tests.storage.fuse import FaultyDisk
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.messages import LookupDone, PageLoaded, PageStored, WorkerUp
+from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.types import BlockRecord
 
 LENGTH = 8

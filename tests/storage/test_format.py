@@ -129,9 +129,9 @@ def test_records_form_the_chain_and_are_sealed_with_their_keys(databases: Databa
         assert block[:4] == [key, parent, root, namespace]
         assert block[4:7] == [position, BLOCK_BYTES, "24h"]
         assert (payload_bytes, codec) == (BLOCK_BYTES, 0)
-        computed_at, expires_at, last_used, protect_until, _ = block[7:]
+        computed_at, expires_at, last_used, pinned_until, _ = block[7:]
         assert expires_at == computed_at + 24 * 3600
-        assert protect_until <= last_used
+        assert pinned_until <= last_used
         assert struct.unpack_from("<d", record, 8) == (expires_at,)
         expiry = struct.pack(">Q", int(expires_at * 1e6)) + key
         lru = namespace + struct.pack(">QI", int(last_used * 1e6), (1 << 32) - 1 - position) + key

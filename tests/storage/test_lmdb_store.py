@@ -237,19 +237,17 @@ def test_eviction_takes_the_longest_unused_and_the_tail_of_a_chain_first(tmp_pat
         store.check()
 
 
-def test_protected_blocks_give_way_last_in_the_order_in_which_protection_ends(
-    tmp_path: Path,
-) -> None:
+def test_pinned_blocks_give_way_last_in_the_order_in_which_pin_ends(tmp_path: Path) -> None:
     path, clock = tmp_path / "s", FakeClock()
     start = clock.now()
     kept = [
-        make_record("kept", i, last_used=start, protect_until=start + 1e6 * (3 - i))
+        make_record("kept", i, last_used=start, pinned_until=start + 1e6 * (3 - i))
         for i in range(3)
     ]
     touched = make_record("touched", last_used=start)
     with open_store(path, clock, budget_bytes=2 << 20) as store:
         put(store, *kept, touched)
-        store.claim_or_touch([TouchItem(touched.block_hash, start, protect_until=start + 1e5)])
+        store.claim_or_touch([TouchItem(touched.block_hash, start, pinned_until=start + 1e5)])
         store.claim_or_touch([TouchItem(touched.block_hash, start)])
     with open_store(path, clock, budget_bytes=2 << 20) as store:
         while store.stats().num_evicted < 20:
@@ -259,7 +257,7 @@ def test_protected_blocks_give_way_last_in_the_order_in_which_protection_ends(
         for num_left in (3, 2, 1, 0):
             while len(stored_hashes(store, [*kept, touched])) > num_left:
                 clock.advance(1)
-                used = clock.now() + 1e7  # later than every protection
+                used = clock.now() + 1e7  # later than every pin
                 put(store, make_record(f"late{used}", last_used=used))
             assert stored_hashes(store, kept) == {each.block_hash for each in kept[:num_left]}
         store.check()

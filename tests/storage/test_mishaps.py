@@ -19,7 +19,7 @@ from tests.storage.test_control import engine_that_says
 from tests.storage.test_faults import plain_index
 from tieredkv.errors import StorageError, StoreFullError
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.process import WorkerProcess
+from tieredkv.storage.worker_process import WorkerProcess
 
 CHAIN = make_chain("a", 8)
 HASHES = [each.block_hash for each in CHAIN]

@@ -28,7 +28,7 @@ from tests.storage.conftest import NUM_PAGES, Harness, Mailbox, lent_pages, wait
 from tests.storage.test_faults import plain_index
 from tieredkv.storage.codec import HEADER_BYTES, Located
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import PageStored
+from tieredkv.storage.worker_messages import PageStored
 from tieredkv.types import BlockRecord
 
 START = 1_800_000_000.0

@@ -20,7 +20,8 @@ from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import (
+from tieredkv.storage.service import StoreService
+from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
     DeleteCall,
@@ -36,7 +37,6 @@ from tieredkv.storage.messages import (
     StoreOptions,
     WorkerMessage,
 )
-from tieredkv.storage.service import StoreService
 
 PATIENCE_S = 30.0
 NOW = Clock().now()

@@ -42,7 +42,7 @@ def hash_of(chain: str, position: int) -> bytes:
 
 def used_until(record: BlockRecord) -> tuple[float, int]:
     """What orders blocks for eviction."""
-    return max(record.last_used, record.protect_until), -record.position
+    return max(record.last_used, record.pinned_until), -record.position
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -103,16 +103,14 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(
         picked=picks,
         longer_s=st.sampled_from([None, 1.0, 600.0]),
-        protect_s=st.sampled_from([0.0, 30.0]),
+        pin_s=st.sampled_from([0.0, 30.0]),
     )
-    def touch(
-        self, picked: list[tuple[str, int]], longer_s: float | None, protect_s: float
-    ) -> None:
+    def touch(self, picked: list[tuple[str, int]], longer_s: float | None, pin_s: float) -> None:
         now = self.clock.now()
         expires_at = None if longer_s is None else now + longer_s
         hashes = [hash_of(*each) for each in picked]
         there = [block_hash for block_hash in hashes if block_hash in self.model]
-        until = now + protect_s if protect_s else 0.0
+        until = now + pin_s if pin_s else 0.0
         touched = [TouchItem(each, now, expires_at, "long", until) for each in hashes]
         self.store.claim_or_touch(touched)
         for block_hash in there:
@@ -127,14 +125,14 @@ class StoreMachine(RuleBasedStateMachine):
         now: float,
         expires_at: float | None,
         retention: str = "24h",
-        protect_until: float = 0.0,
+        pinned_until: float = 0.0,
     ) -> BlockRecord:
         later = max(old.expires_at, expires_at or 0.0)
         return msgspec.structs.replace(
             old,
             expires_at=later,
             last_used=now,
-            protect_until=max(old.protect_until, protect_until),
+            pinned_until=max(old.pinned_until, pinned_until),
             hits=old.hits + 1,
             retention=retention if later > old.expires_at else old.retention,
         )
@@ -227,7 +225,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.model = {each.block_hash: each for each in found if each is not None}
 
     def _forget_evicted(self, fresh: Mapping[bytes, BlockRecord] | None = None) -> None:
-        """Take over what was evicted: nothing that was used or protected later than what stayed.
+        """Take over what was evicted: nothing that was used or pinned later than what stayed.
 
         A block that was stored again may have been evicted just before: then it is as `fresh`.
         """

@@ -3,7 +3,7 @@ import random
 import pytest
 
 from tests.storage.conftest import Harness, Mailbox, lent_pages, make_chain
-from tieredkv.storage.messages import PageStored
+from tieredkv.storage.worker_messages import PageStored
 from tieredkv.storage.write_limit import WriteLimit
 
 

@@ -24,7 +24,7 @@ from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.messages import StoreOptions
+from tieredkv.storage.worker_messages import StoreOptions
 
 BLOCK_BYTES, GROUP, WRITERS, READERS, REPEATS = 2 << 20, 64, 8, 32, 3
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import (
+from tieredkv.storage.worker_messages import (
     ControlRequest,
     LentPage,
     LookupDone,

@@ -27,12 +27,13 @@ from tests.fake_store import kept_by
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
 from tieredkv.block_pool import BlockPool
-from tieredkv.cache.directory import Directory
+from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.catalog import Catalog
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.request import Request
 from tieredkv.engine.sampler import SamplerState
 from tieredkv.engine.sampling_params import SamplingParams
@@ -41,7 +42,6 @@ from tieredkv.errors import TieredKVError
 from tieredkv.hashing import chain_hashes
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import RetentionPolicies
-from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, Progress, Tier, tracked
 
 BLOCK_BYTES = 8
@@ -100,7 +100,7 @@ class _Host:
         self.tiers = Tiers(
             device=BlockPool(num_blocks),
             host=BlockPool(num_blocks),
-            directory=Directory(RetentionPolicies()),
+            catalog=Catalog(RetentionPolicies()),
             transfer=BlockTransfer[Any](_NoCopies(memory, memory)),
             store=None,
             clock=Clock(),

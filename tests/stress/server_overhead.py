@@ -26,7 +26,7 @@ import click
 from tests.stress.client import prompts_of, request_of, served_by, serving, stream_one
 from tieredkv.bench import raw
 from tieredkv.config import load_settings
-from tieredkv.engine.messages import EngineRequest, TokenOutput
+from tieredkv.engine.engine_messages import EngineRequest, TokenOutput
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.types import ignore_progress

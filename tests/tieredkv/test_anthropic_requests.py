@@ -56,7 +56,7 @@ def test_each_breakpoint_is_a_claim_up_to_its_end(tokenization: Tokenization) ->
     blocks = [text("one"), text("two", "5m"), text("three")]
     asked = ask(tokenization, *blocks, system=[text("Help.", "1h")], tools=[tool])
     claims = asked.plan.claims
-    assert [(it.retention, it.protect_s) for it in claims] == [
+    assert [(it.retention, it.pin_s) for it in claims] == [
         ("1h", 3600.0),
         ("1h", 3600.0),
         ("5m", 300.0),

@@ -10,7 +10,13 @@ import pytest
 from anthropic.types import ModelInfo
 
 from tieredkv.config import Settings
-from tieredkv.engine.messages import EngineInfo, EngineRequest, RequestUsage, TokenOutput, failed
+from tieredkv.engine.engine_messages import (
+    EngineInfo,
+    EngineRequest,
+    RequestUsage,
+    TokenOutput,
+    failed,
+)
 from tieredkv.errors import RequestError
 from tieredkv.server import app
 from tieredkv.server.admin import carry_out

@@ -210,7 +210,7 @@ def test_a_drain_through_an_arena_full_of_older_blocks_writes_everything() -> No
     rig.run("old", 4)
     assert rig.cache.demoter.flush(Tier.HOST, deadline=soon())
     rig.store.reason = ""
-    for entry in rig.tiers.directory.entries():
+    for entry in rig.tiers.catalog.entries():
         entry.is_droppable = False
     rig.clock.moment += 1
     prefix = rig.prefix("new", 8)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tieredkv.engine.messages import RequestUsage
+from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.server.diagnosis import Diagnosis, Seen, parts_of
 from tieredkv.types import Tier
 

@@ -20,7 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.checkpoint import load_tokenizer
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage, TokenLogprob
+from tieredkv.engine.engine_messages import (
+    Claim,
+    EngineInfo,
+    EngineRequest,
+    RequestUsage,
+    TokenLogprob,
+)
 from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, RequestError
@@ -32,7 +38,7 @@ from tieredkv.server.asked import WHOLE, ApiRequest, Rules, fitted
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.openai_answers import NO_ECHO, ChatShape, CompletionShape
 from tieredkv.server.responses_api import ResponseShape, ResponsesRequest
-from tieredkv.server.serve import bind
+from tieredkv.server.run import bind
 from tieredkv.types import Tier
 
 RULES = Rules(Settings(disk_dir="kv"), is_strict=False)
@@ -436,7 +442,7 @@ def test_what_a_request_says_of_caching_becomes_a_plan(
     asked = read(ResponsesRequest, {"model": "m", "input": messages, **fields}, RULES.refuses)
     asked.check(RULES)
     plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))])
-    assert [(it.end_token, it.retention, it.protect_s) for it in plan.claims] == claims
+    assert [(it.end_token, it.retention, it.pin_s) for it in plan.claims] == claims
     assert plan.cacheable_tokens == cacheable
     assert plan.retention == fields.get("prompt_cache_retention")
 
@@ -468,7 +474,7 @@ def test_a_prefix_below_the_minimum_is_not_cached(
     cacheable: int | None, length: int, kept: int | None
 ) -> None:
     rules = Rules(Settings(min_cache_tokens=1024), is_strict=False)
-    claims = [Claim(end_token=WHOLE, retention="24h", protect_s=1.0)]
+    claims = [Claim(end_token=WHOLE, retention="24h", pin_s=1.0)]
     plan = EngineRequest(params=SamplingParams(), claims=claims, cacheable_tokens=cacheable)
     request = fitted(plan, [1] * length, rules)
     assert request.cacheable_tokens == kept

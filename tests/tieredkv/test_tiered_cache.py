@@ -169,7 +169,7 @@ def test_cancelling_the_request_that_computes_leaves_its_work_to_the_others() ->
     rig.check_nothing_is_held()
 
 
-# Recency, protection, room.
+# Recency, pin, room.
 
 
 def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
@@ -244,7 +244,7 @@ def test_blocks_that_arrived_one_by_one_are_left_in_order_by_a_cancelled_request
     assert oldest == chain_of("a", 4)[::-1]
 
 
-def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None:
+def test_queued_requests_are_pinned_in_order_up_to_half_of_the_pool() -> None:
     rig = Rig(num_blocks=16)
     for name in "abc":
         rig.run(name, 4)
@@ -262,7 +262,7 @@ def test_queued_requests_are_protected_in_order_up_to_half_of_the_pool() -> None
     rig.check_nothing_is_held()
 
 
-def test_what_two_queued_requests_want_is_protected_until_both_are_gone() -> None:
+def test_what_two_queued_requests_want_is_pinned_until_both_are_gone() -> None:
     rig = Rig(num_blocks=16, has_store=False)
     rig.run("a", 4)
     first, second = rig.queue("a", 4), rig.queue("a", 4)
@@ -608,7 +608,7 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
     assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
     rig.cache.release(prefix)
     rig.check()
-    assert len(rig.tiers.directory.entries()) == 2
+    assert len(rig.tiers.catalog.entries()) == 2
 
 
 def test_what_a_new_worker_may_have_lost_is_written_again() -> None:

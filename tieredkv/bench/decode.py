@@ -17,8 +17,8 @@ import numpy as np
 from tieredkv.bench import raw
 from tieredkv.config import Settings
 from tieredkv.engine.core import EngineCore
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.loader import find_model
-from tieredkv.engine.messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.types import Progress, tracked

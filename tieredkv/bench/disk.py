@@ -31,12 +31,18 @@ from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, payload_checksum, slot_bytes_for
-from tieredkv.storage.directory import INDEX, SEGMENTS
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.folder import INDEX, SEGMENTS
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index, SegmentState
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
-from tieredkv.storage.messages import LentPage, LookupDone, PageLoaded, PageStored, StoreOptions
+from tieredkv.storage.worker_messages import (
+    LentPage,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    StoreOptions,
+)
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from tieredkv.bench import raw
+from tieredkv.block_transfer import BlockTransfer
 from tieredkv.errors import ConfigError
 from tieredkv.kernels.copies import BlockCopier, register_pinned
 from tieredkv.storage.host import HostArena
-from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockId, PageId, Progress, tracked
 from tieredkv.units import parse_bytes
 

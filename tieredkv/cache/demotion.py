@@ -14,10 +14,10 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from tieredkv.block_pool import Block, BlockPool
-from tieredkv.cache.directory import Entry
+from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.messages import LentPage, PageStored
+from tieredkv.storage.worker_messages import LentPage, PageStored
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Tier, ignore_progress
 
 POLL_S = 0.0005
@@ -119,7 +119,7 @@ class Demoter:
 
     def on_page_stored(self, event: PageStored) -> None:
         """Take a page back from the store: acknowledged on disk, or refused for a reason."""
-        tiers, directory = self._tiers, self._tiers.directory
+        tiers, catalog = self._tiers, self._tiers.catalog
         page, entry, record, began_at = self._writing.pop(BlockHash(event.block_hash))
         tiers.counters.note_move("host,disk", began_at)
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
@@ -132,13 +132,13 @@ class Demoter:
             entry.is_droppable = True
             return
         tiers.counters.demoted_disk_blocks += 1
-        if directory.get(entry.block_hash) is not entry:  # expired or evicted by hand meanwhile
+        if catalog.get(entry.block_hash) is not entry:  # expired or evicted by hand meanwhile
             tiers.store.delete([entry.block_hash], "evicted")
             return
         entry.disk_expires_at = record.expires_at
-        item = directory.touch_item(entry, tiers.clock.now())
-        told = record.expires_at, record.protect_until
-        if (entry.disk_expires_at, entry.protect_until) != told:  # a claim has come meanwhile
+        item = catalog.touch_item(entry, tiers.clock.now())
+        told = record.expires_at, record.pinned_until
+        if (entry.disk_expires_at, entry.pinned_until) != told:  # a claim has come meanwhile
             tiers.store.touch([item])
 
     def drop_oldest(self, num_blocks: int) -> None:
@@ -148,7 +148,7 @@ class Demoter:
         """
         at_most = max(num_blocks, self._device_reserve)
         for block in _dirty(self._tiers.device, at_most):
-            entry = self._tiers.directory.get(block.block_hash)
+            entry = self._tiers.catalog.get(block.block_hash)
             if entry is not None and not block.pin_count:
                 entry.is_droppable = True
                 self._tiers.counters.demotions_dropped += 1
@@ -190,7 +190,7 @@ class Demoter:
         Returns:
             How many blocks were not written.
         """
-        entries = self._tiers.directory.entries()
+        entries = self._tiers.catalog.entries()
         for entry in entries:
             entry.is_droppable = False
         entries = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
@@ -263,17 +263,17 @@ class Demoter:
 
     def _write_out(self, pages: list[Block]) -> int:
         """Lend host pages to the store for writing, as many as the cap allows."""
-        tiers, directory, now = self._tiers, self._tiers.directory, self._tiers.clock.now()
+        tiers, catalog, now = self._tiers, self._tiers.catalog, self._tiers.clock.now()
         items: list[LentPage] = []
         began_at = time.perf_counter()
         for page in pages:
-            entry = directory.get(page.block_hash)
-            expires_at = entry and directory.disk_deadline(entry, now)
+            entry = catalog.get(page.block_hash)
+            expires_at = entry and catalog.disk_deadline(entry, now)
             if not entry or not expires_at or entry.block_hash in self._writing:
                 continue
             if len(self._writing) == self._write_cap:
                 break
-            record = directory.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
+            record = catalog.record(entry, size_bytes=tiers.block_bytes, expires_at=expires_at)
             tiers.host.pin(page)
             self._writing[entry.block_hash] = _Write(page, entry, record, began_at)
             items.append(LentPage(record, page.block_id))

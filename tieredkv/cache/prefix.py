@@ -17,12 +17,12 @@ class BlockClaim(NamedTuple):
     Attributes:
         end: index of the first block behind it.
         retentions: names of policies; a block lives by the longest.
-        protect_until: see `directory.Entry`.
+        pinned_until: see `catalog.Entry`.
     """
 
     end: int
     retentions: frozenset[str]
-    protect_until: float = 0.0
+    pinned_until: float = 0.0
 
 
 @dataclass(slots=True, eq=False)

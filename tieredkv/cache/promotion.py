@@ -18,11 +18,11 @@ from typing import cast
 import msgspec
 
 from tieredkv.block_pool import Block
-from tieredkv.cache.directory import Entry
+from tieredkv.cache.catalog import Entry
 from tieredkv.cache.tiers import Tiers, count_failure
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.codec import decode_record, expiry_of
-from tieredkv.storage.messages import LentPage, PageLoaded
+from tieredkv.storage.worker_messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
 LOOK_AGAIN_S = 0.05
@@ -120,7 +120,7 @@ class Promoter:
                 continue
             num_inbound = self._num_inbound()
             is_full = num_inbound >= self._inbound_cap // 2
-            are_others_wanted = host.num_protected + num_inbound >= host.most_protected
+            are_others_wanted = host.num_pinned + num_inbound >= host.most_pinned
             read = _Read(block_hash, record)
             if is_full or are_others_wanted or not self._begin(read, items):
                 break
@@ -167,13 +167,13 @@ class Promoter:
         elif record is not None and record.expires_at <= tiers.clock.now():
             reason = "expired"
         if record is not None and not reason:
-            tiers.directory.add(tiers.directory.entry_of(record))
+            tiers.catalog.add(tiers.catalog.entry_of(record))
             page.is_ready = True
             tiers.counters.promoted_disk_blocks += len(read.waiting)
         else:
             self._count_failure(reason)
             if reason not in _HARMLESS:
-                tiers.directory.note_departed(block_hash, "corrupt")
+                tiers.catalog.note_departed(block_hash, "corrupt")
             if page.block_hash is not None:
                 tiers.host.drop(block_hash)
         self._settle(read, page)
@@ -193,7 +193,7 @@ class Promoter:
         tiers = self._tiers
         for block_hash, read in self._reads.items():
             page = read.page
-            if page and page.block_hash and is_wanted(tiers.directory.entry_of(read.opened())):
+            if page and page.block_hash and is_wanted(tiers.catalog.entry_of(read.opened())):
                 tiers.host.drop(block_hash)
 
     def check(self) -> None:
@@ -239,7 +239,7 @@ class Promoter:
             for block, give_up_at in list(read.waiting.items()):
                 is_late = give_up_at <= now
                 if block.ref_count > 1 and is_late:
-                    self._tiers.directory.note_departed(read.block_hash, "slower_than_recomputing")
+                    self._tiers.catalog.note_departed(read.block_hash, "slower_than_recomputing")
                     self._count_failure("timeout")
                 if block.ref_count == 1 or is_late:
                     del read.waiting[block]

@@ -22,14 +22,20 @@ from functools import partial
 from typing import Any
 
 from tieredkv.block_pool import Block
+from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
-from tieredkv.cache.directory import Entry
 from tieredkv.cache.prefix import Prefix
 from tieredkv.cache.promotion import Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
-from tieredkv.storage.messages import ControlRequest, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.storage.results import TouchItem
+from tieredkv.storage.worker_messages import (
+    ControlRequest,
+    LookupDone,
+    PageLoaded,
+    PageStored,
+    WorkerUp,
+)
 from tieredkv.types import BlockHash, Tier
 
 LOOKUP_TIMEOUT_S = 1.0
@@ -39,8 +45,8 @@ PATIENCE_S = 0.25
 class TieredCache:
     """Finds and keeps the blocks of all requests, and moves them between the tiers.
 
-    Invariants (`check`): those of both pools, the directory, promotion and demotion; every ready
-    hashed block of a pool has an entry in the directory, and every entry is in a pool.
+    Invariants (`check`): those of both pools, the catalog, promotion and demotion; every ready
+    hashed block of a pool has an entry in the catalog, and every entry is in a pool.
 
     Attributes:
         control_requests: what the store's worker wants to know for an operator.
@@ -57,23 +63,23 @@ class TieredCache:
             LookupDone: self._on_lookup_done,
             PageLoaded: self.promoter.on_page_loaded,
             PageStored: self.demoter.on_page_stored,
-            WorkerUp: lambda _: tiers.directory.forget_disk(),
+            WorkerUp: lambda _: tiers.catalog.forget_disk(),
             ControlRequest: self.control_requests.append,
         }
 
     # Arrival
 
     def arrive(self, prefix: Prefix, *, is_next: bool = False) -> None:
-        """Ask every tier for the whole chain of a queued request; protect and prefetch it.
+        """Ask every tier for the whole chain of a queued request; pin and prefetch it.
 
         Args:
             prefix: the request's chain.
-            is_next: the request is about to be admitted; it is not protected just for that.
+            is_next: the request is about to be admitted; it is not pinned just for that.
         """
         self.tiers.note_tenant(prefix.tenant)
         self._ask(prefix)
         if not is_next:
-            self.protect(prefix)
+            self.pin(prefix)
 
     def is_settled(self, prefix: Prefix) -> bool:
         """Return whether it is known where the chain is; the disk gets a bounded time to answer."""
@@ -86,12 +92,12 @@ class TieredCache:
         self.tiers.counters.load_failures["lookup_timeout"] += 1
         return True
 
-    def protect(self, prefix: Prefix) -> None:
+    def pin(self, prefix: Prefix) -> None:
         """Have what a queued request wants evicted last, up to half of each pool in all."""
         if prefix.wanted or prefix.blocks:
             return
         pools = self.tiers.pools.values()
-        room = max(pool.most_protected - pool.num_protected for pool in pools)
+        room = max(pool.most_pinned - pool.num_pinned for pool in pools)
         head = prefix.hashes[:1]  # without it a chain is hardly ever cached
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
         if room and any((*copies, *map(prefix.records.get, head))):
@@ -99,10 +105,10 @@ class TieredCache:
             wanted = prefix.wanted = self._readable(prefix)[:room]
             self.tiers.wanted.update(wanted)
             for pool in pools:
-                pool.touch(wanted[: pool.most_protected - pool.num_protected])
+                pool.touch(wanted[: pool.most_pinned - pool.num_pinned])
 
-    def _unprotect(self, prefix: Prefix) -> None:
-        """Undo a `protect`: the blocks become the youngest of all, if nobody else wants them."""
+    def _unpin(self, prefix: Prefix) -> None:
+        """Undo a `pin`: the blocks become the youngest of all, if nobody else wants them."""
         tiers, wanted, prefix.wanted = self.tiers, prefix.wanted, []
         tiers.wanted.subtract(wanted)
         for block_hash in wanted:
@@ -148,7 +154,7 @@ class TieredCache:
             self._take_chain(prefix, chain, rest)
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
-        self._unprotect(prefix)
+        self._unpin(prefix)
         self.promoter.pump()
         return True
 
@@ -175,7 +181,7 @@ class TieredCache:
         block_hash = prefix.hashes[index]
         if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
             return "slower_than_recomputing"
-        return tiers.directory.why_departed(block_hash, tiers.clock.now())
+        return tiers.catalog.why_departed(block_hash, tiers.clock.now())
 
     # Completion
 
@@ -200,12 +206,12 @@ class TieredCache:
                 computed_at=now,
                 last_used=now,
                 claims=claim.retentions,
-                protect_until=claim.protect_until,
+                pinned_until=claim.pinned_until,
             )
             for claim, part in prefix.by_claim(hashed)
             for index in part
         ]
-        self.demoter.note_computed(self.tiers.directory.add_all(entries))
+        self.demoter.note_computed(self.tiers.catalog.add_all(entries))
 
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
         """Publish the private block behind the chain: generated tokens have filled it.
@@ -229,12 +235,12 @@ class TieredCache:
         """Refresh the whole chain in every tier that has it, and note what the request claims."""
         tiers, now = self.tiers, self.tiers.clock.now()
         items: list[TouchItem] = []
-        directory, hashes = tiers.directory, prefix.hashes
+        catalog, hashes = tiers.catalog, prefix.hashes
         for claim, part in prefix.by_claim(range(len(hashes))):
-            known = map(directory.get, map(hashes.__getitem__, part))
+            known = map(catalog.get, map(hashes.__getitem__, part))
             entries = [entry for entry in known if entry is not None]
-            directory.claim(entries, claim.retentions, now, claim.protect_until)
-            items += [directory.touch_item(entry, now) for entry in entries if entry.is_on_disk]
+            catalog.claim(entries, claim.retentions, now, claim.pinned_until)
+            items += [catalog.touch_item(entry, now) for entry in entries if entry.is_on_disk]
             self.demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
         tiers.host.touch(prefix.hashes)
         if prefix.read_ends is not None:  # blocks that it computed again and does not hold
@@ -248,7 +254,7 @@ class TieredCache:
             self._lookups.pop(prefix.lookup_job, None)
             prefix.lookup_job = None
         self._short_since.pop(prefix, None)
-        self._unprotect(prefix)
+        self._unpin(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
         prefix.blocks = []
@@ -286,11 +292,11 @@ class TieredCache:
         self.demoter.pump()
 
     def expire_due(self) -> None:
-        """Make every block unreachable whose time has come; end the protection of others."""
+        """Make every block unreachable whose time has come; end the pin of others."""
         tiers, now = self.tiers, self.tiers.clock.now()
         aged: list[BlockHash] = []
-        for entry in tiers.directory.due(now):
-            if tiers.directory.is_expired(entry, now):
+        for entry in tiers.catalog.due(now):
+            if tiers.catalog.is_expired(entry, now):
                 tiers.drop(entry.block_hash, "ttl")
                 tiers.counters.expired_blocks += 1
             else:
@@ -304,7 +310,7 @@ class TieredCache:
         Those that are being read from disk do not arrive; those that are being written to it are
         deleted there once they are.
         """
-        wanted = [entry for entry in self.tiers.directory.entries() if is_wanted(entry)]
+        wanted = [entry for entry in self.tiers.catalog.entries() if is_wanted(entry)]
         for entry in wanted:
             self.tiers.drop(entry.block_hash, "admin")
         self.promoter.evict(is_wanted)
@@ -321,15 +327,15 @@ class TieredCache:
         tiers = self.tiers
         tiers.device.check()
         tiers.host.check()
-        tiers.directory.check()
+        tiers.catalog.check()
         self.promoter.check()
         self.demoter.check()
-        for entry in tiers.directory.entries():
+        for entry in tiers.catalog.entries():
             if not tiers.is_in_ram(entry.block_hash):
                 raise IntegrityError(f"entry {entry.block_hash.hex()[:12]} is in no RAM tier")
         for pool in tiers.pools.values():
             for block in pool.evictable():
-                if tiers.directory.get(block.block_hash) is None:
+                if tiers.catalog.get(block.block_hash) is None:
                     raise IntegrityError(f"evictable block {block.block_id} has no entry")
 
     # Inside
@@ -359,10 +365,10 @@ class TieredCache:
         prefix.lookup_job = None
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
         if event.found and not prefix.blocks:
-            self._unprotect(prefix)
+            self._unpin(prefix)
             readable, found = self._readable(prefix), event.found
             self.promoter.prefetch({each: found[each] for each in readable if each in found})
-            self.protect(prefix)
+            self.pin(prefix)
 
     def _take_chain(
         self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]

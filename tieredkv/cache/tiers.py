@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 from tieredkv.block_pool import Block, BlockPool
-from tieredkv.cache.directory import Directory
+from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.catalog import Catalog
 from tieredkv.clock import Clock
 from tieredkv.storage.client import StoreClient
-from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockHash, Tier
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Tiers:
     no retention lets it go further down.
 
     Attributes:
-        device, host: pools of block-sized slots; the host pool's block ids are arena pages.
+        device, host: pools of blocks; the host pool's block ids are arena pages.
         transfer: copies between them; its tags are when a copy began, and pairs of blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
@@ -82,7 +82,7 @@ class Tiers:
 
     device: BlockPool
     host: BlockPool
-    directory: Directory
+    catalog: Catalog
     transfer: BlockTransfer[Any]
     store: StoreClient | None
     clock: Clock
@@ -101,7 +101,7 @@ class Tiers:
     def __post_init__(self) -> None:
         self.pools = {Tier.DEVICE: self.device, Tier.HOST: self.host}
         for tier, pool in self.pools.items():
-            pool.protected, pool.wanted = self.directory.protected, self.wanted
+            pool.pinned, pool.wanted = self.catalog.pinned, self.wanted
             pool.on_evict = partial(self._on_evict, tier)
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
@@ -136,14 +136,14 @@ class Tiers:
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
         """Return whether the disk has yet to be given the block, and nobody gave that up."""
-        entry = self.directory.get(block_hash) if self.store is not None else None
+        entry = self.catalog.get(block_hash) if self.store is not None else None
         if entry is None or entry.is_on_disk or entry.is_droppable:
             return False
-        return self.directory.disk_deadline(entry, self.clock.now()) is not None
+        return self.catalog.disk_deadline(entry, self.clock.now()) is not None
 
     def _is_device_clean(self, block: Block) -> bool:
-        entry = self.directory.get(block.block_hash)
-        if entry is None or entry.is_droppable or not self.directory.may_enter(entry, Tier.HOST):
+        entry = self.catalog.get(block.block_hash)
+        if entry is None or entry.is_droppable or not self.catalog.may_enter(entry, Tier.HOST):
             return True
         page = self.host.lookup(entry.block_hash)
         return page is not None and page.is_ready
@@ -153,11 +153,11 @@ class Tiers:
         for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
-        self.directory.forget(block_hash, "expired" if reason == "ttl" else reason)
+        self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
 
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
         """Count a copy that made room for another, and forget a block that has no other."""
         self.counters.evictions[f"{tier},capacity"] += 1
-        entry = self.directory.get(block_hash)
+        entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
-            self.directory.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
+            self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")

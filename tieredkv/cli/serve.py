@@ -42,8 +42,8 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
     if loaded.settings.clock_offset_file:
         turned = f"the clock is turned by `{loaded.settings.clock_offset_file}`, for tests only"
         click.echo(f"WARNING: {CLOCK_OFFSET_VARIABLE} is set: {turned}", err=True)
-    from tieredkv.engine.messages import EngineInfo
-    from tieredkv.server.serve import Server
+    from tieredkv.engine.engine_messages import EngineInfo
+    from tieredkv.server.run import Server
 
     def on_ready(url: str, info: EngineInfo) -> None:
         click.echo(f"tieredkv: serving `{info.model}` at {url}/v1", err=True)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import FailFast, Field
 
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest
+from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
 from tieredkv.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
 from tieredkv.errors import RequestError
 from tieredkv.fields import PARTS, Object, names_of
@@ -316,7 +316,7 @@ class MessagesRequest(Conversation):
         if marked or rules.settings.anthropic_implicit == "off":
             ends = encoded.ends[: len(marked)]
             caching["claims"] = [
-                Claim(end_token=end, retention=it.ttl, protect_s=parse_duration(it.ttl))
+                Claim(end_token=end, retention=it.ttl, pin_s=parse_duration(it.ttl))
                 for it, end in zip(marked, ends, strict=True)
             ]
             caching["cacheable_tokens"] = max([0, *ends])

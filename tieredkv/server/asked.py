@@ -17,7 +17,7 @@ from pydantic import Field
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import Claim, EngineInfo, EngineRequest, RequestUsage
+from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest, RequestUsage
 from tieredkv.engine.request import pack_prompt
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, invalid_value
@@ -105,7 +105,7 @@ class Rules:
             policy = raised
         if lifetime_s > policy.absolute_s:
             raise invalid_value(path, lifetime, "'30m'")
-        return Claim(end_token=end_token, retention=policy.name, protect_s=lifetime_s)
+        return Claim(end_token=end_token, retention=policy.name, pin_s=lifetime_s)
 
 
 class Shape(Protocol):
@@ -145,7 +145,7 @@ class Shape(Protocol):
     def written_for(self, answer: Answer, lifetime: str) -> int:
         """Return how many of a prompt's tokens were written to be kept for so long at least."""
         claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
-        end = max((claim.end_token for claim in claims if claim.protect_s >= lifetime_s), default=0)
+        end = max((claim.end_token for claim in claims if claim.pin_s >= lifetime_s), default=0)
         return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
 
     def caching(self, prompts: Sequence[RequestUsage]) -> Json:

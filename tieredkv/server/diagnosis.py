@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from tieredkv.engine.messages import RequestUsage
+from tieredkv.engine.engine_messages import RequestUsage
 
 MAX_REQUESTS = 256
 MAX_TENANTS = 256

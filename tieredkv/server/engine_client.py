@@ -14,12 +14,12 @@ import msgspec
 
 from tieredkv import errors
 from tieredkv.config import Settings
-from tieredkv.engine import messages
-from tieredkv.engine.messages import EngineInfo, EngineRequest, TokenOutput, ToServer
+from tieredkv.engine import engine_messages as messages
+from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.messages import Refused
-from tieredkv.storage.process import bury, start_process
+from tieredkv.storage.worker_messages import Refused
+from tieredkv.storage.worker_process import bury, start_process
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
-        engine, stdout = "tieredkv.engine.process", sys.stderr.fileno()
+        engine, stdout = "tieredkv.engine.engine_process", sys.stderr.fileno()
         self._process, sock = start_process(engine, stdout=stdout)
         self.pid = self._process.pid
         self._channel = FrameChannel(sock, _decoder)

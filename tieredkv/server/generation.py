@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import EngineRequest, TokenLogprob, TokenOutput
+from tieredkv.engine.engine_messages import EngineRequest, TokenLogprob, TokenOutput
 from tieredkv.server.engine_client import EngineClient, error_of
 from tieredkv.server.metrics import Observer
 

@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 
 from tieredkv.config import Settings
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import RequestUsage, TokenOutput
+from tieredkv.engine.engine_messages import RequestUsage, TokenOutput
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.types import Tier
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.detokenizer import Detokenizer
-from tieredkv.engine.messages import TokenLogprob
+from tieredkv.engine.engine_messages import TokenLogprob
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import Json, Shape
 from tieredkv.server.chat import Tokenization

@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, PlainValidator, TypeAdapter, Validat
 from pydantic_core import PydanticCustomError
 from transformers import PreTrainedTokenizerBase
 
-from tieredkv.engine.messages import EngineRequest
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.engine.sampling_params import SamplingParams, several
 from tieredkv.errors import RequestError
 from tieredkv.fields import (

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationInfo
 
 from tieredkv.engine.answer import Answer
-from tieredkv.engine.messages import RequestUsage
+from tieredkv.engine.engine_messages import RequestUsage
 from tieredkv.errors import RequestError
 from tieredkv.fields import Object, list_of, names_of
 from tieredkv.retention import ALIASES

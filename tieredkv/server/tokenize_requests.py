@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import FailFast, Field
 
-from tieredkv.engine.messages import EngineInfo
+from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.engine.request import pack_prompt
 from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError

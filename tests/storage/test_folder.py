@@ -13,7 +13,7 @@ import pytest
 
 from tests.storage.blocks import load, make_record, open_store, payload_of, put
 from tieredkv.errors import FormatVersionError, StorageError, StoreBusyError
-from tieredkv.storage.directory import MARKER
+from tieredkv.storage.folder import MARKER
 
 RECORD = make_record()
 

@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -P -m tieredkv.engine.process FD`.
+"""The engine as a process of its own: `python -P -m tieredkv.engine.engine_process FD`.
 
 It joins one `EngineCore` to one end of the server's socket pair, and knows no text and no HTTP. The
 channel is its life line: when the server is gone, requests are aborted, what a policy promised is
@@ -17,13 +17,13 @@ import time
 
 import msgspec
 
-from tieredkv.engine import messages
+from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.core import EngineCore
-from tieredkv.engine.messages import Shutdown, Start, StepOutputs, ToEngine
+from tieredkv.engine.engine_messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
-from tieredkv.storage.messages import Refused
+from tieredkv.storage.worker_messages import Refused
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import msgspec
 
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.messages import Launch, SetAside, StoreOptions, WorkerMessage
+from tieredkv.storage.worker_messages import Launch, SetAside, StoreOptions, WorkerMessage
 
 EXIT_FAILED = 1
 """The worker cannot go on, for a reason that says nothing about the index."""

@@ -1,4 +1,4 @@
-"""Protected blocks in the pools, in the cache and on the way to disk and back."""
+"""Pinned blocks in the pools, in the cache and on the way to disk and back."""
 
 import pytest
 
@@ -11,12 +11,12 @@ from tieredkv.types import BlockHash, Tier
 HOUR_S = 3600.0
 
 
-def protected_run(
-    rig: Rig, name: str, length: int, *, protect_s: float = 1800.0, retention: str = "24h"
+def pinned_run(
+    rig: Rig, name: str, length: int, *, pin_s: float = 1800.0, retention: str = "24h"
 ) -> int:
-    """Serve a request whose blocks are all claimed and protected; count what it computed."""
+    """Serve a request whose blocks are all claimed and pinned; count what it computed."""
     prefix = rig.prefix(name, length, retention)
-    until = rig.clock.now() + protect_s
+    until = rig.clock.now() + pin_s
     prefix.claims = [BlockClaim(length, frozenset({retention}), until), *prefix.claims]
     return serve(rig, prefix)
 
@@ -34,10 +34,10 @@ def hashes(*names: str) -> list[BlockHash]:
     return [BlockHash(name.encode()) for name in names]
 
 
-def filled_pool(protected: set[BlockHash], *names: str) -> BlockPool:
+def filled_pool(pinned: set[BlockHash], *names: str) -> BlockPool:
     """A pool of blocks that nobody uses, the first released the oldest."""
     pool = BlockPool(len(names))
-    pool.protected = protected
+    pool.pinned = pinned
     for block_hash in hashes(*names):
         [block] = pool.allocate(1) or []
         pool.insert(block, block_hash)
@@ -54,11 +54,11 @@ def order(pool: BlockPool) -> str:
 # --- the pool
 
 
-def test_protected_blocks_are_evicted_last_and_then_the_oldest_first() -> None:
+def test_pinned_blocks_are_evicted_last_and_then_the_oldest_first() -> None:
     pool = filled_pool(set(hashes("a", "c")), "a", "b", "c", "d")
     assert order(pool) == "bdac"
     for left in ("dac", "ac", "c", ""):
-        assert pool.allocate(1) is not None, "never stuck, even where all is protected"
+        assert pool.allocate(1) is not None, "never stuck, even where all is pinned"
         pool.check()
         assert order(pool) == left
 
@@ -69,10 +69,10 @@ def test_no_more_than_half_of_a_pool_is_held_back() -> None:
 
 
 def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
-    pool = filled_pool(protected := set(hashes("a", "b")), "a", "b", "c", "d")
+    pool = filled_pool(pinned := set(hashes("a", "b")), "a", "b", "c", "d")
     pool.touch(hashes("a"))
     assert order(pool) == "cdba"
-    protected.discard(hashes("b")[0])
+    pinned.discard(hashes("b")[0])
     pool.touch(hashes("b", "c"))
     assert order(pool) == "dcba"
     pool.check()
@@ -84,7 +84,7 @@ def test_a_use_takes_a_block_to_the_young_end_of_its_part() -> None:
     pool.check()
 
 
-def test_a_protected_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> None:
+def test_a_pinned_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> None:
     pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
     dirty = set(hashes("c", "d"))
 
@@ -100,7 +100,7 @@ def test_a_protected_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> 
     assert order(pool) == "d"
 
 
-def test_what_a_floor_keeps_of_the_protected_does_not_hide_what_may_be_taken() -> None:
+def test_what_a_floor_keeps_of_the_pinned_does_not_hide_what_may_be_taken() -> None:
     pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
     pool.drop(hashes("a")[0])
     [block] = pool.allocate(1) or []
@@ -119,9 +119,9 @@ def test_what_a_floor_keeps_of_the_protected_does_not_hide_what_may_be_taken() -
 # --- the cache
 
 
-def test_a_flood_takes_what_is_not_protected_from_vram() -> None:
+def test_a_flood_takes_what_is_not_pinned_from_vram() -> None:
     rig = Rig(num_blocks=16, num_pages=64, has_store=False)
-    assert protected_run(rig, "kept", 4) == 4
+    assert pinned_run(rig, "kept", 4) == 4
     rig.run("plain", 4)
     for number in range(10):
         rig.run(f"flood{number}", 3)
@@ -130,9 +130,9 @@ def test_a_flood_takes_what_is_not_protected_from_vram() -> None:
 
 
 @pytest.mark.parametrize("retention", ["in_memory", "24h"])
-def test_a_flood_takes_what_is_not_protected_from_host_memory(retention: str) -> None:
+def test_a_flood_takes_what_is_not_pinned_from_host_memory(retention: str) -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=retention == "24h")
-    protected_run(rig, "kept", 4, retention=retention)
+    pinned_run(rig, "kept", 4, retention=retention)
     rig.run("plain", 4, retention)
     assert rig.cache.demoter.flush(to=Tier.HOST, deadline=1e12)
     assert rig.on_host("kept", 4) == rig.on_host("plain", 4) == [0, 1, 2, 3]
@@ -146,32 +146,32 @@ def test_a_flood_takes_what_is_not_protected_from_host_memory(retention: str) ->
 
 def test_one_request_cannot_pin_a_pool() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
-    protected_run(rig, "greedy", 16)
+    pinned_run(rig, "greedy", 16)
     for number in range(20):
         assert rig.run(f"flood{number}", 6) == 6
     assert len(rig.on_device("greedy", 16)) <= 8
     assert rig.run("flood19", 6) == 0
 
 
-def test_a_protection_ends_to_the_second_and_its_blocks_are_as_if_just_used() -> None:
+def test_a_pin_ends_to_the_second_and_its_blocks_are_as_if_just_used() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
-    protected_run(rig, "kept", 3, protect_s=60)
+    pinned_run(rig, "kept", 3, pin_s=60)
     rig.run("other", 3)
     rig.clock.moment = START + 59
     rig.turn()
-    assert rig.tiers.directory.protected == set(chain_of("kept", 3))
+    assert rig.tiers.catalog.pinned == set(chain_of("kept", 3))
     rig.clock.moment = START + 60
     rig.turn()
-    assert rig.tiers.directory.protected == set()
+    assert rig.tiers.catalog.pinned == set()
     names = [block.block_hash for block in rig.tiers.device.evictable()]
     assert names == [*chain_of("other", 3)[::-1], *chain_of("kept", 3)[::-1]]
     assert rig.run("kept", 3) == 0, "evictable is not expired"
 
 
-def test_protection_outlives_idleness_but_not_age() -> None:
+def test_pin_outlives_idleness_but_not_age() -> None:
     rig = Rig(has_store=False, policies=DEFAULT_POLICIES)
-    protected_run(rig, "kept", 2, retention="in_memory")
-    protected_run(rig, "old", 2, retention="in_memory", protect_s=12 * HOUR_S)
+    pinned_run(rig, "kept", 2, retention="in_memory")
+    pinned_run(rig, "old", 2, retention="in_memory", pin_s=12 * HOUR_S)
     rig.run("plain", 2, "in_memory")
     for moment, left in ((601, {"kept", "old"}), (1799, {"kept", "old"}), (1800, {"old"})):
         rig.clock.moment = START + moment
@@ -179,31 +179,31 @@ def test_protection_outlives_idleness_but_not_age() -> None:
         names = {name for name in ("kept", "old", "plain") if rig.on_device(name, 2)}
         assert names == left, moment
     rig.clock.moment = START + HOUR_S - 1
-    protected_run(rig, "old", 2, retention="in_memory")
+    pinned_run(rig, "old", 2, retention="in_memory")
     rig.clock.moment = START + HOUR_S
     rig.turn()
     assert rig.on_device("old", 2) == []
 
 
-def test_a_hit_moves_protection_forward_and_never_back() -> None:
+def test_a_hit_moves_pin_forward_and_never_back() -> None:
     rig = Rig(has_store=False)
-    entry_of = rig.tiers.directory.get
+    entry_of = rig.tiers.catalog.get
     head = chain_of("kept", 2)[0]
 
     def until() -> float:
         entry = entry_of(head)
         assert entry is not None
-        return entry.protect_until - START
+        return entry.pinned_until - START
 
-    protected_run(rig, "kept", 2, protect_s=1800)
+    pinned_run(rig, "kept", 2, pin_s=1800)
     rig.clock.moment = START + 100
-    protected_run(rig, "kept", 2, protect_s=300)
+    pinned_run(rig, "kept", 2, pin_s=300)
     assert until() == 1800
     rig.run("kept", 2)
     assert until() == 1800
-    protected_run(rig, "kept", 2, protect_s=1800)
+    pinned_run(rig, "kept", 2, pin_s=1800)
     assert until() == 1900
-    protected_run(rig, "kept", 2, protect_s=48 * HOUR_S)
+    pinned_run(rig, "kept", 2, pin_s=48 * HOUR_S)
     assert until() == 24 * HOUR_S, "never past the end of the longest policy"
 
 
@@ -211,26 +211,26 @@ def test_hits_without_end_do_not_fill_the_queue_of_deadlines() -> None:
     rig = Rig(has_store=False)
     for number in range(200):
         rig.clock.moment = START + number
-        protected_run(rig, "kept", 8)
-    assert rig.tiers.directory.num_queued < 200
+        pinned_run(rig, "kept", 8)
+    assert rig.tiers.catalog.num_queued < 200
 
 
-def test_protection_travels_to_the_disk_and_back() -> None:
+def test_pin_travels_to_the_disk_and_back() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
-    protected_run(rig, "kept", 2)
+    pinned_run(rig, "kept", 2)
     assert rig.cache.demoter.flush(to=Tier.DISK, deadline=1e12)
     records = [record for record, _ in rig.store.blocks.values()]
-    assert [record.protect_until for record in records] == [START + 1800] * 2
-    assert rig.tiers.directory.entries() == []
+    assert [record.pinned_until for record in records] == [START + 1800] * 2
+    assert rig.tiers.catalog.entries() == []
     rig.clock.moment = START + 10
     assert rig.run("kept", 2) == 0
-    entries = rig.tiers.directory.entries()
-    assert {entry.protect_until for entry in entries} == {START + 1800}
-    protected_run(rig, "kept", 2)
-    assert rig.store.touched[-1].protect_until == START + 1810
+    entries = rig.tiers.catalog.entries()
+    assert {entry.pinned_until for entry in entries} == {START + 1800}
+    pinned_run(rig, "kept", 2)
+    assert rig.store.touched[-1].pinned_until == START + 1810
 
 
-def test_protection_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
+def test_pin_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
     rig = Rig(is_write_behind=True)
     rig.store.is_held = True
     rig.run_without_disk("kept", 1)
@@ -242,7 +242,7 @@ def test_protection_that_comes_while_a_block_is_written_reaches_the_disk() -> No
     serve(rig, prefix)
     rig.store.is_held = False
     rig.turn(2)
-    assert [item.protect_until for item in rig.store.touched] == [START + 60]
+    assert [item.pinned_until for item in rig.store.touched] == [START + 60]
 
 
 def test_each_block_lives_by_the_claims_that_cover_it() -> None:
@@ -310,21 +310,21 @@ def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() ->
         prefix.read_ends = [2, 9]
         rig.cache.arrive(prefix)
         rig.turn(3)
-        rig.cache.protect(prefix)
+        rig.cache.pin(prefix)
         assert len(prefix.wanted) == 2
         rig.cache.release(prefix)
     assert len(rig.store.loaded) == 2
     rig.check_nothing_is_held()
 
 
-def test_what_was_computed_again_is_claimed_and_protected_too() -> None:
+def test_what_was_computed_again_is_claimed_and_pinned_too() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("chain", 4)
     prefix = rig.prefix("chain", 4)
     prefix.read_ends = []
     prefix.claims = [BlockClaim(4, frozenset({"24h"}), START + 60), *prefix.claims]
     assert serve(rig, prefix) == 4
-    assert rig.tiers.directory.protected == set(chain_of("chain", 4))
+    assert rig.tiers.catalog.pinned == set(chain_of("chain", 4))
     rig.run("flood", 4)
     assert rig.on_device("chain", 4) == [0, 1, 2, 3]
 
@@ -353,7 +353,7 @@ def test_the_policies_of_ttls_are_there_but_cannot_be_named() -> None:
         ({"in_memory", "24h"}, 0, 43200, 86400),
     ],
 )
-def test_the_deadline_of_a_protected_block(
+def test_the_deadline_of_a_pinned_block(
     claims: set[str], used: float, until: float, deadline: float
 ) -> None:
     assert RetentionPolicies().deadline(claims, 0.0, used, until) == deadline

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
-from tieredkv.storage.messages import Refused
+from tieredkv.storage.worker_messages import Refused
 from tieredkv.types import Tier
 
 
@@ -29,12 +29,12 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     Attributes:
         end_token: it covers the full blocks within the first so many tokens.
         retention: name of the policy that they may be kept by.
-        protect_s: they are not evicted for so long from now while others can be; 0 for no wish.
+        pin_s: they are not evicted for so long from now while others can be; 0 for no wish.
     """
 
     end_token: int
     retention: str
-    protect_s: float = 0.0
+    pin_s: float = 0.0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="request"):
@@ -48,7 +48,7 @@ class EngineRequest(msgspec.Struct, frozen=True, array_like=True, kw_only=True, 
         params: how to sample and when to stop; stop strings are handled where text is made.
         retention: name of a retention policy, or None for the server's default; it is for what no
             claim covers, the answer's tokens too.
-        claims: where several cover a block, the longest retention and protection count.
+        claims: where several cover a block, the longest retention and pin count.
         cacheable_tokens: blocks that end behind so many tokens are neither looked up nor kept;
             None for all of the prompt and the answer.
         read_ends: lengths of prefixes in tokens at which a hit may end, 0 with them where none is
@@ -100,7 +100,7 @@ class RequestUsage(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
             last one of a wholly cached prompt.
         queue_s: how long the request was in the queue.
         miss_token: the first token whose block was not served from the cache, or that cannot be.
-        miss_reason: why it was not, see `cache.directory`, or `behind_lookback`: it is there, but
+        miss_reason: why it was not, see `cache.catalog`, or `behind_lookback`: it is there, but
             no hit may end so far back; None where it cannot be.
     """
 

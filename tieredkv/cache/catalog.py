@@ -26,7 +26,7 @@ class Entry(msgspec.Struct, gc=False):
 
     Attributes:
         claims: names of the retention policies that asked for it; it lives by the longest.
-        protect_until: evicted only after all that is not protected, and not idle, until then; 0.0
+        pinned_until: evicted only after all that is not pinned, and not idle, until then; 0.0
             for no such wish. What makes it old counts all the same.
         disk_expires_at: what the disk was last told, 0.0 while no acknowledged copy is there.
         is_droppable: its demotion was given up, so that it may be evicted without a copy below.
@@ -40,7 +40,7 @@ class Entry(msgspec.Struct, gc=False):
     computed_at: float
     last_used: float
     claims: frozenset[str]
-    protect_until: float = 0.0
+    pinned_until: float = 0.0
     disk_expires_at: float = 0.0
     is_droppable: bool = False
     hits: int = 0
@@ -53,7 +53,7 @@ class Entry(msgspec.Struct, gc=False):
     @property
     def times(self) -> tuple[float, float, float]:
         """What its deadline follows from, beside its claims."""
-        return self.computed_at, self.last_used, self.protect_until
+        return self.computed_at, self.last_used, self.pinned_until
 
 
 _SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__struct_fields__]
@@ -64,22 +64,22 @@ def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
     return {name: getattr(block, name) for name in _SHARED}
 
 
-class Directory:
+class Catalog:
     """Entries by block hash, and the order in which they expire.
 
     Invariants (`check`): every entry is under its own hash; every entry has a deadline queued no
     later than its own, so that the sweep cannot miss it; few of those queued are of entries that
-    have left; `protected` holds the blocks of those entries that have a protection.
+    have left; `pinned` holds the blocks of those entries that have a pin.
 
     Attributes:
-        protected: blocks that pools are to evict last.
+        pinned: blocks that pools are to evict last.
         num_queued: deadlines queued, those of entries that have left included.
     """
 
     def __init__(self, policies: RetentionPolicies) -> None:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
-        self.protected: set[BlockHash] = set()
+        self.pinned: set[BlockHash] = set()
         self._deadlines: list[tuple[float, list[BlockHash]]] = []
         self.num_queued = 0
         self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
@@ -108,7 +108,7 @@ class Directory:
                 known.claims |= entry.claims
                 known.computed_at = min(known.computed_at, entry.computed_at)
                 known.last_used = max(known.last_used, entry.last_used)
-                known.protect_until = max(known.protect_until, entry.protect_until)
+                known.pinned_until = max(known.pinned_until, entry.pinned_until)
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
         self._queue(added)
@@ -135,20 +135,20 @@ class Directory:
     def _queue(self, entries: Iterable[Entry]) -> None:
         """Queue the deadlines of entries, grouped, as a prompt's blocks mostly share theirs.
 
-        The end of a protection is queued in its place; it comes no later.
+        The end of a pin is queued in its place; it comes no later.
         """
         groups: dict[float, list[BlockHash]] = {}
         lives: dict[tuple[object, ...], float] = {}
         for entry in entries:
-            until = entry.protect_until
+            until = entry.pinned_until
             life = entry.claims, entry.disk_expires_at, *entry.times
             deadline = lives.get(life)
             if deadline is None:
                 deadline = self.deadline(entry)
                 deadline = lives[life] = min(deadline, until) if until else deadline
             if until:
-                entry.protect_until = deadline
-                self.protected.add(entry.block_hash)
+                entry.pinned_until = deadline
+                self.pinned.add(entry.block_hash)
             groups.setdefault(deadline, []).append(entry.block_hash)
         for deadline, hashes in groups.items():
             self.num_queued += len(hashes)
@@ -164,11 +164,11 @@ class Directory:
         return Entry(**_shared(record), claims=claims, disk_expires_at=record.expires_at)
 
     def claim(
-        self, entries: Sequence[Entry], claims: Set[str], now: float, protect_until: float = 0.0
+        self, entries: Sequence[Entry], claims: Set[str], now: float, pinned_until: float = 0.0
     ) -> None:
-        """Note that a request with these retentions used blocks now, and how long it protects them.
+        """Note that a request with these retentions used blocks now, and how long it pins them.
 
-        A protection lasts no longer than the claims let a block live; what was promised before is
+        A pin lasts no longer than the claims let a block live; what was promised before is
         not shortened.
         """
         for entry in entries:
@@ -177,16 +177,16 @@ class Directory:
             entry.is_droppable = False
             if now > entry.last_used:
                 entry.last_used = now
-            if protect_until > now:
-                entry.protect_until = max(entry.protect_until, protect_until)
+            if pinned_until > now:
+                entry.pinned_until = max(entry.pinned_until, pinned_until)
             entry.hits += 1
-        if protect_until > now:
+        if pinned_until > now:
             self.add_all(entries)
 
     def forget(self, block_hash: BlockHash, reason: str) -> None:
         """Drop the entry of a block that no RAM tier holds any longer; see `why_departed`."""
         entry = self._entries.pop(block_hash, None)
-        self.protected.discard(block_hash)
+        self.pinned.discard(block_hash)
         self.note_departed(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
     def note_departed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
@@ -247,7 +247,7 @@ class Directory:
         if until is not None:
             entry.disk_expires_at = max(entry.disk_expires_at, until)
             retention = self._policies.longest(entry.claims)
-        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.protect_until)
+        return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.pinned_until)
 
     def chains(
         self, id_prefixes: Sequence[str], blocks: Collection[BlockHash] = ()
@@ -277,7 +277,7 @@ class Directory:
         return found
 
     def due(self, now: float) -> list[Entry]:
-        """Return the entries that have expired, and those whose protection has just ended.
+        """Return the entries that have expired, and those whose pin has just ended.
 
         Cost follows what ends, not what is held.
         """
@@ -287,10 +287,10 @@ class Directory:
             self.num_queued -= len(hashes)
             held = [entry for each in hashes if (entry := self._entries.get(each)) is not None]
             for entry in held:
-                is_over = 0.0 < entry.protect_until <= now
+                is_over = 0.0 < entry.pinned_until <= now
                 if is_over:
-                    entry.protect_until = 0.0
-                    self.protected.discard(entry.block_hash)
+                    entry.pinned_until = 0.0
+                    self.pinned.discard(entry.block_hash)
                 if is_over or self.is_expired(entry, now):
                     due[entry.block_hash] = entry
             self._queue(entry for entry in held if not self.is_expired(entry, now))
@@ -309,5 +309,5 @@ class Directory:
                 )
             if queued.get(block_hash, float("inf")) > self.deadline(entry):
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
-        if self.protected != {each for each, e in self._entries.items() if e.protect_until}:
-            raise IntegrityError("`protected` is not what the entries say")
+        if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
+            raise IntegrityError("`pinned` is not what the entries say")

@@ -17,7 +17,7 @@ import uvicorn
 
 from tieredkv.config import Settings
 from tieredkv.engine.checkpoint import load_tokenizer
-from tieredkv.engine.messages import EngineInfo
+from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization

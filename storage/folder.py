@@ -41,7 +41,7 @@ class _Marker(msgspec.Struct):
     version: int
 
 
-class StoreDirectory:
+class StoreFolder:
     """An owned store folder: checked, marked, locked. Used by one thread."""
 
     def __init__(self, path: str, lock_fd: int) -> None:
@@ -56,7 +56,7 @@ class StoreDirectory:
         self._identity = self._look()
 
     @classmethod
-    def claim(cls, path: str, *, create: bool, is_flushed: bool = True) -> "StoreDirectory":
+    def claim(cls, path: str, *, create: bool, is_flushed: bool = True) -> "StoreFolder":
         """Check the folder, take its lock and make what is missing in it.
 
         Where the machine ended under a writer that flushed nothing, its index may have lost any
@@ -77,26 +77,26 @@ class StoreDirectory:
             _make_folder(path)
         lock_fd = _take_lock(path)
         try:
-            directory = cls(path, lock_fd)
+            folder = cls(path, lock_fd)
             boot = _boot_id()
-            if directory._writer.get("unflushed_boot", boot) != boot:
+            if folder._writer.get("unflushed_boot", boot) != boot:
                 logger.warning(
                     "the machine ended with `%s` unflushed: its index is set aside", path
                 )
                 with suppress(FileNotFoundError):
-                    directory.set_aside()
+                    folder.set_aside()
             unflushed = {} if is_flushed else {"unflushed_boot": boot}
-            directory._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
+            folder._describe({"pid": os.getpid(), "socket": SOCKET, **unflushed})
             if not _is_marked(path):
                 _write_marker(path)
-            directory.drop_draft()
-            _make_index(directory.index_path)
-            _make_folder(directory.segments_path)
-            directory._identity = directory._look()
+            folder.drop_draft()
+            _make_index(folder.index_path)
+            _make_folder(folder.segments_path)
+            folder._identity = folder._look()
         except BaseException:
             os.close(lock_fd)
             raise
-        return directory
+        return folder
 
     def note_budget(self, budget_bytes: int) -> None:
         """Remember what the store's files may occupy, for whoever opens it without a budget."""

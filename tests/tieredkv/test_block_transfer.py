@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tieredkv.block_transfer import BlockTransfer
 from tieredkv.kernels.copies import BlockCopier
-from tieredkv.transfer import BlockTransfer
 from tieredkv.types import BlockId, PageId
 
 BLOCK_BYTES = 1 << 16

@@ -1,0 +1,188 @@
+"""What the RAM tiers hold and until when."""
+
+import pytest
+
+from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.errors import IntegrityError
+from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
+from tieredkv.types import BlockHash, BlockRecord, Tier
+
+NOW = 1_000_000.0
+DAY_S = 86_400.0
+
+
+def make_catalog(*more: RetentionPolicy) -> Catalog:
+    return Catalog(RetentionPolicies([IN_MEMORY, TWENTY_FOUR_HOURS, *more]))
+
+
+def make_entry(number: int = 0, retention: str = "in_memory", computed_at: float = NOW) -> Entry:
+    return Entry(
+        block_hash=BlockHash(b"%032d" % number),
+        parent_hash=BlockHash(b"p" * 32),
+        root=BlockHash(b"r" * 32),
+        namespace=b"ns",
+        position=0,
+        computed_at=computed_at,
+        last_used=computed_at,
+        claims=frozenset({retention}),
+    )
+
+
+def make_record(retention: str = "24h", computed_at: float = NOW) -> BlockRecord:
+    catalog = make_catalog()
+    entry = make_entry(retention="24h", computed_at=computed_at)
+    record = catalog.record(entry, size_bytes=64, expires_at=computed_at + DAY_S)
+    return BlockRecord(
+        **{name: getattr(record, name) for name in record.__struct_fields__}
+        | {"retention": retention}
+    )
+
+
+def test_a_block_keeps_the_longer_of_the_policies_that_asked_for_it() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(make_entry())
+    assert catalog.deadline(entry) == NOW + 600
+    catalog.claim([entry], {"24h"}, NOW + 1)
+    catalog.claim([entry], {"in_memory"}, NOW + 2)
+    assert catalog.deadline(entry) == NOW + DAY_S
+    catalog.check()
+
+
+def test_a_deadline_is_exact() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(make_entry())
+    assert not catalog.is_expired(entry, NOW + 599.999)
+    assert catalog.is_expired(entry, NOW + 600)
+
+
+def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> None:
+    catalog = make_catalog()
+    first = catalog.add(make_entry(1))
+    catalog.add(make_entry(1))
+    second = catalog.add(make_entry(2))
+    catalog.claim([second], {"in_memory"}, NOW + 500)
+    assert catalog.due(NOW + 600) == [first]
+    catalog.forget(first.block_hash, "evicted_host")
+    catalog.check()
+    assert catalog.due(NOW + 1099) == []
+    assert catalog.due(NOW + 1100) == [second]
+
+
+def test_an_entry_that_left_and_came_back_is_due_once() -> None:
+    catalog = make_catalog()
+    catalog.add(make_entry(1))
+    catalog.forget(make_entry(1).block_hash, "evicted_host")
+    again = catalog.add(make_entry(1))
+    assert catalog.due(NOW + 600) == [again]
+
+
+def test_the_queue_of_deadlines_follows_what_is_held_not_what_passed_through() -> None:
+    catalog = make_catalog()
+    for number in range(10_000):
+        entry = catalog.add(make_entry(number, "24h"))
+        catalog.forget(entry.block_hash, "evicted_host")
+    kept = catalog.add(make_entry(1, "24h"))
+    assert catalog.num_queued < 100
+    assert catalog.due(NOW + DAY_S) == [kept]
+
+
+def test_a_second_copy_never_makes_a_block_younger() -> None:
+    catalog = make_catalog()
+    catalog.add(make_entry(computed_at=NOW))
+    entry = catalog.add(make_entry(retention="24h", computed_at=NOW - 1000))
+    catalog.check()
+    assert entry.computed_at == NOW - 1000
+    assert catalog.deadline(entry) == NOW - 1000 + DAY_S
+
+
+def test_a_block_from_disk_counts_its_age_from_its_compute() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(catalog.entry_of(make_record(computed_at=NOW - 5000)))
+    assert entry.is_on_disk
+    catalog.claim([entry], {"24h"}, NOW)
+    assert catalog.deadline(entry) == NOW - 5000 + DAY_S
+
+
+def test_a_record_of_an_unknown_retention_lives_as_long_as_the_record_says() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(catalog.entry_of(make_record(retention="7d")))
+    assert catalog.deadline(entry) == NOW + DAY_S
+    assert catalog.disk_deadline(entry, NOW) is None
+    catalog.claim([entry], {"in_memory"}, NOW)
+    catalog.check()
+    assert catalog.deadline(entry) == NOW + DAY_S, "a claim shortened its life"
+
+
+def test_only_claims_that_allow_the_disk_open_it() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(make_entry())
+    assert catalog.disk_deadline(entry, NOW) is None
+    assert not catalog.may_enter(entry, Tier.DISK)
+    assert catalog.may_enter(entry, Tier.HOST)
+    catalog.claim([entry], {"24h"}, NOW + 10)
+    assert catalog.disk_deadline(entry, NOW + 10) == NOW + DAY_S
+    assert catalog.disk_deadline(entry, NOW + DAY_S) is None
+
+
+def test_the_disk_is_told_of_a_retention_that_it_may_have() -> None:
+    week = RetentionPolicy(
+        name="week in RAM",
+        idle_s=7 * DAY_S,
+        absolute_s=7 * DAY_S,
+        tiers=frozenset({Tier.DEVICE, Tier.HOST}),
+    )
+    catalog = make_catalog(week)
+    entry = catalog.add(make_entry(retention="24h"))
+    catalog.claim([entry], {"week in RAM"}, NOW)
+    assert catalog.record(entry, size_bytes=64, expires_at=NOW + 1).retention == "24h"
+    assert catalog.disk_deadline(entry, NOW) == NOW + DAY_S
+
+
+def test_a_new_claim_gives_a_block_that_could_not_be_written_another_chance() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(make_entry(retention="24h"))
+    entry.is_droppable = True
+    catalog.claim([entry], {"24h"}, NOW)
+    assert not entry.is_droppable
+
+
+def test_check_finds_an_entry_that_the_sweep_would_miss() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(make_entry())
+    entry.computed_at -= 3500
+    with pytest.raises(IntegrityError, match="not queued to expire"):
+        catalog.check()
+
+
+def test_check_finds_an_entry_under_another_key() -> None:
+    catalog = make_catalog()
+    entry = catalog.add(make_entry(1))
+    entry.block_hash = make_entry(2).block_hash
+    with pytest.raises(IntegrityError, match="another key"):
+        catalog.check()
+
+
+def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_other() -> None:
+    catalog = make_catalog()
+    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # 0-1-2 is shared by 3 and by 4-5
+    for number in range(6):
+        entry = make_entry(number)
+        entry.position = number
+        if number in parents:
+            entry.parent_hash = BlockHash(b"%032d" % parents[number])
+        catalog.add(entry)
+
+    def chain(number: int) -> set[int]:
+        name = (b"%032d" % number).hex()
+        return {int(block_hash) for block_hash in catalog.chains([name])}
+
+    assert chain(3) == {3}
+    assert chain(4) == {4, 5}
+    assert chain(5) == {4, 5}
+    assert chain(1) == {0, 1, 2, 3, 4, 5}
+    assert catalog.chains([]) == set()
+    head = [BlockHash(b"%032d" % number) for number in (0, 1, 2)]
+    assert catalog.chains(["ff"], head) == set(), "shared by two chains"
+    for number in (3, 4, 5):
+        catalog.forget(BlockHash(b"%032d" % number), "evicted_host")
+    assert catalog.chains(["ff"], head) == set(head)
