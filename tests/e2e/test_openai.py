@@ -303,15 +303,16 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "responses",
         {**INPUT, "previous_response_id": "resp_1"},
-        "'previous_response_id' is not supported, as no response is stored here. Send the whole "
+        "'previous_response_id' is not supported. No response is stored here: send the whole "
         "conversation in 'input'.",
         "previous_response_id",
     ),
     (
         "responses",
         {**INPUT, "text": {"format": {"type": "json_object"}}},
-        "Invalid value: 'json_object'. Supported value is: 'text'.",
-        "text.format.type",
+        "'text.format' is not supported. Answers are plain text here: describe the form in the "
+        "prompt and check the answer yourself.",
+        "text.format",
     ),
     (
         "responses",
