@@ -11,8 +11,8 @@ from openai.types import responses as types
 from pydantic import TypeAdapter
 
 from tests import http
-from tests.http import TIMEOUT_S
 from tests.serving import Server, running
+from tests.waiting import HANG_S
 
 MODEL = "tiny-random"
 TEXT = "A prefix that is worth to be kept. " * 8
@@ -421,7 +421,7 @@ def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
     body += b'"function","function":{"name":"f","parameters":' + deep + b"}}]}"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    with httpx.Client(base_url=server.root, timeout=TIMEOUT_S) as http:
+    with httpx.Client(base_url=server.root, timeout=HANG_S) as http:
         refused = http.post("/v1/chat/completions", content=body)
         assert (refused.status_code, refused.json()["error"]["type"]) == (
             400,
