@@ -7,13 +7,13 @@ bytes in the wrong place show at the next `Rig.check`.
 import hashlib
 import itertools
 import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from tests.waiting import wait_until
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog, Entry
@@ -423,12 +423,15 @@ class Rig:
         """As `run`, for a chain that the disk is not asked for: it may hang."""
         prefix = self.prefix(name, length, retention)
         prefix.records.update(dict.fromkeys(prefix.hashes))
-        for _ in range(1000):
+
+        def is_admitted() -> bool:
             if self.admit(prefix):
-                return self.finish(prefix)
+                return True
             self.turn()
-            time.sleep(0.001)
-        raise AssertionError("never admitted")
+            return False
+
+        wait_until(is_admitted, "never admitted")
+        return self.finish(prefix)
 
     def entry(self, name: str, position: int) -> Entry:
         """The catalog's entry of a block."""

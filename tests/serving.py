@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import httpx
 import openai
 
 from tests import http
-from tests.http import TIMEOUT_S
+from tests.waiting import HANG_S, is_alive, wait_until
 
 PYTHON = os.environ.get("TIEREDKV_TEST_PYTHON", sys.executable)  # with tieredkv in it
 COMMAND = (PYTHON, "-P", "-m", "tieredkv")
@@ -23,22 +23,6 @@ SMALL = (
     *("--port", "0", "--disk-size", "256MiB", "--host-size", "8MiB", "--device-size", "8MiB"),
     *("--default-retention", "24h", "--restore", "load"),
 )
-
-
-def wait_for(condition: Callable[[], bool], what: str, timeout_s: float = TIMEOUT_S) -> None:
-    """Return once the condition holds."""
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, what
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def ask_store(folder: Path, verb: str, *arguments: str, exit_code: int = 0) -> dict[str, Any]:
@@ -85,13 +69,15 @@ class Server:
                 env=environ,
             )
         try:
-            wait_for(lambda: "serving" in self.log or self.process.poll() is not None, "no server")
-            assert f"tieredkv: serving `{model}` at " in self.log, self.log
+            said = f"tieredkv: serving `{model}` at "
+            wait_until(
+                lambda: said in self.log, "no server", process=self.process, log=lambda: self.log
+            )
         except BaseException:  # nobody else knows it
             self.process.kill()
             self.process.wait()
             raise
-        self.url = self.log.split(f"tieredkv: serving `{model}` at ")[1].split()[0]
+        self.url = self.log.split(said)[1].split()[0]
         self.root = self.url.removesuffix("/v1")
 
     @property
@@ -120,7 +106,7 @@ class Server:
     def stop(self) -> int:
         """End it in an orderly way and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(TIMEOUT_S)
+        return self.process.wait(HANG_S)
 
     def kill(self) -> None:
         """End all three processes as a crash would."""
@@ -128,7 +114,7 @@ class Server:
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        wait_for(lambda: not any(map(is_running, pids.values())), "a process outlives kill -9")
+        wait_until(lambda: not any(map(is_alive, pids.values())), "a process outlives kill -9")
 
 
 @contextlib.contextmanager

@@ -1,12 +1,19 @@
-"""The pages in docs/ name what is there."""
+"""The pages in docs/ name what is there.
+
+`python -P tests/test_docs.py` writes the table of fields without effect into docs/server.md again.
+"""
 
 import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
+from tieredkv.server.known_fields import CHAT, COMPLETIONS, MESSAGES, RESPONSES, KnownFields
+
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "server.md").read_text()
+SERVER = ROOT / "docs" / "server.md"
+PAGE = SERVER.read_text()
 TABLE = PAGE.partition("<!-- fields -->")[2].partition("<!-- end of fields -->")[0]
 ROWS = [row for row in TABLE.splitlines() if row.startswith("| ")][1:]
 
@@ -35,3 +42,37 @@ def test_every_linked_file_is_there() -> None:
     for page in (ROOT / "docs").glob("*.md"):
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
             assert (page.parent / link).exists(), (page.name, link)
+
+
+START, END = "<!-- known fields -->\n", "<!-- end of known fields -->\n"
+ENDPOINTS = {"OpenAI's": (CHAT, COMPLETIONS, RESPONSES), "Anthropic's": (MESSAGES,)}
+
+
+def table_of_known_fields() -> str:
+    """Return the table of every field that the endpoints of an API know and do not act on."""
+    rows = ["| fields | |", "|---|---|"]
+    for api, tables in ENDPOINTS.items():
+        for what, names in (
+            ("are ignored", _names(tables, lambda table: table.ignored)),
+            ("change no answer", _names(tables, lambda table: table.harmless)),
+            ("are a 400 where they ask for something", _names(tables, lambda table: table.refused)),
+        ):
+            rows.append(f"| {api} that {what} | {names} |")
+    return "\n".join(rows) + "\n"
+
+
+def _names(tables: Sequence[KnownFields], kind: Callable[[KnownFields], Iterable[str]]) -> str:
+    return ", ".join(
+        f"`{name}`" for name in sorted({name for each in tables for name in kind(each)})
+    )
+
+
+def test_the_table_of_fields_without_effect_is_the_programs() -> None:
+    assert PAGE.count(START) == PAGE.count(END) == 1
+    told = PAGE.partition(START)[2].partition(END)[0]
+    assert told.strip() == table_of_known_fields().strip(), "run `python -P tests/test_docs.py`"
+
+
+if __name__ == "__main__":
+    before, after = PAGE.partition(START)[0], PAGE.partition(END)[2]
+    SERVER.write_text(f"{before}{START}\n{table_of_known_fields()}\n{END}{after}")

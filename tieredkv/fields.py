@@ -3,8 +3,9 @@
 It knows types and ranges, not what any field is for. `null` is the same as an absent field.
 """
 
-from collections.abc import Callable, Sized
-from typing import Any, ClassVar, TypeVar
+import operator
+from collections.abc import Callable, Mapping, Sized
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import (
@@ -37,7 +38,7 @@ _CALLED = {name: called for called, names in _NAMES.items() for name in names.sp
 _OF_NAMES = {
     "unknown": ("Unknown parameter: '{}'.", "unknown_parameter"),
     "missing": ("Missing required parameter: '{}'.", "missing_required_parameter"),
-    "unsupported": ("'{}' is not supported{why}", "unsupported_parameter"),
+    "unsupported": ("'{}' is not supported.{way_out}", "unsupported_parameter"),
 }
 _OF_BOUNDS = {
     "ge": ("{}_below_min_value", "{} below minimum value", "a value >= {bound}"),
@@ -54,21 +55,44 @@ def names_of(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
+class Refusal(NamedTuple):
+    """How a known field is refused that nothing acts on.
+
+    Attributes:
+        way_out: complete sentences that tell what to do instead; may be empty.
+        asks_nothing: whether a value asks for nothing, and so is taken; `null` always is.
+    """
+
+    way_out: str
+    asks_nothing: Callable[[Any], bool]
+
+
+def refusals(
+    names: str, way_out: str = "", *, unless: Callable[[Any], bool] = operator.not_
+) -> dict[str, Refusal]:
+    """Return the refusal of each of these fields.
+
+    Args:
+        names: separated by blanks; `type.name` is refused only in objects of that type.
+        way_out: complete sentences that tell what to do instead.
+        unless: whether a value asks for nothing; by default false, zero and empty values do.
+    """
+    return dict.fromkeys(names.split(), Refusal(way_out, unless))
+
+
 class Object(BaseModel):
     """A JSON object with known fields; others are ignored if `read` is not told to refuse them.
 
     Attributes:
         known_besides: names that are known although they are no fields.
-        unsupported: names that are known, and refused where they say something; as `type.name`
-            only where that is the type.
-        why_unsupported: how the refusal ends.
+        refused: names that are known, and refused where their value asks for something; as
+            `type.name` only in objects of that type.
         needed: fields that may not be missing where `type` or `role` has a value, as `value.field`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
     known_besides: ClassVar[frozenset[str]] = frozenset()
-    unsupported: ClassVar[frozenset[str]] = frozenset()
-    why_unsupported: ClassVar[str] = "."
+    refused: ClassVar[Mapping[str, Refusal]] = {}
     needed: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
@@ -76,11 +100,12 @@ class Object(BaseModel):
     def _drop_nulls(cls, value: Any, info: ValidationInfo) -> Any:
         if not isinstance(value, dict):
             return value
-        known = cls.model_fields.keys() | cls.known_besides | cls.unsupported
+        known = cls.model_fields.keys() | cls.known_besides | cls.refused.keys()
         given = {name: each for name, each in value.items() if each is not None}
         for name, each in given.items():
-            if cls.unsupported and each and {name, f"{given.get('type')}.{name}"} & cls.unsupported:
-                facts = {"name": name, "why": cls.why_unsupported}
+            refusal = cls.refused.get(name) or cls.refused.get(f"{given.get('type')}.{name}")
+            if refusal and not refusal.asks_nothing(each):
+                facts = {"name": name, "way_out": f" {refusal.way_out}".rstrip()}
                 raise PydanticCustomError("unsupported", "nothing", facts)
             if info.context and name not in known and info.context(name):
                 raise PydanticCustomError("unknown", "nothing", {"name": name})

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.serving import Server, running
+from tests.waiting import HANG_S, wait_until
 from tieredkv.bench import disk, raw
 from tieredkv.cli import main
 from tieredkv.storage.codec import decode_header
@@ -234,11 +234,10 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
-        while not list(tmp_path.glob("*/store/segments/*.seg")):
-            assert process.poll() is None
-            time.sleep(0.01)
+        segments = "*/store/segments/*.seg"
+        wait_until(lambda: any(tmp_path.glob(segments)), "nothing is written", process=process)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=60)
+        process.communicate(timeout=HANG_S)
     finally:
         process.kill()
         process.communicate()

@@ -11,7 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.serving import Server, running, wait_for
+from tests.serving import Server, running
+from tests.waiting import wait_until
 
 MODEL = "tiny-random"
 SHORT: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
@@ -44,7 +45,7 @@ def user(text: str) -> list[Any]:
 def check_reaches_the_disk(server: Server, num_tokens: int, num_before: int) -> None:
     """Wait until a prompt's blocks, and no others, have been written."""
     expected = num_before + num_tokens // 16
-    wait_for(lambda: disk_blocks(server) >= expected, "nothing is written")
+    wait_until(lambda: disk_blocks(server) >= expected, "nothing is written")
     assert disk_blocks(server) == expected
 
 

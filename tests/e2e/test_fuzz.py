@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import http
-from tests.http import TIMEOUT_S
 from tests.serving import Server, running
+from tests.waiting import HANG_S
 
 MODEL = "tiny-random"
 NUM_BODIES = 120
@@ -49,7 +49,7 @@ def description(server: Server) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
     """Return a client; to be closed."""
-    with httpx.Client(base_url=server.root, timeout=TIMEOUT_S) as client:
+    with httpx.Client(base_url=server.root, timeout=HANG_S) as client:
         yield client
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_json_is_refused(
 def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: Server) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         sock.sendall(sent)
-        sock.settimeout(TIMEOUT_S)
+        sock.settimeout(HANG_S)
         assert sock.recv(100).startswith(b"HTTP/1.1 400 ")
     assert server.health().status_code == 200
 
@@ -201,5 +201,5 @@ def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: 
 def test_a_body_that_does_not_come_is_not_waited_for(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
-        sock.settimeout(90)
+        sock.settimeout(HANG_S)
         assert sock.recv(100).startswith(b"HTTP/1.1 408 ")

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.http import TIMEOUT_S
 from tests.serving import Server, running
+from tests.waiting import HANG_S
 
 FULL = 256
 CERTAIN = 1e-6
@@ -52,7 +52,7 @@ class Tenants(contextlib.ExitStack):
 
     def __init__(self, server: Server) -> None:
         super().__init__()
-        self._http = self.enter_context(httpx.Client(base_url=server.url, timeout=TIMEOUT_S))
+        self._http = self.enter_context(httpx.Client(base_url=server.url, timeout=HANG_S))
 
     def ask(self, key: str, tokens: list[int], **fields: Any) -> tuple[dict[str, int], float]:
         """Return how many tokens were found in which tier, and the time to the first token."""

@@ -16,8 +16,8 @@ import httpx
 import pytest
 
 from tests import http
-from tests.http import TIMEOUT_S
-from tests.serving import Server, running, wait_for
+from tests.serving import Server, running
+from tests.waiting import HANG_S, wait_until
 
 MODEL = "tiny-random"
 LIMITS = httpx.Limits(max_connections=None)
@@ -73,14 +73,14 @@ def counters(server: Server) -> tuple[int, int, int]:
 
 def check_all_is_free(server: Server) -> None:
     """Wait until no request holds anything."""
-    wait_for(lambda: counters(server) == (0, 0, 0), "something is still held")
+    wait_until(lambda: counters(server) == (0, 0, 0), "something is still held")
 
 
 def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
     async def ask_all() -> list[list[Any]]:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
-            base_url=server.url, headers=headers, limits=LIMITS, timeout=TIMEOUT_S
+            base_url=server.url, headers=headers, limits=LIMITS, timeout=HANG_S
         ) as http:
             asked = []
             for i in range(64):
@@ -124,7 +124,7 @@ def test_clients_that_leave_take_their_blocks_along_and_the_others_are_answered(
     async def ask_all() -> list[int]:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
-            base_url=server.url, headers=headers, limits=LIMITS, timeout=TIMEOUT_S
+            base_url=server.url, headers=headers, limits=LIMITS, timeout=HANG_S
         ) as http:
             return await asyncio.gather(*(ask(http, i) for i in range(24)))
 
@@ -161,7 +161,7 @@ def test_a_flood_costs_a_quiet_tenant_no_answer_and_no_cached_token(server: Serv
 
     def flood(number: int) -> None:
         headers = {"x-api-key": "sk-flood"}
-        with httpx.Client(base_url=server.url, headers=headers, timeout=TIMEOUT_S) as http:
+        with httpx.Client(base_url=server.url, headers=headers, timeout=HANG_S) as http:
             for i in range(10_000):
                 if is_over.is_set():
                     return
@@ -175,13 +175,13 @@ def test_a_flood_costs_a_quiet_tenant_no_answer_and_no_cached_token(server: Serv
 
     threads = [threading.Thread(target=flood, args=(number,)) for number in range(100)]
     headers = {"x-api-key": "sk-quiet"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=TIMEOUT_S) as http:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=HANG_S) as http:
         body = body_of("completions", "quiet " * 130, 4, stream=False)
         assert http.post("completions", json=body).status_code == 200
         for thread in threads:
             thread.start()
         try:
-            wait_for(lambda: statuses[429] >= 50 and statuses[200] >= 20, "this is no flood")
+            wait_until(lambda: statuses[429] >= 50 and statuses[200] >= 20, "this is no flood")
             told = [http.post("completions", json=body) for _ in range(8)]
         finally:
             is_over.set()
@@ -213,7 +213,7 @@ def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) ->
     async def ask_all() -> None:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
-            base_url=server.url, headers=headers, limits=LIMITS, timeout=TIMEOUT_S
+            base_url=server.url, headers=headers, limits=LIMITS, timeout=HANG_S
         ) as http:
             tasks = [asyncio.create_task(ask(http, i)) for i in range(32)]
             while (await asyncio.to_thread(counters, server))[0] < 8:
@@ -222,7 +222,7 @@ def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) ->
             await asyncio.gather(*tasks)
 
     asyncio.run(ask_all())  # the last test here: it ends the server
-    assert server.process.wait(TIMEOUT_S) == 0
+    assert server.process.wait(HANG_S) == 0
     assert "Traceback" not in server.log, server.log
     assert ends["closed"] == 0 and ends["told"] >= 8, ends
     told = server.df()

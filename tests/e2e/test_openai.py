@@ -11,8 +11,8 @@ from openai.types import responses as types
 from pydantic import TypeAdapter
 
 from tests import http
-from tests.http import TIMEOUT_S
 from tests.serving import Server, running
+from tests.waiting import HANG_S
 
 MODEL = "tiny-random"
 TEXT = "A prefix that is worth to be kept. " * 8
@@ -303,15 +303,16 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (
         "responses",
         {**INPUT, "previous_response_id": "resp_1"},
-        "'previous_response_id' is not supported, as no response is stored here. Send the whole "
+        "'previous_response_id' is not supported. No response is stored here: send the whole "
         "conversation in 'input'.",
         "previous_response_id",
     ),
     (
         "responses",
         {**INPUT, "text": {"format": {"type": "json_object"}}},
-        "Invalid value: 'json_object'. Supported value is: 'text'.",
-        "text.format.type",
+        "'text.format' is not supported. Answers are plain text here: describe the form in the "
+        "prompt and check the answer yourself.",
+        "text.format",
     ),
     (
         "responses",
@@ -420,7 +421,7 @@ def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
     body += b'"function","function":{"name":"f","parameters":' + deep + b"}}]}"
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
-    with httpx.Client(base_url=server.root, timeout=TIMEOUT_S) as http:
+    with httpx.Client(base_url=server.root, timeout=HANG_S) as http:
         refused = http.post("/v1/chat/completions", content=body)
         assert (refused.status_code, refused.json()["error"]["type"]) == (
             400,

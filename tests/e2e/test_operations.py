@@ -13,7 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests import http
-from tests.serving import Server, running, wait_for
+from tests.serving import Server, running
+from tests.waiting import wait_until
 
 MODEL = "tiny-random"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 4}
@@ -72,7 +73,7 @@ def test_metrics_follow_a_prompt_through_the_tiers(server: Server) -> None:
     assert value(server, "answers_total", finished_reason="length") >= 2
     for i in range(8):  # more than VRAM and host memory hold together
         complete(server, f"{i} {TEXT}")
-    wait_for(lambda: value(server, "tier_moves_total", to="disk") > 0, "nothing went to disk")
+    wait_until(lambda: value(server, "tier_moves_total", to="disk") > 0, "nothing went to disk")
     for name, labels in (
         ("tier_moves_total", {"from": "device", "to": "host"}),
         ("tier_move_bytes_total", {"from": "host", "to": "disk"}),
@@ -82,11 +83,11 @@ def test_metrics_follow_a_prompt_through_the_tiers(server: Server) -> None:
         ("disk_written_bytes_total", {}),
         ("tier_blocks", {"tier": "disk"}),
     ):
-        wait_for(lambda n=name, it=labels: value(server, n, **it) > 0, name)  # type: ignore[misc]
+        wait_until(lambda n=name, it=labels: value(server, n, **it) > 0, name)  # type: ignore[misc]
     assert complete(server, prompt).json()["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    wait_for(lambda: value(server, "tier_moves_total", to="device") > 0, "nothing came up")
+    wait_until(lambda: value(server, "tier_moves_total", to="device") > 0, "nothing came up")
     for tiers in ({"from": "disk", "to": "host"}, {"from": "host", "to": "device"}):
-        wait_for(lambda it=tiers: value(server, "tier_move_seconds_sum", **it) > 0, str(tiers))  # type: ignore[misc]
+        wait_until(lambda it=tiers: value(server, "tier_move_seconds_sum", **it) > 0, str(tiers))  # type: ignore[misc]
 
 
 def test_the_names_that_routers_look_for_are_there(server: Server) -> None:
@@ -173,7 +174,7 @@ def test_too_many_requests_at_once_are_refused_before_they_are_read(tmp_path: Pa
         idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         for sock in idle:
             sock.sendall(head + b"{")
-        wait_for(lambda: complete(server, "a").status_code == 429, "nobody is refused")
+        wait_until(lambda: complete(server, "a").status_code == 429, "nobody is refused")
         refused = complete(server, "a")
         assert refused.headers["retry-after"]
         assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -181,7 +182,9 @@ def test_too_many_requests_at_once_are_refused_before_they_are_read(tmp_path: Pa
         assert http.post(f"{server.root}/admin/cache/df").status_code == 200
         for sock in idle:
             sock.close()
-        wait_for(lambda: complete(server, "a").status_code == 200, "the places are not free again")
+        wait_until(
+            lambda: complete(server, "a").status_code == 200, "the places are not free again"
+        )
 
 
 KEYS = """
@@ -234,11 +237,13 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         file.write_text('[carol]\nkey = "sk-carol"\n')
         server.process.send_signal(signal.SIGHUP)
         carol = {"Authorization": "Bearer sk-carol"}
-        wait_for(lambda: complete(server, "x", headers=carol).status_code == 200, "not read again")
+        wait_until(
+            lambda: complete(server, "x", headers=carol).status_code == 200, "not read again"
+        )
         assert complete(server, "x", headers=alice).status_code == 401
         file.write_text("[carol]\n")
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: "needs one of `key`" in server.log, "a bad file is not reported")
+        wait_until(lambda: "needs one of `key`" in server.log, "a bad file is not reported")
         assert complete(server, "x", headers=carol).status_code == 200
         assert server.stop() == 0
         # What `in_memory` kept is not on disk, though the server's default is `24h`.

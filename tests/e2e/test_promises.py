@@ -14,7 +14,8 @@ from transformers import LlamaConfig, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from tests import http
-from tests.serving import SMALL, Server, ask_store, running, wait_for
+from tests.serving import SMALL, Server, ask_store, running
+from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cli.main import main
 from tieredkv.types import Tier
@@ -215,7 +216,7 @@ def test_after_24_hours_a_prompt_is_a_miss_and_its_bytes_are_gone(tmp_path: Path
     with running(tmp_path, *flags, clock_offset_file=offset) as server:
         assert "TIEREDKV_TEST_CLOCK_OFFSET_FILE is set" in server.log
         cold, _ = complete(server, prompt(0))
-        wait_for(lambda: server.df()["disk"]["blocks"] == 62, "not written behind")
+        wait_until(lambda: server.df()["disk"]["blocks"] == 62, "not written behind")
         pieces = payload_pieces(store)
         assert len(pieces) == 62
 
@@ -224,7 +225,7 @@ def test_after_24_hours_a_prompt_is_a_miss_and_its_bytes_are_gone(tmp_path: Path
         offset.write_text(str(24 * HOUR_S + 1))
         text, by_tier = complete(server, prompt(0), prompt_cache_retention="in_memory")
         assert (text, sum(by_tier.values())) == (cold, 0)
-        wait_for(lambda: count_found(pieces, store) == 0, "bytes are left")
+        wait_until(lambda: count_found(pieces, store) == 0, "bytes are left")
         assert server.df()["disk"]["blocks"] == 0
         assert server.stop() == 0
 
@@ -254,7 +255,7 @@ def test_a_clock_set_back_lengthens_no_life(tmp_path: Path) -> None:
     with running(tmp_path, *flags, clock_offset_file=offset) as server:
         _, by_tier = complete(server, prompt(2), prompt_cache_retention="in_memory")
         assert sum(by_tier.values()) == 0
-        wait_for(lambda: count_found(pieces, store) == 0, "bytes are left")
+        wait_until(lambda: count_found(pieces, store) == 0, "bytes are left")
 
 
 # --- tenants, and the operator --------------------------------------------------------------------
@@ -286,7 +287,7 @@ def test_the_operator_sees_every_tier_and_evicts_a_chain_from_all_of_them(tmp_pa
         store = server.disk_dir
         for seed in (0, 1, 2):
             complete(server, prompt(seed))
-        wait_for(lambda: server.df()["disk"]["blocks"] == 3 * 62, "not written")
+        wait_until(lambda: server.df()["disk"]["blocks"] == 3 * 62, "not written")
         df = server.df()
         for tier in ("device", "host", "disk"):
             assert df[tier]["blocks"] > 0

@@ -14,8 +14,8 @@ import openai
 import pytest
 
 from tests import http
-from tests.http import TIMEOUT_S
-from tests.serving import Server, is_running, running, wait_for
+from tests.serving import Server, running
+from tests.waiting import HANG_S, is_alive, wait_until
 
 MODEL = "tiny-random"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
@@ -244,8 +244,8 @@ def test_a_client_that_leaves_takes_its_request_with_it(
         next(iter(stream))
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(**long, prompt="leave", timeout=0.5)
-    wait_for(lambda: num_cancelled() == before + 2, "they were answered in whole")
-    wait_for(lambda: server.df()["counters"]["requests_running"] == 0, "the engine goes on")
+    wait_until(lambda: num_cancelled() == before + 2, "they were answered in whole")
+    wait_until(lambda: server.df()["counters"]["requests_running"] == 0, "the engine goes on")
 
 
 def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promised(
@@ -266,7 +266,7 @@ def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promis
         with http.stream("POST", f"{server.url}/completions", json=long) as stream:
             for thread in threads:
                 thread.start()
-            wait_for(lambda: len(results) >= 2, "no 429")
+            wait_until(lambda: len(results) >= 2, "no 429")
             for refused in results[:2]:
                 assert refused.status_code == 429
                 assert refused.headers["retry-after"]
@@ -277,7 +277,7 @@ def test_a_full_queue_is_429_and_sigterm_ends_streams_and_writes_what_was_promis
                 thread.join()
         assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert results[2].status_code == 503
-        assert server.process.wait(TIMEOUT_S) == 0
+        assert server.process.wait(HANG_S) == 0
         assert "Traceback" not in server.log, server.log
         assert server.df()["disk"]["blocks"] >= len(prompt) // 16
 
@@ -288,7 +288,7 @@ def test_sigterm_keeps_the_cache_for_the_next_server(tmp_path: Path) -> None:
     with running(tmp_path) as server, server.client() as client:
         cold = client.completions.create(**GREEDY, prompt=prompt)
         server.process.send_signal(signal.SIGTERM)
-        assert server.process.wait(TIMEOUT_S) == 0
+        assert server.process.wait(HANG_S) == 0
     with running(tmp_path) as server, server.client() as client:
         warm = client.completions.create(**GREEDY, prompt=prompt)
         assert warm.choices[0].text == cold.choices[0].text
@@ -302,11 +302,11 @@ def test_a_dead_worker_is_replaced_and_a_dead_server_takes_its_engine_along(tmp_
         client.completions.create(**GREEDY, prompt=prompt)
         pids = server.pids
         os.kill(pids["worker"], signal.SIGKILL)
-        wait_for(lambda: server.pids["worker"] not in (None, pids["worker"]), "no new worker")
+        wait_until(lambda: server.pids["worker"] not in (None, pids["worker"]), "no new worker")
         client.completions.create(**GREEDY, prompt="after the worker's death")
 
         os.kill(pids["server"], signal.SIGKILL)
-        wait_for(lambda: not is_running(pids["engine"]), "the engine outlives its server")
+        wait_until(lambda: not is_alive(pids["engine"]), "the engine outlives its server")
         df = server.df()
         assert df["writer_pid"] is None
         assert df["disk"]["blocks"] >= len(prompt) // 16

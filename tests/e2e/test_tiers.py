@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import tiered
 from tieredkv.engine.answer import Answer
@@ -219,11 +220,12 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(disk_dir: str) 
             llm.core.cache.check()
         finally:
             os.kill(pid, signal.SIGCONT)
-        deadline = time.monotonic() + 20
-        while not llm.core.cache.is_idle and time.monotonic() < deadline:
+
+        def is_idle() -> bool:
             llm.core.step()
-            llm.core.wait(0.01)
-        assert llm.core.cache.is_idle
+            return llm.core.cache.is_idle
+
+        wait_until(is_idle, "the read does not end")
         llm.core.cache.check()
         assert llm.demote("disk")
         assert one(llm, tokens).token_ids == cold.token_ids
@@ -239,14 +241,14 @@ def test_a_killed_worker_costs_a_miss_and_comes_back(llm: LLM) -> None:
     os.kill(pid, signal.SIGKILL)
     assert one(llm, tokens).token_ids == cold.token_ids
     llm.core.evict()
-    deadline = time.monotonic() + 20
-    hit = one(llm, tokens)
-    while by_tier(hit) != {"disk": 496} and time.monotonic() < deadline:
+
+    def is_back() -> bool:
         llm.core.evict()
-        time.sleep(0.2)
         hit = one(llm, tokens)
-    assert by_tier(hit) == {"disk": 496}
-    assert hit.token_ids == cold.token_ids
+        assert hit.token_ids == cold.token_ids
+        return by_tier(hit) == {"disk": 496}
+
+    wait_until(is_back, "the worker does not come back")
 
 
 def test_a_cancelled_request_releases_exactly_what_it_held(llm: LLM) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.waiting import HANG_S
 from tieredkv.engine import fingerprint
 from tieredkv.engine.fingerprint import config_digest, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.loader import find_model
@@ -169,7 +170,7 @@ def test_the_tiny_model_is_the_same_in_another_process() -> None:
         "sys.stdout.write(model.fingerprint.hex())"
     )
     other = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     assert other.stdout == find_model("tiny-random", device="cpu").load().fingerprint.hex()
 
@@ -181,6 +182,6 @@ def test_a_model_drawn_on_the_device_is_the_same_in_another_process() -> None:
         "import sys; sys.stdout.write(find_model('random:qwen3-0.6b').load().fingerprint.hex())"
     )
     other = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=HANG_S
     )
     assert other.stdout == find_model("random:qwen3-0.6b").load().fingerprint.hex()

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import pytest
 
+from tests.waiting import is_alive as is_alive
+from tests.waiting import wait_until as wait_until
 from tieredkv.errors import IntegrityError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import decode_record
@@ -65,22 +67,6 @@ def make_record(
 def make_chain(name: str, length: int) -> list[BlockRecord]:
     """The records of one prefix."""
     return [make_record(name, position) for position in range(length)]
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
-    """Return when something is so; fail if it does not become so."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.005)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 class CheckedClient(StoreClient):
@@ -170,7 +156,7 @@ class Mailbox:
         self.client = client
         self.events: list[Event] = []
 
-    def take(self, kind: type[Kind], count: int = 1, timeout_s: float = 30.0) -> list[Kind]:
+    def take(self, kind: type[Kind], count: int = 1) -> list[Kind]:
         """Wait for the next `count` events of a kind, in order."""
         found: list[Kind] = []
 
@@ -184,7 +170,7 @@ class Mailbox:
                 found.append(event)
             return True
 
-        wait_until(has_come, timeout_s)
+        wait_until(has_come, f"{count} of {kind.__name__} do not come")
         return found
 
     def lookup(self, hashes: Sequence[bytes]) -> list[BlockRecord | None]:

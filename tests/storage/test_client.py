@@ -144,7 +144,7 @@ def test_an_expired_block_is_not_served_and_its_bytes_are_erased(harness: Harnes
     time.sleep(0.05)
     assert mail.lookup([record.block_hash]) == [None]
     assert not mail.load([record])[0].ok
-    wait_until(lambda: start not in raw_bytes(harness.folder), timeout_s=10)
+    wait_until(lambda: start not in raw_bytes(harness.folder), "it is not erased")
 
 
 def test_touches_survive_a_restart(harness: Harness) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.waiting import HANG_S
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.control_server import ControlServer, Report
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, ControlResult, Refused
 
-PATIENCE_S = 30.0
 _decoder = msgspec.msgpack.Decoder(ControlReply)
 
 
@@ -57,7 +57,7 @@ def _connect(folder: Path) -> FrameChannel[ControlReply]:
 
 def _ask(channel: FrameChannel[ControlReply], verb: str) -> ControlReply:
     channel.send(ControlCall(verb))  # type: ignore[arg-type]
-    (reply,) = channel.receive(PATIENCE_S)
+    (reply,) = channel.receive(HANG_S)
     return reply
 
 
@@ -74,7 +74,7 @@ def test_a_client_that_goes_ends_its_call(tmp_path: Path) -> None:
     with serving(tmp_path) as carrier:
         with closing(_connect(tmp_path)) as channel:
             _ask(channel, "verify")
-        assert carrier.ended.acquire(timeout=PATIENCE_S)
+        assert carrier.ended.acquire(timeout=HANG_S)
         assert [type(error) for error in carrier.errors] == [EOFError]
 
 
@@ -88,10 +88,10 @@ def test_the_longest_idle_client_makes_room_and_one_that_waits_does_not(tmp_path
         with closing(_connect(tmp_path)) as late:
             assert _ask(late, "df") == ControlResult({"verb": "df"})
         with pytest.raises(EOFError):
-            idle[0].receive(PATIENCE_S)
+            idle[0].receive(HANG_S)
         assert _ask(idle[1], "df") == ControlResult({"verb": "df"})
         carrier.may_end.set()
-        while not isinstance(reply := waiting.receive(PATIENCE_S)[-1], ControlResult):
+        while not isinstance(reply := waiting.receive(HANG_S)[-1], ControlResult):
             pass
         assert reply == ControlResult({"verb": "verify"})
         for channel in [waiting, *idle]:

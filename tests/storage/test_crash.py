@@ -162,7 +162,7 @@ def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(
     ]
     engine.wait()
     engine.stdout.close()
-    wait_until(lambda: not is_alive(worker_pid), timeout_s=10)
+    wait_until(lambda: not is_alive(worker_pid), "the worker outlives its engine")
     if child_pid:
         os.kill(child_pid, signal.SIGKILL)
     mail = Mailbox(harness.open())

@@ -267,10 +267,10 @@ def test_a_sync_that_hangs_holds_up_no_lookup_and_no_load(
     client.store(lent_pages(later))
     wait_until(lambda: disk.num_hits() > 0)
     client.lookup([record.block_hash for record in chain])
-    (found,) = mail.take(LookupDone, timeout_s=5)
+    (found,) = mail.take(LookupDone)
     assert found.found.keys() == {record.block_hash for record in chain}
     client.load(lent_pages(chain, first_page=32))
-    for done in mail.take(PageLoaded, LENGTH, timeout_s=5):
+    for done in mail.take(PageLoaded, LENGTH):
         assert done.ok
         mail.assert_right(done)
     assert len(client.pending_pages) == LENGTH, "acknowledged before it was synced"

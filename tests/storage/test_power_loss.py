@@ -14,10 +14,10 @@ import pytest
 from tests.storage.blocks import occupied_bytes
 from tests.storage.conftest import Harness, Mailbox, make_chain, make_record
 from tests.storage.power_loss import BUDGETS_BYTES, Block, Recording
+from tests.waiting import deadline
 from tieredkv.errors import StorageError
 from tieredkv.storage.control import StoreControl
 
-PATIENCE_S = 15.0
 SOURCE = Path(__file__).with_name("power_loss.c")
 
 
@@ -93,10 +93,10 @@ def open_after(folder: Path, tried: set[Block], certain: set[Block], *, sync: st
         outcome["certain"] += len(certain)
         late = make_chain("late", 8)
 
-        deadline = time.monotonic() + PATIENCE_S
+        give_up_at = deadline()
         is_served = False
         while not is_served:
-            if time.monotonic() > deadline:
+            if time.monotonic() > give_up_at:
                 raise NeverServesError
             time.sleep(0.01)
             stored, loaded = mail.store(late), mail.load(late)

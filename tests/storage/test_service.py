@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.storage.blocks import make_record, open_store, payload_of, put
+from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError
 from tieredkv.storage.channel import FrameChannel
@@ -38,7 +39,6 @@ from tieredkv.storage.worker_messages import (
     WorkerMessage,
 )
 
-PATIENCE_S = 30.0
 NOW = Clock().now()
 OLD, OLDER = (make_record("old", n, now=NOW, size_bytes=4096) for n in (0, 1))
 NEW = make_record("new", 0, now=NOW, size_bytes=4096)
@@ -56,7 +56,7 @@ class Gate:
         if label == self.label:
             self.label = None
             self.reached.set()
-            assert self.opened.wait(PATIENCE_S), "nobody was answered meanwhile"
+            assert self.opened.wait(HANG_S), "nobody was answered meanwhile"
             if self.error is not None:
                 raise self.error
 
@@ -75,7 +75,7 @@ class Engine:
         """Send something and wait until the index thread stands at a failpoint."""
         self.gate.label = label
         self.channel.send(message)
-        assert self.gate.reached.wait(PATIENCE_S), "the failpoint was never reached"
+        assert self.gate.reached.wait(HANG_S), "the failpoint was never reached"
 
     def lookup(self, *hashes: bytes) -> dict[bytes, bytes]:
         self.channel.send(LookupCall(1, list(hashes)))
@@ -130,7 +130,7 @@ def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
         finally:
             gate.opened.set()
             engine.channel.send(CloseCall())
-            engine.served.exception(PATIENCE_S)
+            engine.served.exception(HANG_S)
             engine.channel.close()
             channel.close()
     store.close()
@@ -185,5 +185,5 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
         engine.gate.error.__cause__ = lmdb.CorruptedError("made up")
         engine.hold_up("commit:before", StoreCall([LentPage(NEW, 1)]))
         engine.gate.opened.set()
-        error = engine.served.exception(PATIENCE_S)
+        error = engine.served.exception(HANG_S)
         assert error is not None and is_damage(error)

@@ -119,7 +119,7 @@ def test_a_model_is_needed_where_the_description_says_so(
     assert ask(Engine(0.0, refused), tokenization, path, body).status_code == status
 
 
-def test_the_log_says_once_which_field_means_nothing_here(
+def test_the_log_says_once_which_field_has_no_effect(
     tokenization: Tokenization, caplog: pytest.LogCaptureFixture
 ) -> None:
     body = {"model": "m", "prompt": "hi", "user": "somebody", "service_tier": "auto", "store": None}
@@ -127,7 +127,7 @@ def test_the_log_says_once_which_field_means_nothing_here(
         told = ask(Engine(0.0, answered), tokenization, "/v1/completions", body, num_times=2)
     assert told.status_code == 200
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"`{name}` of /v1/completions means nothing here and is ignored"
+        f"`{name}` of /v1/completions has no effect on this server"
         for name in ("service_tier", "user")
     ]
 

@@ -7,12 +7,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.waiting import HANG_S, wait_until
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
 from tieredkv.config import Settings
@@ -36,7 +36,7 @@ def tieredkv(*arguments: str, stdin: str = "", **environ: str) -> subprocess.Com
         capture_output=True,
         text=True,
         env={**os.environ, **environ},
-        timeout=120,
+        timeout=HANG_S,
     )
 
 
@@ -260,10 +260,9 @@ def test_ctrl_c_ends_a_load_and_a_turned_clock_is_announced() -> None:
         env={**os.environ, "TIEREDKV_TEST_CLOCK_OFFSET_FILE": "/no/file"},
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not children.read_text():  # the engine has been started
-        time.sleep(0.01)
+    wait_until(lambda: bool(children.read_text()), "no engine is started", process=process)
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=HANG_S)
     assert "Traceback" not in stderr
     assert process.returncode == 0
     assert stderr.startswith("WARNING: TIEREDKV_TEST_CLOCK_OFFSET_FILE is set")

@@ -1,11 +1,10 @@
 """No tenant is pushed below its floor in VRAM and host memory, and nobody is stuck for it."""
 
-import time
-
 import pytest
 
 from tests.engine.test_scheduler import SIZE, Loop
 from tests.fake_store import Rig
+from tests.waiting import deadline, wait_until
 from tieredkv.cache.tiers import SEEN_S
 from tieredkv.types import Tier
 
@@ -31,7 +30,7 @@ def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_vram(length: int
 def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_host_memory() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
     rig.run("quiet/a", 8)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     flood(rig, num_blocks=160)
     assert (rig.on_host("quiet/a", 8), rig.on_device("quiet/a", 8)) == (list(range(8)), [])
     prefix = rig.start("quiet/a", 8)
@@ -83,9 +82,12 @@ def test_a_request_larger_than_what_floors_leave_takes_them_last() -> None:
     rig.cache.arrive(prefix)
     assert not rig.cache.admit(prefix, 11)
     assert not rig.cache.is_room_coming(prefix)
-    while not rig.cache.admit(prefix, 11, is_alone=True):
+
+    def is_admitted() -> bool:
         rig.turn()
-        time.sleep(0.01)
+        return rig.cache.admit(prefix, 11, is_alone=True)
+
+    wait_until(is_admitted, "never admitted")
     rig.finish(prefix)
     assert rig.on_device("quiet/a", 8) == [0, 1, 2, 3, 4]
 

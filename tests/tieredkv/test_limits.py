@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from starlette.responses import JSONResponse, Response
 
-from tests.serving import wait_for
+from tests.waiting import HANG_S, wait_until
 from tieredkv.server import limits
 from tieredkv.server.limits import Limits, TimedConnection
 
@@ -56,7 +56,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
-            wait_for(lambda: server.started, "no server")
+            wait_until(lambda: server.started, "no server")
             yield sock.getsockname()[1]
         finally:
             server.force_exit = server.should_exit = True
@@ -65,7 +65,7 @@ def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 def is_closed(sock: socket.socket) -> bool:
     """Wait for the other side to close."""
-    sock.settimeout(30)
+    sock.settimeout(HANG_S)
     with contextlib.suppress(ConnectionResetError):
         return sock.recv(1) == b""
     return True
@@ -92,7 +92,7 @@ def test_a_half_request_on_a_kept_connection_is_not_waited_for(port: int) -> Non
 def test_a_client_that_does_not_read_is_let_go(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as sock:
         sock.sendall(b"GET /stuck HTTP/1.1\r\nHost: x\r\n\r\n")
-        wait_for(lambda: seen == ["http.disconnect"], "it is waited for")
+        wait_until(lambda: seen == ["http.disconnect"], "it is waited for")
 
 
 def test_bodies_in_hand_are_bounded_in_all_and_given_back(port: int) -> None:
@@ -102,26 +102,26 @@ def test_bodies_in_hand_are_bounded_in_all_and_given_back(port: int) -> None:
         yield from [b"x" * 400] * 3
 
     for content in (b"x" * 1001, chunks()):
-        assert httpx.post(url, content=content, timeout=60).status_code == 429
+        assert httpx.post(url, content=content, timeout=HANG_S).status_code == 429
     for _ in range(3):
-        assert httpx.post(url, content=b"x" * 900, timeout=60).json() == 900
+        assert httpx.post(url, content=b"x" * 900, timeout=HANG_S).json() == 900
 
 
 def test_a_tenant_that_takes_every_place_costs_others_none(port: int) -> None:
     def ask(key: str) -> int:
         headers = {"x-api-key": key}
         url = f"http://127.0.0.1:{port}/count"
-        return httpx.post(url, headers=headers, content=b"x", timeout=60).status_code
+        return httpx.post(url, headers=headers, content=b"x", timeout=HANG_S).status_code
 
     head = b"POST /count HTTP/1.1\r\nHost: x\r\nx-api-key: a\r\nContent-Length: 9\r\n\r\n"
     stuck = [socket.create_connection(("127.0.0.1", port)) for _ in range(2)]
     for sock in stuck:
         sock.sendall(head)
-    wait_for(lambda: ask("a") == 429, "nobody is refused")
+    wait_until(lambda: ask("a") == 429, "nobody is refused")
     assert [ask("b") for _ in range(3)] == [200] * 3
     for sock in stuck:
         sock.close()
-    wait_for(lambda: ask("a") == 200, "the places are not free again")
+    wait_until(lambda: ask("a") == 200, "the places are not free again")
 
 
 def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,7 @@
 """Blocks on their way up: loans, late answers, caps."""
 
-import time
-
 from tests.fake_store import Rig, chain_of
+from tests.waiting import deadline
 from tieredkv.cache.prefix import Prefix
 from tieredkv.types import Tier
 
@@ -33,7 +32,7 @@ def test_promotion_keeps_the_copies_below() -> None:
 def test_copies_between_tiers_are_timed() -> None:
     rig = Rig()
     rig.run("a", 3)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
     assert rig.run("a", 3) == 0
     moves = rig.tiers.counters.move_seconds
     assert {between: count for between, (count, _) in moves.items()} == {
@@ -75,7 +74,7 @@ def test_a_page_on_loan_is_never_reused_though_its_request_was_cancelled() -> No
 def test_a_device_block_being_filled_is_not_reused_before_its_event() -> None:
     rig = Rig(num_blocks=4, num_pages=8)
     rig.run("a", 4)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.transfer.is_held = True
     prefix = rig.start("a", 4)
     rig.turn()

@@ -1,10 +1,9 @@
 """What a request sees of the tiers, from its arrival to its end."""
 
-import time
-
 import pytest
 
 from tests.fake_store import DAY_S, Rig, chain_of
+from tests.waiting import deadline, wait_until
 from tieredkv.block_pool import Block
 from tieredkv.cache import tiered
 from tieredkv.types import BlockHash, Tier
@@ -58,7 +57,7 @@ def test_sources_name_the_tier_that_each_block_came_from() -> None:
     device = rig.start("a", 3)
     assert device.sources == [Tier.DEVICE] * 3
     rig.finish(device)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     host = rig.start("a", 3)
     assert host.sources == [Tier.HOST] * 3
     assert rig.finish(host) == 0
@@ -189,14 +188,14 @@ def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
 def test_pages_written_to_disk_are_still_evicted_tail_first() -> None:
     rig = Rig(num_blocks=8, num_pages=8, reserve=8)
     rig.run("a", 8)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.cache.demoter.write(8)
     rig.turn(10)
     rig.cache.demoter.write(8)
     rig.turn(10)
     assert len(rig.on_disk("a", 8)) >= 4
     rig.run("b", 4, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     assert rig.on_host("a", 8) == [0, 1, 2, 3]
 
 
@@ -204,7 +203,7 @@ def test_a_hit_refreshes_the_whole_chain_in_every_tier() -> None:
     rig = Rig(num_blocks=16, num_pages=16)
     for name in "ab":
         rig.run(name, 4)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.cache.demoter.write(16)
     rig.turn(8)
     rig.clock.moment += 5
@@ -220,7 +219,7 @@ def test_a_hit_refreshes_the_whole_chain_in_every_tier() -> None:
 def test_a_cancelled_hit_leaves_the_host_chain_in_order() -> None:
     rig = Rig(num_blocks=8, num_pages=8)
     rig.run("a", 6)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 6)
     rig.turn()
     rig.cache.release(prefix)
@@ -309,7 +308,7 @@ def test_queued_requests_prefetch_and_hold_at_most_half_of_the_arena() -> None:
 def test_prefetch_takes_no_page_that_one_before_it_in_the_queue_wants() -> None:
     rig = Rig(num_blocks=16, num_pages=8)
     rig.run("a", 4, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.store.put("b", 2)
     others = rig.tiers.host.allocate(4)
     assert others is not None
@@ -359,11 +358,15 @@ def test_allocation_waits_for_a_stalled_store_no_longer_than_its_patience(
     prefix = rig.prefix("c", 4)
     prefix.records.update(dict.fromkeys(prefix.hashes))
     rig.cache.arrive(prefix)
-    give_up_at = time.monotonic() + 5
-    while not rig.admit(prefix):
+
+    def is_admitted() -> bool:
+        if rig.admit(prefix):
+            return True
         assert rig.cache.is_room_coming(prefix)
-        assert time.monotonic() < give_up_at, "the allocation waits for ever"
         rig.turn()
+        return False
+
+    wait_until(is_admitted, "the allocation waits for ever")
     assert rig.tiers.counters.demotions_dropped > 0
     assert rig.finish(prefix) == 4
 
@@ -377,17 +380,17 @@ def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.Mon
     big = rig.prefix("big", 10)
     big.records.update(dict.fromkeys(big.hashes))
     rig.cache.arrive(big)
-    since = time.monotonic()
-    for _ in range(10_000):
+
+    def is_admitted() -> bool:
         if rig.admit(big):
-            break
+            return True
         one = rig.prefix("one", 0)
         if rig.cache.extend(one):  # small allocations go on succeeding
             rig.cache.release(one)
         rig.turn()
-    else:
-        raise AssertionError("small allocations starve a large one")
-    assert time.monotonic() - since < 5
+        return False
+
+    wait_until(is_admitted, "small allocations starve a large one")
 
 
 def test_generated_blocks_are_sealed_and_shared() -> None:
@@ -416,7 +419,7 @@ def test_an_idle_block_expires_to_the_second_in_both_ram_tiers() -> None:
         rig = Rig(has_store=False)
         rig.run("a", 2, "in_memory")
         if tier is Tier.HOST:
-            assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+            assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
         rig.clock.moment += 599.0
         assert rig.run("a", 2, "in_memory") == 0
         rig.clock.moment += 600.0
@@ -481,7 +484,7 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
 def test_what_is_computed_while_the_old_copy_expires_goes_with_it_and_is_then_as_new() -> None:
     rig = Rig(can_load=False, has_store=False)
     rig.run("a", 1, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 1, "in_memory")
     rig.clock.moment += 3600.0
     rig.finish(prefix)
@@ -496,9 +499,9 @@ def test_in_memory_blocks_are_never_offered_to_the_store() -> None:
     for round_ in range(6):
         rig.run(f"a{round_}", 4, "in_memory")
         rig.turn(3)
-    assert rig.cache.demoter.flush(Tier.DISK, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.DISK, deadline=deadline())
     rig.run("b", 4, "in_memory")
-    rig.cache.demoter.drain(deadline=time.monotonic() + 5)
+    rig.cache.demoter.drain(deadline=deadline())
     assert rig.store.stored == []
 
 
@@ -507,7 +510,7 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
     rig.run("a", 2, "in_memory")
     rig.clock.moment += 500.0
     rig.run("a", 2, "24h")
-    assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
+    assert rig.cache.demoter.drain(deadline=deadline()) == 0
     records = [record for record, _ in rig.store.blocks.values()]
     assert [record.expires_at for record in records] == [rig.clock.moment - 500.0 + DAY_S] * 2
     assert [record.retention for record in records] == ["24h"] * 2
@@ -516,7 +519,7 @@ def test_a_later_24h_claim_makes_a_block_eligible_and_its_age_counts_from_its_co
 def test_an_evicted_block_is_gone_from_ram_and_a_write_in_flight_is_deleted_on_disk() -> None:
     rig = Rig()
     rig.run("a", 2)
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.store.is_held = True
     rig.cache.demoter.write(16)
     assert len(rig.store.jobs) == 2
@@ -602,10 +605,10 @@ def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
 def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotten() -> None:
     rig = Rig(num_blocks=8, num_pages=2, can_load=False, has_store=False)
     rig.run("a", 2, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 2, "in_memory")
     rig.run("b", 2, "in_memory")
-    assert rig.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 5)
+    assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     rig.cache.release(prefix)
     rig.check()
     assert len(rig.tiers.catalog.entries()) == 2
@@ -614,11 +617,11 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
 def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
     rig = Rig()
     rig.run("a", 4)
-    assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
+    assert rig.cache.demoter.drain(deadline=deadline()) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.store.restart_empty()
     rig.cache.poll()
-    assert rig.cache.demoter.drain(deadline=time.monotonic() + 5) == 0
+    assert rig.cache.demoter.drain(deadline=deadline()) == 0
     assert sorted(rig.store.blocks) == sorted(chain_of("a", 4))
     rig.check_nothing_is_held()
 

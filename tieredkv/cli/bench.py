@@ -49,11 +49,19 @@ def bench() -> None:
     """Measure on this machine."""
 
 
-def measured(*options: Option) -> Callable[[Callable[[], None]], click.Command]:
-    """Make a command of a bench, which is nothing but its text: `measure` does the work."""
+def measured(
+    *options: Option, module: str | None = None
+) -> Callable[[Callable[[], None]], click.Command]:
+    """Make a command of a bench, which is nothing but its text: `measure` does the work.
+
+    Args:
+        options: what the command takes.
+        module: the module in `tieredkv.bench` that measures; by default it has the verb's name.
+    """
 
     def make(text: Callable[[], None]) -> click.Command:
-        command: Any = functools.update_wrapper(functools.partial(measure, text.__name__), text)
+        work = functools.partial(measure, module or text.__name__)
+        command: Any = functools.update_wrapper(work, text)
         for option in reversed((*options, COMMIT, PLOT, json_option)):
             command = option(command)
         return bench.command()(command)
@@ -229,6 +237,7 @@ def decode() -> None:
     click.option("--system-tokens", type=COUNT, default=2000, help="Shared by all."),
     click.option("--user-tokens", type=COUNT, default=200, help="New in each turn."),
     click.option("--answer-tokens", type=COUNT, default=64, help="Of each answer."),
+    module="conversations",
 )
 def serve() -> None:
     """Measure a running server as its clients see it: conversations with think times.

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import FailFast, Field
+from pydantic import FailFast, Field, model_validator
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.engine_messages import Claim, EngineInfo, EngineRequest
@@ -19,6 +19,14 @@ from tieredkv.fields import PARTS, Object, names_of
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, PlainRequest, Rules, Shape, Text
 from tieredkv.server.chat import TOOLS, Encoded, Mark, Tokenization
 from tieredkv.server.generation import Piece
+from tieredkv.server.known_fields import (
+    BLOCK,
+    COUNT_TOKENS,
+    CUSTOM_TOOL,
+    MESSAGES,
+    TEXT_FORMAT,
+    TOOL_RESULT_PART,
+)
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
@@ -28,11 +36,10 @@ _RUNS = ("tool_use", "tool_result")
 
 
 class _Known(Object):
-    """Fields of Anthropic's that mean nothing here, so that even a strict server takes them."""
+    """Fields inside of Anthropic's objects that have no effect; even a strict server takes them."""
 
     known_besides = names_of("""
-        metadata service_tier container context_management inference_geo speed user_profile_id
-        workspace_id effort display citations is_error caller toolset_name strict input_examples
+        effort display citations is_error caller toolset_name strict output_config
         disable_parallel_tool_use allowed_callers defer_loading eager_input_streaming
         budget_tokens thinking signature data
     """)
@@ -59,7 +66,7 @@ class Marked(_Known):
 class ResultText(_Known):
     """A text that a tool has returned; only the whole result can have a breakpoint."""
 
-    unsupported = names_of("cache_control")
+    refused = TOOL_RESULT_PART
 
     type: Literal["text"]
     text: str
@@ -80,7 +87,7 @@ class Block(Marked):
         *("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id"),
         "document.source",
     )
-    unsupported = names_of("thinking.cache_control redacted_thinking.cache_control")
+    refused = BLOCK
 
     type: Literal["text", "tool_use", "tool_result", "document", "thinking", "redacted_thinking"]
     text: str = ""
@@ -116,6 +123,8 @@ Texts = Annotated[list[TextBlock], FailFast(), PARTS]
 class CustomTool(Marked):
     """A tool that may be called."""
 
+    refused = CUSTOM_TOOL
+
     type: Literal["custom"] = "custom"
     name: Text
     description: str | None = None
@@ -129,10 +138,23 @@ class CustomTool(Marked):
 
 
 class Turn(_Known):
-    """What one side said."""
+    """What one side said.
+
+    Of the system it may be nothing: such a turn bears an `output_config` for those that follow.
+    """
+
+    needed = ("user.content", "assistant.content")
 
     role: Literal["user", "assistant", "system"]
-    content: Blocks
+    content: Blocks = Field([])
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_no_content(cls, value: Any) -> Any:
+        is_system = isinstance(value, dict) and value.get("role") == "system"
+        if is_system and value.get("content") == []:
+            return {name: each for name, each in value.items() if name != "content"}
+        return value
 
 
 class ToolChoice(_Known):
@@ -144,7 +166,7 @@ class ToolChoice(_Known):
 class OutputConfig(_Known):
     """What the answer is like; the effort is the model's own."""
 
-    format: Any = None
+    refused = TEXT_FORMAT
 
 
 class Thinking(_Known):
@@ -172,6 +194,10 @@ class Place(NamedTuple):
 
 class Conversation(ApiRequest, Marked):
     """What both endpoints have in common."""
+
+    without_effect = MESSAGES.without_effect
+    known_besides = without_effect
+    refused = MESSAGES.refused
 
     messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=16_384)
     system: Texts = Field([])
@@ -268,6 +294,10 @@ class Conversation(ApiRequest, Marked):
 class CountTokensRequest(Conversation, PlainRequest):
     """`POST /v1/messages/count_tokens`."""
 
+    without_effect = COUNT_TOKENS.without_effect
+    known_besides = without_effect
+    refused = COUNT_TOKENS.refused
+
     async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return how long the prompt is."""
         return {"input_tokens": len((await self.encode(tokenization)).token_ids)}
@@ -297,8 +327,6 @@ class MessagesRequest(Conversation):
         for what, is_there in (("stream", self.stream), ("thinking", thinks)):
             if is_there and self.max_tokens == 0:
                 raise RequestError(f"max_tokens: 0 is not allowed with {what}")
-        if self.output_config is not None and self.output_config.format is not None:
-            raise RequestError("output_config.format: structured outputs are not supported")
         if self.messages[-1].role == "assistant":
             text = "This model does not support assistant message prefill."
             raise RequestError(f"{text} The conversation must end with a user message.")

@@ -142,8 +142,9 @@ class Api:
             rules = self._keys.rules(tenant)
             body = read(kind, parsed, rules.refuses)
             body.check(rules)
-            for name in (body.model_fields_set & kind.ignored) - self._told:
-                logger.info("`%s` of %s means nothing here and is ignored", name, request.url.path)
+            given = {name for name, value in parsed.items() if value is not None}
+            for name in (given & kind.without_effect) - self._told:
+                logger.info("`%s` of %s has no effect on this server", name, request.url.path)
                 self._told.add(name)
             # Whoever may find none of the other's blocks may not see what the other has encoded.
             salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]

@@ -246,10 +246,10 @@ class ApiRequest(Object):
     """The body of a request for an answer; what its fields are is its API's business.
 
     Attributes:
-        ignored: fields that are checked and mean nothing here.
+        without_effect: fields that are taken and change nothing; the log tells of each once.
     """
 
-    ignored: ClassVar[frozenset[str]] = frozenset()
+    without_effect: ClassVar[frozenset[str]] = frozenset()
 
     model: Text
 

@@ -22,9 +22,14 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one answer."""
+    """What one step added to one answer.
+
+    Attributes:
+        num_tokens: how many tokens that answer has with it.
+    """
 
     index: int
+    num_tokens: int
     text: str
     logprobs: list[TokenLogprob] | None
     finish_reason: str | None
@@ -109,7 +114,7 @@ class Generation:
             self._end(index, answer.finish_reason)
             if output.finish_reason is None:
                 self._engine.abort(output.request_id)
-        self._put(Piece(index, text, output.logprobs, answer.finish_reason))
+        self._put(Piece(index, len(answer.token_ids), text, output.logprobs, answer.finish_reason))
 
     def _put(self, piece: Piece | Exception) -> None:
         self._first = self._first or piece

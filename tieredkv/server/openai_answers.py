@@ -4,6 +4,7 @@ It knows shapes, no sockets, no requests and no engine.
 """
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Literal
 
 from tieredkv.engine.answer import Answer
 from tieredkv.engine.detokenizer import Detokenizer
@@ -30,7 +31,8 @@ class CompletionShape(Shape):
         tokenization: tells what tokens say.
         echoes: what the answers to each prompt begin with.
         n: answers to each prompt.
-        wants_usage: a stream ends with it.
+        usage_in: which chunks of a stream tell the usage: none, one more at the end, or all, each
+            with the tokens so far.
     """
 
     id_prefix = "cmpl-"
@@ -43,10 +45,10 @@ class CompletionShape(Shape):
         echoes: Sequence[Echo] = (NO_ECHO,),
         *,
         n: int = 1,
-        wants_usage: bool = False,
+        usage_in: Literal["none", "last", "all"] = "none",
     ) -> None:
         super().__init__()
-        self._n, self._wants_usage, self._token_of = n, wants_usage, tokenization.token
+        self._n, self._usage_in, self._token_of = n, usage_in, tokenization.token
         self._echoes = [echo for echo in echoes for _ in range(n)]
         self._ends = [len(text) for text, _ in self._echoes]
         self._detokenizers = [Detokenizer(tokenization.tokenizer) for _ in self._echoes]
@@ -55,27 +57,35 @@ class CompletionShape(Shape):
 
     def whole(self, answers: Sequence[Answer]) -> Json:
         """Return a choice for each answer, and the usage of all."""
-        choices = []
+        choices, num_tokens = [], sum(len(answer.token_ids) for answer in answers)
         for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
             logprobs = self._logprobs(i, answer.logprobs)
             choices.append(self.choice(i, echo + answer.text, logprobs, answer.finish_reason))
-        return {**self._head, "choices": choices, "usage": self._usage(answers)}
+        return {**self._head, "choices": choices, "usage": self._usage(answers, num_tokens)}
 
     async def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield chunks of one choice; where usage is wanted, it is None in all but the last one."""
+        """Yield chunks of one choice each, and the usage where it is wanted."""
         head = {**self._head, "object": self.chunk_object}
-        no_usage = {"usage": None} if self._wants_usage else {}
+        num_tokens = [0] * len(answers)
+
+        def usage() -> Json:
+            if self._usage_in == "none":
+                return {}
+            is_told = self._usage_in == "all"
+            return {"usage": self._usage(answers, sum(num_tokens)) if is_told else None}
+
         for i, (echo, _) in enumerate(self._echoes):
             for choice in self.opening(i, echo):
-                yield {**head, "choices": [choice], **no_usage}
+                yield {**head, "choices": [choice], **usage()}
         async for piece in pieces:
+            num_tokens[piece.index] = piece.num_tokens
             logprobs = self._logprobs(piece.index, piece.logprobs)
             for choice in self.delta(piece.index, piece.text, logprobs, piece.finish_reason):
-                yield {**head, "choices": [choice], **no_usage}
-        if self._wants_usage:
-            yield {**head, "choices": [], "usage": self._usage(answers)}
+                yield {**head, "choices": [choice], **usage()}
+        if self._usage_in != "none":
+            yield {**head, "choices": [], "usage": self._usage(answers, sum(num_tokens))}
 
     def failure(self, error: RequestError) -> Json:
         """Return the error as answers have it."""
@@ -115,11 +125,10 @@ class CompletionShape(Shape):
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob] | None) -> Json | None:
         return self.logprobs(tokens, index) if tokens else None
 
-    def _usage(self, answers: Sequence[Answer]) -> Json:
+    def _usage(self, answers: Sequence[Answer], num_tokens: int) -> Json:
         """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
         prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
-        num_tokens = sum(len(answer.token_ids) for answer in answers)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,

@@ -32,11 +32,12 @@ from tieredkv.fields import (
 )
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
+from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
 
 MAX_PROMPTS = 2048
 
-_SAMPLING_FIELDS = SamplingParams.__annotations__.keys() - {"max_tokens", "logprobs"}
+SAMPLING_FIELDS = frozenset(SamplingParams.__annotations__) - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
 TokenIds = Annotated[list[int], FAIL_FAST]
 Metadata = dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]]
@@ -48,7 +49,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class StreamOptions(Object):
-    """How a stream ends; only `include_usage` means something here."""
+    """When a stream tells its usage: in its last chunk, or in every one."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -81,16 +82,11 @@ class OpenAIRequest(ApiRequest):
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
-    known_besides = frozenset(_SAMPLING_FIELDS)
-    ignored = names_of("""
-        user safety_identifier store service_tier parallel_tool_calls reasoning_effort verbosity
-        modalities response_format reasoning truncation include max_tool_calls
-    """)
-
     prompt_field: ClassVar[str]
     default_tokens: ClassVar[int] = WHOLE
 
     max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
     n: int = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
@@ -99,7 +95,7 @@ class OpenAIRequest(ApiRequest):
     prompt_cache_key: Text | None = Field(None, max_length=256)
     prompt_cache_options: CacheOptions | None = None
 
-    # These mean nothing here.
+    # These are checked and have no effect.
     user: str | None = None
     safety_identifier: str | None = None
     metadata: Metadata = Field({}, max_length=16)
@@ -114,8 +110,8 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for."""
-        return self.max_tokens
+        """Longest answer that the client asks for; the newer name goes before the older one."""
+        return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -131,7 +127,7 @@ class OpenAIRequest(ApiRequest):
     @cached_property
     def params(self) -> SamplingParams:
         """How to sample the first answer to each prompt."""
-        given = {key: it for key, it in self if key in _SAMPLING_FIELDS and it is not None}
+        given = {key: it for key, it in self if key in SAMPLING_FIELDS and it is not None}
         given |= {"top_p": self.top_p or 1.0, "stop": tuple(filter(None, self.stop))}
         limit = self.limit
         given["max_tokens"] = min(self.default_tokens if limit is None else limit, WHOLE)
@@ -153,7 +149,11 @@ class OpenAIRequest(ApiRequest):
     @property
     def form(self) -> dict[str, Any]:
         """What the form of the answer depends on."""
-        return {"n": self.n, "wants_usage": self.stream_options.include_usage}
+        options = self.stream_options
+        usage_in = "none"
+        if options.include_usage:
+            usage_in = "all" if options.continuous_usage_stats else "last"
+        return {"n": self.n, "usage_in": usage_in}
 
     @property
     def turns(self) -> Sequence[tuple[str, "Message"]]:
@@ -219,7 +219,9 @@ _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_
 class CompletionRequest(OpenAIRequest):
     """`POST /v1/completions`."""
 
-    unsupported = names_of("suffix")
+    without_effect = COMPLETIONS.without_effect
+    known_besides = SAMPLING_FIELDS | without_effect
+    refused = COMPLETIONS.refused
     prompt_field = "prompt"
     default_tokens = 16
 
@@ -239,7 +241,8 @@ class CompletionRequest(OpenAIRequest):
         if self.max_tokens == 0 and not self.echo:
             raise out_of_bounds("max_tokens", "ge", 1, 0)
         if self.best_of not in (None, self.n):
-            raise unsupported("'best_of' must be equal to 'n'.", "best_of")
+            text = "'best_of' must be equal to 'n'."
+            raise RequestError(text, param="best_of", code="unsupported_parameter")
         super().check(rules)
 
     async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
@@ -308,8 +311,8 @@ class ToolCall(Object):
 class Message(Object):
     """One message of a conversation."""
 
-    known_besides = names_of("annotations")
-    unsupported = names_of("audio function_call")
+    known_besides = names_of("annotations reasoning_content reasoning reasoning_details")
+    refused = CHAT_MESSAGE
     needed = ("system.content", "developer.content", "user.content", "tool.content")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -354,23 +357,11 @@ Tools = Annotated[
 ]
 
 
-class ResponseFormat(Object):
-    """Plain text, which is all that is made."""
-
-    type: Literal["text"]
-
-
 class ConversationRequest(OpenAIRequest):
     """A conversation to go on with."""
 
     tool_choice: Any = None
     parallel_tool_calls: bool = True
-
-    def check(self, rules: Rules) -> None:
-        """Refuse what is not supported, too."""
-        if self.tool_choice not in (None, "none", "auto"):
-            raise unsupported("'tool_choice' can only be 'none' or 'auto'.", "tool_choice")
-        super().check(rules)
 
     async def render(
         self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
@@ -401,18 +392,14 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 class ChatRequest(ConversationRequest):
     """`POST /v1/chat/completions`."""
 
-    known_besides = OpenAIRequest.known_besides | names_of(
-        "function_call moderation prediction web_search_options"
-    )
-    unsupported = names_of("audio functions")
+    without_effect = CHAT.without_effect
+    known_besides = SAMPLING_FIELDS | without_effect
+    refused = CHAT.refused
     prompt_field = "messages"
 
     messages: list[Message] = Field(min_length=1, max_length=16_384)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     logprobs: bool = False
-    max_completion_tokens: int | None = Field(None, ge=1)
-    response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] = Field([])
     chat_template_kwargs: TemplateArguments = Field({})
     tools: Tools = Field([])
     reasoning_effort: Effort | None = None
@@ -422,11 +409,6 @@ class ChatRequest(ConversationRequest):
     def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages."""
         return [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
-
-    @property
-    def limit(self) -> int | None:
-        """Longest answer that the client asks for; the newer name goes before the older one."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -445,7 +427,3 @@ class ChatRequest(ConversationRequest):
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
         shape = ChatShape(self.model, tokenization, **self.form)
         return await self.render(tokenization, rules, arguments, shape=shape)
-
-
-def unsupported(message: str, param: str) -> RequestError:
-    return RequestError(message, param=param, code="unsupported_parameter")

@@ -21,6 +21,7 @@ from tieredkv.server import openai_api as openai
 from tieredkv.server.asked import Asked, Json, Rules, Shape, Text
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
+from tieredkv.server.known_fields import RESPONSE_PART, RESPONSES, TEXT_FORMAT
 from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, Message, ToolCall
 
 
@@ -37,7 +38,7 @@ class InputPart(ContentPart, _Known):
     """A part of an item's text."""
 
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
-    unsupported = names_of("output_text.prompt_cache_breakpoint refusal.prompt_cache_breakpoint")
+    refused = RESPONSE_PART
 
     type: Literal["input_text", "output_text", "refusal"]  # type: ignore[assignment]
 
@@ -112,7 +113,9 @@ class FunctionTool(openai.Function, openai.FunctionType, _Known):
 class TextOptions(Object):
     """The form of the answer's text."""
 
-    format: openai.ResponseFormat = openai.ResponseFormat(type="text")
+    refused = TEXT_FORMAT
+
+    format: Json = Field(default={"type": "text"})
     verbosity: openai.Verbosity | None = None
 
 
@@ -135,11 +138,9 @@ class Options(openai.CacheOptions):
 class ResponsesRequest(openai.ConversationRequest):
     """`POST /v1/responses`."""
 
-    known_besides = openai.OpenAIRequest.known_besides | names_of(
-        "access_programs background_options context_management image moderation"
-    )
-    unsupported = names_of("previous_response_id conversation prompt background")
-    why_unsupported = ", as no response is stored here. Send the whole conversation in 'input'."
+    without_effect = RESPONSES.without_effect
+    known_besides = openai.SAMPLING_FIELDS | without_effect
+    refused = RESPONSES.refused
     prompt_field = "input"
 
     input: Input
@@ -148,14 +149,12 @@ class ResponsesRequest(openai.ConversationRequest):
     text: TextOptions = TextOptions()
     tools: list[FunctionTool] = Field([], max_length=1024)
     prompt_cache_options: Options | None = None
-    n: int = Field(1, ge=1, le=1)
     temperature: float | None = None
 
-    # These mean nothing here, or only what is the default.
+    # These are checked and have no effect.
     reasoning: Reasoning | None = None
     truncation: Literal["auto", "disabled"] = "disabled"
     include: list[str] = Field([])
-    top_logprobs: int = Field(0, ge=0, le=0)
     max_tool_calls: int | None = None
 
     @property

@@ -10,11 +10,14 @@ from tieredkv.engine.sampling_params import TokenId
 from tieredkv.errors import RequestError
 from tieredkv.server.asked import WHOLE, Json, PlainRequest
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.known_fields import TOKENIZE
 from tieredkv.server.openai_api import Message, TemplateArguments, Tools
 
 
 class TokenizeRequest(PlainRequest):
     """`POST /tokenize`, of a text or of a conversation."""
+
+    refused = TOKENIZE
 
     prompt: str | None = None
     messages: Annotated[list[Message], FailFast()] = Field([], max_length=16_384)
