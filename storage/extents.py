@@ -17,7 +17,7 @@ from tieredkv.errors import StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
 from tieredkv.storage.compression import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
-from tieredkv.storage.index import storage_errors
+from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 _FALLOC_FL_KEEP_SIZE = 1
