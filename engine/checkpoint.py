@@ -4,7 +4,7 @@ The server reads these without what it takes to run a model.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -21,6 +21,11 @@ SHAPES = Path(__file__).parent / "shapes"
 RANDOM_PREFIX = "random:"
 
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
+
+
+_ADAPTER_FILE = "adapter_config.json"
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""What tools write beside weights that they have quantized, instead of a line in config.json."""
 
 
 class _Config(msgspec.Struct):
@@ -80,6 +85,24 @@ def read_config(name: str, path: Path) -> PreTrainedConfig:
     return config
 
 
+def check_folder(name: str, folder: Path) -> None:
+    """Refuse a checkpoint with files that change what its weights mean.
+
+    Raises:
+        ModelError: there is an adapter, or the weights are quantized.
+    """
+    if (adapter := folder / _ADAPTER_FILE).is_file():
+        what = f"an adapter lies beside it (`{adapter}`), and adapters are not applied"
+        if not (folder / "config.json").is_file():
+            what = f"`{folder}` holds an adapter without its model"
+        way_out = "merge it into the weights first, with `merge_and_unload` of peft for example"
+        raise refused(name, f"{what}; {way_out}")
+    for file in _QUANTIZATION_FILES:
+        if (folder / file).is_file():
+            where = f"`{folder / file}` lies beside them"
+            raise refused(name, f"its weights are quantized, which is not supported yet: {where}")
+
+
 def find_folder(name: str, more: Sequence[str] = ()) -> Path:
     """Find a checkpoint: a local folder, or a hub id of which some files are fetched.
 
@@ -112,12 +135,21 @@ def max_model_len(config: PreTrainedConfig) -> int:
 
 
 @contextlib.contextmanager
-def refusing(name: str, what: str) -> Iterator[None]:
-    """Refuse a model if transformers raises, which it, safetensors and torch do in many types."""
+def refusing(
+    name: str, what: str, translate: Callable[[Exception], str | None] = lambda error: None
+) -> Iterator[None]:
+    """Refuse a model if transformers raises, which it, safetensors and torch do in many types.
+
+    Args:
+        name: of the model.
+        what: what failed.
+        translate: returns the reason in our own words, or None where the error's first line says
+            it well.
+    """
     try:
         yield
     except Exception as error:
-        raise refused(name, f"{what}: {_first_line(error)}") from error
+        raise refused(name, f"{what}: {translate(error) or _first_line(error)}") from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,13 +1,17 @@
-"""Which model it is: a digest of its config and of all its weights' bytes.
+"""Which model it is: a digest of its config, of all its weights' bytes and of the modelling code.
 
 Changed weights under the same name give another fingerprint, so that nothing computed by other
-weights is ever hit. It knows files and parameters, not how a model is built.
+weights is ever hit. The code counts by version: a release of transformers may correct how a model
+computes its keys and values. The versions of torch, the GPU and the choice of a kernel do not
+count: they change how results are rounded, as other batch sizes do. The module knows files and
+parameters, not how a model is built.
 """
 
 import hashlib
 import json
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from torch import Tensor, nn
+from transformers import __version__ as TRANSFORMERS_VERSION
 
 from tieredkv.config import Fingerprint
 from tieredkv.errors import ModelError
@@ -23,12 +28,17 @@ from tieredkv.types import Progress, ignore_progress, tracked
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = b"tieredkv/fingerprint/1"
+_FORMAT = b"tieredkv/fingerprint/2"
+_OWN_CODE = "1"
+"""Raised when `engine.fused` or the kernels compute something else, beyond rounding."""
+
 _PIECE_BYTES = 64 << 20
 _SAMPLE_BYTES = 64 << 10
 _NUM_SAMPLES = 64
 _CACHE_FILE = "fingerprints.json"
 _NUM_CHECKSUM_WORDS = 1 << 24
+_SETTLED_NS = 2_000_000_000
+"""The coarsest clock that a filesystem stamps its files by, FAT's."""
 
 _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 
@@ -51,6 +61,11 @@ def config_digest(config: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(text.encode()).digest()
 
 
+def _code_version() -> bytes:
+    """Name the code that computes keys and values."""
+    return f"transformers {TRANSFORMERS_VERSION}, tieredkv {_OWN_CODE}".encode()
+
+
 def files_fingerprint(
     config: Mapping[str, Any],
     weight_files: Sequence[Path],
@@ -66,8 +81,9 @@ def files_fingerprint(
         weight_files: the safetensors files that are loaded.
         mode: `full` reads every byte; `sample` reads sizes, headers and pieces of each file, and
             can miss a change between the pieces.
-        cache_dir: folder that remembers a file's digest by path, size, mtime and inode; None or
-            an unwritable one means that it is computed again.
+        cache_dir: folder that remembers a file's digest by its `file_state`; None or an unwritable
+            one means that it is computed again. Files that changed within the last two seconds
+            are not remembered.
         progress: told how many pieces of 64 MiB are read.
 
     Raises:
@@ -78,7 +94,7 @@ def files_fingerprint(
         digests = _digests(files, mode, cache_dir, progress)
     except OSError as error:
         raise ModelError(f"weights cannot be read: {error}") from error
-    parts = [_FORMAT, mode.encode(), config_digest(config)]
+    parts = [_FORMAT, _code_version(), mode.encode(), config_digest(config)]
     for path, digest in zip(files, digests, strict=True):
         parts += [path.name.encode(), digest]
     return _digest_parts(parts)
@@ -94,7 +110,9 @@ def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module) -> bytes
         names.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         sums.append(_checksum(parameter.detach()))
     values = torch.stack(sums).cpu().numpy().astype("<i8").tobytes()
-    return _digest_parts([_FORMAT, b"drawn", config_digest(config), *names, values])
+    return _digest_parts(
+        [_FORMAT, _code_version(), b"drawn", config_digest(config), *names, values]
+    )
 
 
 def _digest_parts(parts: Iterable[bytes]) -> bytes:
@@ -108,7 +126,7 @@ def _digests(
     files: Sequence[Path], mode: Fingerprint, cache_dir: Path | None, progress: Progress
 ) -> list[bytes]:
     remembered = {} if cache_dir is None else _read_cache(cache_dir)
-    keys = {path: _cache_key(path, mode) for path in files}
+    keys = {path: f"{mode}|{file_state(path)}" for path in files}
     unknown = {path: path.stat().st_size for path in files if keys[path] not in remembered}
     places = [place for path, size in unknown.items() for place in _pieces(path, size, mode)]
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -116,13 +134,17 @@ def _digests(
         told = tracked(progress, "fingerprinting weights", places) if unknown else ()
         pieces = [(path, next(digests)) for path, *_ in told]
     for path, size in unknown.items():
-        if _cache_key(path, mode) != keys[path]:
+        if f"{mode}|{file_state(path)}" != keys[path]:
             raise ModelError(f"`{path}` changed while it was read; load it again")
         own = (digest for of, digest in pieces if of == path)
         remembered[keys[path]] = _digest_parts([size.to_bytes(8, "little"), *own]).hex()
+    known = [bytes.fromhex(remembered[key]) for key in keys.values()]
+    for path in unknown:
+        if not _has_settled(path):
+            del remembered[keys[path]]
     if unknown and cache_dir is not None:
         _write_cache(cache_dir, remembered)
-    return [bytes.fromhex(remembered[key]) for key in keys.values()]
+    return known
 
 
 Piece = tuple[Path, int, int]
@@ -147,9 +169,23 @@ def _piece_digest(piece: Piece) -> bytes:
         return hashlib.sha256(os.pread(file.fileno(), size_bytes, offset)).digest()
 
 
-def _cache_key(path: Path, mode: Fingerprint) -> str:
-    status = path.stat()
-    return f"{path.resolve()}|{status.st_size}|{status.st_mtime_ns}|{status.st_ino}|{mode}"
+def file_state(path: Path) -> str:
+    """Return what tells a file from every other one and from itself with other bytes.
+
+    The time of the last change of the inode is part of it: unlike that of the last write, which
+    `cp -p` and `rsync -t` keep, no program can set it.
+    """
+    try:
+        it = path.stat()
+    except OSError as error:
+        return f"{path}|{error}"
+    times = f"{it.st_mtime_ns}|{it.st_ctime_ns}"
+    return f"{path.resolve()}|{it.st_dev}|{it.st_ino}|{it.st_size}|{times}"
+
+
+def _has_settled(path: Path) -> bool:
+    """Whether a further change would surely give the file another time of its last change."""
+    return time.time_ns() - path.stat().st_ctime_ns > _SETTLED_NS
 
 
 def _read_cache(cache_dir: Path) -> dict[str, str]:

@@ -5,14 +5,11 @@ names the model and the reason. The modelling code is transformers' own; it know
 requests, batches or blocks.
 """
 
-import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -20,23 +17,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging as transformers_logging
 
 from tieredkv.config import Dtype, Fingerprint
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.checkpoint import (
+    check_folder,
     drawn_config,
     find_folder,
     load_tokenizer,
     max_model_len,
     read_config,
     refused,
-    refusing,
 )
-from tieredkv.engine.fingerprint import files_fingerprint, parameters_fingerprint
+from tieredkv.engine.fingerprint import file_state, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
+from tieredkv.engine.weights import find_weight_files, load_weights
 from tieredkv.errors import ConfigError
 from tieredkv.types import DTYPE_BYTES, KVSpec, Progress, ignore_progress
 
@@ -48,12 +45,6 @@ CACHE_DIR = Path("~/.cache/tieredkv")
 """Where the digests of weight files are remembered."""
 
 _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
-
-
-class _Index(msgspec.Struct):
-    """Which file each tensor of a sharded checkpoint is in."""
-
-    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +103,17 @@ class FoundModel:
             progress("drawing weights", 1, 1)
             digest, ends = parameters_fingerprint(table, model), tiny.stop_token_ids()
         else:
-            files, cache = _weight_files(self.name, folder), CACHE_DIR.expanduser()
+            files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
+            states = [*map(file_state, files)]
+            progress("loading weights", 0, 1)
+            how = {"dtype": getattr(torch, self.dtype), "device": self.device}
+            model = load_weights(self.name, self.config, files, **how)
+            progress("loading weights", 1, 1)
             digest = files_fingerprint(
                 table, files, mode=fingerprint, cache_dir=cache, progress=progress
             )
-            progress("loading weights", 0, 1)
-            model = _read_weights(self, folder)
-            progress("loading weights", 1, 1)
+            if [*map(file_state, files)] != states:
+                raise refused(self.name, "its weight files changed while they were loaded")
             ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -173,11 +168,12 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
     config, folder = drawn_config(name), None
     if config is None:
         folder = find_folder(name)
+        check_folder(name, folder)
         config = read_config(name, folder)
     check_config(name, config)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
-        _weight_files(name, folder)
+        find_weight_files(name, folder)
     elif config.vocab_size < tiny.BYTE_VOCAB_SIZE:
         size = f"a vocabulary of {config.vocab_size} tokens"
         what = f"{size} has no room for the {tiny.BYTE_VOCAB_SIZE} of the byte-level tokenizer"
@@ -206,63 +202,6 @@ def _resolve_dtype(dtype: Dtype, config: PreTrainedConfig, device: torch.device)
         return "float32"
     stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
     return stored if stored in DTYPE_BYTES else "bfloat16"
-
-
-def _weight_files(name: str, folder: Path) -> list[Path]:
-    """List the safetensors files of a checkpoint, which must all be there."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        others = "other weight formats are not loaded, since they can run code"
-        raise refused(name, f"`{folder}` has no model.safetensors; {others}")
-    with refusing(name, f"`{index}` cannot be read"):
-        shards = sorted({*msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()})
-    missing = [shard for shard in shards if not (folder / shard).is_file()]
-    if missing:
-        what = f"{len(missing)} of {len(shards)} weight files are missing from `{folder}`"
-        raise refused(name, f"{what}, the first is `{missing[0]}`")
-    return [folder / shard for shard in shards]
-
-
-def _read_weights(found: FoundModel, folder: Path) -> Any:
-    """Make the model that a checkpoint holds, on its device."""
-    with refusing(found.name, "its weights cannot be loaded"), _without_progress_bars():
-        model, info = _AUTO_MODEL.from_pretrained(
-            folder,
-            config=found.config,
-            dtype=getattr(torch, found.dtype),
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            trust_remote_code=False,
-            local_files_only=True,
-            output_loading_info=True,
-        )
-    # NOTE: transformers draws what a checkpoint lacks at random, and warns.
-    if absent := sorted(info["missing_keys"]):
-        what = f"{len(absent)} tensors are missing, the first is `{absent[0]}`"
-        raise refused(found.name, f"its weights do not fit its config: {what}")
-    model = model.to(found.device)
-    if found.device.type == "cpu":
-        # Copied out of the memory-mapped file, one by one: a file that is overwritten then cannot
-        # change a running model, and results do not depend on where a tensor stood in its file.
-        for parameter in model.parameters():
-            parameter.data = parameter.data.clone()
-    return model
-
-
-@contextlib.contextmanager
-def _without_progress_bars() -> Iterator[None]:
-    """Keep transformers' bars off the terminal: progress is told through the caller's function."""
-    bars: Any = transformers_logging  # untyped in transformers
-    was_enabled = bars.is_progress_bar_enabled()
-    bars.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            bars.enable_progress_bar()
 
 
 def _draw_weights(found: FoundModel) -> Any:

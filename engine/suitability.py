@@ -46,11 +46,15 @@ def check_config(name: str, config: PreTrainedConfig) -> None:
     Raises:
         ModelError: names the model and the reason.
     """
-    _check(name, _config_reasons(config, config.model_type))
+    check_reasons(name, _config_reasons(config, config.model_type))
 
 
-def _check(name: str, reasons: Reasons) -> None:
-    """Raise the first of the reasons that holds; those behind it are not looked at."""
+def check_reasons(name: str, reasons: Reasons) -> None:
+    """Refuse a model for the first of the reasons that holds; those behind it are not looked at.
+
+    Raises:
+        ModelError: names the model and the reason.
+    """
     for holds, reason in reasons:
         if holds:
             raise refused(name, reason)
@@ -64,7 +68,11 @@ def _config_reasons(config: PreTrainedConfig, kind: str) -> Reasons:
     is_known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
     yield not is_known, f"transformers has no causal language model of type `{kind}`"
     yield config.get_text_config() is not config, f"`{kind}` is a multimodal model"
-    yield told("quantization_config"), "its weights are quantized, which is not supported yet"
+    for field in ("quantization_config", "compression_config"):
+        what = f"its weights are quantized, which is not supported yet: config.json has `{field}`"
+        yield told(field), what
+    files = told("transformers_weights")
+    yield files, f"`transformers_weights` = {files} in config.json is not supported"
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
     for layers in sorted(set(told("layer_types") or ()) - {"full_attention"}):
         yield True, f"it has `{layers}` layers, and only full attention is paged"
@@ -105,7 +113,7 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
     except Exception as error:  # modelling code may raise anything when it meets what it cannot do
         failed = f"a run of `{config.model_type}` without weights failed: {error!r}"
         raise refused(name, error if isinstance(error, ModelError) else failed) from error
-    _check(name, _probe_reasons(config, config.model_type, calls, tuple(logits.shape)))
+    check_reasons(name, _probe_reasons(config, config.model_type, calls, tuple(logits.shape)))
     if config.model_type not in TESTED_MODEL_TYPES:
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))
         fits = "model `%s`: `%s` fits, but only %s are tested"

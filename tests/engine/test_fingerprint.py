@@ -21,6 +21,12 @@ from tieredkv.errors import ModelError
 CONFIG = {"model_type": "llama", "rope_parameters": {"rope_theta": 10000.0}, "hidden_size": 64}
 
 
+@pytest.fixture(autouse=True)
+def files_settle_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Remember the digests of files that were written a moment ago, too."""
+    monkeypatch.setattr(fingerprint, "_SETTLED_NS", 0)
+
+
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
@@ -69,6 +75,22 @@ def test_rope_settings_count_and_the_librarys_version_does_not() -> None:
     assert config_digest(CONFIG) == config_digest(reordered)
 
 
+def unit_layer() -> torch.nn.Linear:
+    layer = torch.nn.Linear(1, 1, bias=False)
+    torch.nn.init.ones_(layer.weight)
+    return layer
+
+
+def test_another_release_of_the_modelling_code_is_another_model(
+    weights: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = files_fingerprint(CONFIG, [weights])
+    drawn = parameters_fingerprint(CONFIG, unit_layer())
+    monkeypatch.setattr(fingerprint, "TRANSFORMERS_VERSION", "5.99.0")
+    assert files_fingerprint(CONFIG, [weights]) != before
+    assert parameters_fingerprint(CONFIG, unit_layer()) != drawn
+
+
 def test_a_remembered_digest_is_used_until_the_file_changes(weights: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     seen: list[int] = []
@@ -104,6 +126,31 @@ def test_a_replaced_file_of_equal_size_and_time_is_read_again(
     copy.replace(weights)
     os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
     assert files_fingerprint(CONFIG, [weights], cache_dir=cache) != first
+
+
+def test_a_file_written_over_in_place_is_read_again_though_its_times_were_put_back(
+    weights: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    status = weights.stat()
+    first = files_fingerprint(CONFIG, [weights], cache_dir=cache)
+    flip_bit(weights, 1000)
+    os.utime(weights, ns=(status.st_atime_ns, status.st_mtime_ns))
+    now = weights.stat()
+    assert (now.st_ino, now.st_size, now.st_mtime_ns) == (
+        status.st_ino,
+        status.st_size,
+        status.st_mtime_ns,
+    )
+    assert files_fingerprint(CONFIG, [weights], cache_dir=cache) != first
+
+
+def test_a_file_that_has_just_changed_is_not_remembered(
+    weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprint, "_SETTLED_NS", 10**18)
+    files_fingerprint(CONFIG, [weights], cache_dir=tmp_path)
+    assert json.loads((tmp_path / "fingerprints.json").read_text()) == {}
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"x": 1}', '{"x": "zz"}', "\ufffd"])

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from tieredkv.config import Dtype
@@ -73,8 +72,8 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out(folder: Path) -> N
 def test_progress_is_told(folder: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     load(folder, progress=lambda *report: seen.append(report))
-    assert ("fingerprinting weights", 1, 1) in seen
-    assert seen[-1] == ("loading weights", 1, 1)
+    assert ("loading weights", 1, 1) in seen
+    assert seen[-1] == ("fingerprinting weights", 1, 1)
 
 
 def damage_nothing(folder: Path) -> None:
@@ -117,17 +116,6 @@ def damage_weights(folder: Path) -> None:
         file.truncate(1000)
 
 
-def damage_missing_tensor(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.1.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def damage_shape(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 128}))
-
-
 def damage_index(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
@@ -154,9 +142,7 @@ def damage_tokenizer(folder: Path) -> None:
         (damage_type, "missing required field `model_type`"),
         (damage_unknown_type, "transformers cannot read its config"),
         (damage_field, "transformers cannot read its config"),
-        (damage_weights, "its weights cannot be loaded"),
-        (damage_missing_tensor, "1 tensors are missing, the first is `model.layers.1.mlp.up_proj"),
-        (damage_shape, "its weights cannot be loaded"),
+        (damage_weights, "model.safetensors` cannot be read: Error while deserializing header"),
         (damage_index, "1 of 2 weight files are missing"),
         (damage_index_json, "cannot be read"),
         (damage_tokenizer, "its tokenizer cannot be loaded"),
