@@ -13,8 +13,9 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 
 from tests.waiting import HANG_S, wait_until
-from tieredkv.server import limits
-from tieredkv.server.limits import Limits, TimedConnection
+from tieredkv.server import connections, limits
+from tieredkv.server.connections import Connections
+from tieredkv.server.limits import Limits
 
 seen: list[str] = []
 
@@ -45,12 +46,13 @@ async def refuse(_request: Any, error: Exception) -> Response:
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Serve with short times and small sizes."""
-    monkeypatch.setattr(limits, "HEADERS_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(limits, "WRITE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "HEADERS_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "WRITE_TIMEOUT_S", 0.3)
     monkeypatch.setattr(limits, "MAX_BODIES_BYTES", 1000)
     seen.clear()
     limited = Limits(app, 2, refuse, lambda headers: headers.get("x-api-key", ""))
-    config = uvicorn.Config(limited, http=TimedConnection, lifespan="off", log_config=None)
+    wiring: Any = Connections(8)
+    config = uvicorn.Config(limited, http=wiring, lifespan="off", log_config=None)
     server = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as sock:
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})

@@ -133,7 +133,7 @@ class Api:
         """Return the route that answers requests of a kind; the body is checked in whole first."""
 
         async def route(request: Request) -> Response:
-            info, tenant = self._engine.info, request.scope["tenant"]
+            info, tenant, path = self._engine.info, request.scope["tenant"], request.scope["path"]
             parsed = parse_body(await read_body(request))
             if parsed.get("model") is None and not kind.model_fields["model"].is_required():
                 parsed["model"] = info.model
@@ -144,7 +144,7 @@ class Api:
             body.check(rules)
             given = {name for name, value in parsed.items() if value is not None}
             for name in (given & kind.without_effect) - self._told:
-                logger.info("`%s` of %s has no effect on this server", name, request.url.path)
+                logger.info("`%s` of %s has no effect on this server", name, path)
                 self._told.add(name)
             # Whoever may find none of the other's blocks may not see what the other has encoded.
             salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
@@ -243,6 +243,7 @@ def build_app(api: Api) -> ASGIApp:
         ],
         exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )
+    app.router.redirect_slashes = False  # it would redirect to what the Host header names
     return Limits(app, api.max_requests, refuse, api.tenant_of)
 
 
@@ -283,12 +284,12 @@ async def refuse(request: Request, error: Exception) -> Response:
             pass
         case HTTPException(status_code=status, headers=headers):
             text, code = _HTTP_ERRORS.get(status, (str(error.detail), None))
-            text = text.format(request.method, request.url.path)
+            text = text.format(request.method, request.scope["path"])
             error = RequestError(text, code=code, status=status)
         case _:
             text = "The server had an error while processing your request"
             error = RequestError(text, status=500)
-    if not request.url.path.startswith("/v1/messages"):
+    if not request.scope["path"].startswith("/v1/messages"):
         return JSONResponse(openai_body(error), error.status, headers)
     body = anthropic.anthropic_body(error, request.scope["request_id"])
     return JSONResponse(body, anthropic.STATUS.get(error.status, error.status), headers)

@@ -4,34 +4,27 @@ It knows connections and bytes, not what they mean.
 """
 
 import asyncio
-import itertools
 import time
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import h11
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from tieredkv.errors import RequestError
 
-MAX_HEADER_BYTES = 64 << 10
 MAX_BODY_BYTES = 32 << 20
 MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
-HEADERS_TIMEOUT_S = 20.0
-WRITE_TIMEOUT_S = 60.0
 
 ID_HEADERS = ("x-request-id", "request-id")
 """What OpenAI's and Anthropic's clients call the id that each answer has."""
 
-_CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full", 431: "headers_too_large"}
+_CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full"}
 
 
 @dataclass
@@ -84,8 +77,6 @@ class Limits:
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
         counted = Counter[str]()
         try:
-            if sum(map(len, itertools.chain(*scope["headers"]))) > MAX_HEADER_BYTES:
-                raise _refused(431, f"The headers are longer than {MAX_HEADER_BYTES} bytes.")
             if is_counted:
                 tenant = scope["tenant"] = self.tenant_of(Headers(scope=scope))
                 counted[tenant] = 1
@@ -128,42 +119,3 @@ def _is_too_much(held: Counter[str], tenant: str, most: int) -> bool:
 
 def _refused(status: int, text: str) -> RequestError:
     return RequestError(text, code=_CODES[status], status=status)
-
-
-class TimedConnection(H11Protocol):
-    """A connection that ends when its headers do not, or when its answer is not read."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Wait for the first headers, but not for ever."""
-        super().connection_made(transport)
-        self._reading = self._abort_in(HEADERS_TIMEOUT_S)
-
-    def data_received(self, data: bytes) -> None:
-        """Take data; headers that have begun must end."""
-        super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._reading.cancel()
-        elif self._reading.cancelled():
-            self._reading = self._abort_in(HEADERS_TIMEOUT_S)
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP; this answer has an id, too."""
-        headers = dict.fromkeys(ID_HEADERS, f"req_{uuid.uuid4().hex}")
-        headers |= {"content-type": "text/plain; charset=utf-8", "connection": "close"}
-        head = h11.Response(status_code=400, headers=[*headers.items()], reason=b"Bad Request")
-        for event in (head, h11.Data(data=msg.encode()), h11.EndOfMessage()):
-            self.transport.write(self.conn.send(event))
-        self.transport.close()
-
-    def pause_writing(self) -> None:
-        """Wait for a client that does not read, but not for ever."""
-        super().pause_writing()
-        self._writing = self._abort_in(WRITE_TIMEOUT_S)
-
-    def resume_writing(self) -> None:
-        """Go on; the client reads again."""
-        super().resume_writing()
-        self._writing.cancel()
-
-    def _abort_in(self, timeout_s: float) -> asyncio.TimerHandle:
-        return self.loop.call_later(timeout_s, self.transport.abort)

@@ -12,6 +12,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import uvicorn
 
@@ -21,9 +22,9 @@ from tieredkv.engine.engine_messages import EngineInfo
 from tieredkv.errors import ConfigError, TieredKVError
 from tieredkv.server.app import Api, build_app
 from tieredkv.server.chat import Tokenization
+from tieredkv.server.connections import MAX_HEADER_BYTES, Connections, max_connections
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import MAX_HEADER_BYTES, TimedConnection
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
@@ -174,7 +175,8 @@ class Server:
         config = uvicorn.Config(
             build_app(api),
             loop="asyncio",
-            http=TimedConnection,
+            http=cast(Any, Connections(max_connections(api.max_requests))),
+            ws="none",
             h11_max_incomplete_event_size=MAX_HEADER_BYTES,
             lifespan="off",
             log_config=None,
