@@ -6,45 +6,27 @@ somebody else owns. It knows hashes as opaque keys; it does not know tokens, byt
 Called by the engine's thread only.
 """
 
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, field
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 from tieredkv.errors import IntegrityError
+from tieredkv.eviction_order import Block, EvictionOrder, remove
 from tieredkv.types import BlockHash
 
+__all__ = ["Block", "BlockPool"]
 
-@dataclass(slots=True, eq=False)
-class Block:
-    """One block of a pool.
-
-    Attributes:
-        block_id: index in the pool's memory.
-        ref_count: users; 0 means that it is in the free list.
-        pin_count: copies that read the content; above 0 its memory is not reused.
-        block_hash: identity of the content, None for a private or an empty block.
-        is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
-        is_loading: whether it is filled from a slower tier, and held until that has ended.
-        tenant: whose the content is.
-    """
-
-    block_id: int
-    ref_count: int = 0
-    pin_count: int = 0
-    block_hash: BlockHash | None = field(default=None, repr=False)  # which no log may show
-    is_ready: bool = False
-    is_loading: bool = False
-    tenant: bytes = b""
+PARTIAL_LOOKS = 256
+"""An allocation for which fewer blocks will do looks at no more than so many in vain."""
 
 
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
     The free list has three parts. Empty blocks are handed out first, then the evictable ones, least
-    recently used first, then the pinned ones in the same order. The latter two are ordered
-    dicts: taking a block out of the middle, as every hit does, is O(1). What would make more than
-    half of the pool pinned stands among the others.
+    recently used first, then the pinned ones in the same order. What would make more than half of
+    the pool pinned stands among the others.
 
     Invariants (`check`):
         1. no block is in the free list twice;
@@ -54,34 +36,56 @@ class BlockPool:
         4. a free block is either empty or hashed and ready, and in the part of its kind; that of
            the pinned ones is no larger than it may be;
         5. a block that is loading is in use;
-        6. hashed blocks are counted to their tenants.
+        6. hashed blocks are counted to their tenants;
+        7. those of both eviction orders.
 
     Attributes:
         num_blocks: all blocks of the pool.
         most_pinned: how many blocks may be held back to be evicted last.
-        can_evict: asked by `allocate` of each cached block in turn; those it refuses stay.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
         pinned, wanted: hashes to be evicted last, by claims and by queued requests; a change
             counts for a block from its next use on.
-        floors: hashed blocks that each tenant keeps, whoever else wants them.
-        num_kept: how many of them the last `allocate` left to their tenants.
+        num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.most_pinned = num_blocks // 2
         self.on_evict: Callable[[Block, BlockHash], None] = lambda _block, _block_hash: None
-        self.can_evict: Callable[[Block], bool] = lambda _block: True
         self._blocks = [Block(block_id) for block_id in range(num_blocks)]
         self._index: dict[BlockHash, Block] = {}
         self._empty = deque(self._blocks)
-        self._evictable: OrderedDict[Block, None] = OrderedDict()
-        self._last: OrderedDict[Block, None] = OrderedDict()
+        self._first, self._last = EvictionOrder(), EvictionOrder()
         self.pinned: Collection[BlockHash] = ()
         self.wanted: Collection[BlockHash] = ()
-        self.floors: dict[bytes, int] = {}
+        self._floors: Mapping[bytes, int] = {}
         self.num_kept = 0
         self._num_of: Counter[bytes] = Counter()  # hashed blocks by tenant
+
+    @property
+    def can_evict(self) -> Callable[[Block], bool]:
+        """Whether evicting a cached block loses nothing; it is asked of the oldest ones.
+
+        The pool remembers a refusal. Whoever makes the answer another one says so: `unpin` after a
+        copy, `look_again` for one block, `forget_looks` for all.
+        """
+        return self._first.can_evict
+
+    @can_evict.setter
+    def can_evict(self, can_evict: Callable[[Block], bool]) -> None:
+        self._first.can_evict = self._last.can_evict = can_evict
+        self.forget_looks()
+
+    @property
+    def floors(self) -> Mapping[bytes, int]:
+        """Hashed blocks that each tenant keeps, whoever else wants them."""
+        return self._floors
+
+    @floors.setter
+    def floors(self, floors: Mapping[bytes, int]) -> None:
+        self._floors = floors
+        for order in (self._first, self._last):
+            order.count_tenants(bool(floors))
 
     @property
     def num_empty(self) -> int:
@@ -91,7 +95,7 @@ class BlockPool:
     @property
     def num_evictable(self) -> int:
         """Blocks that nobody uses and that hold cached content, pinned or not."""
-        return len(self._evictable) + len(self._last)
+        return len(self._first) + len(self._last)
 
     @property
     def num_free(self) -> int:
@@ -118,8 +122,8 @@ class BlockPool:
         return self._index.get(block_hash)
 
     def evictable(self) -> Iterator[Block]:
-        """Return what may be evicted, in that order; do not change the pool meanwhile."""
-        return chain(self._evictable, self._last)
+        """Return what nobody uses, in the order of eviction; for tests and checks, it sorts."""
+        return chain(self._first, self._last)
 
     def allocate(
         self, count: int, *, tenant: bytes | None = None, is_partial: bool = False
@@ -128,22 +132,19 @@ class BlockPool:
 
         Args:
             count: how many.
-            tenant: for whom; it takes no block of another's floor. None for all the same.
+            tenant: for whom; it takes no block of another's floor. With None floors give way last.
             is_partial: fewer will do.
 
         Returns:
-            Blocks with ref_count 1 and no hash; None if there are too few. Then nothing has
-            changed but that blocks of floors, which are passed over, have become the youngest.
+            Blocks with ref_count 1 and no hash; None, and nothing has changed, if there are too few.
         """
-        self.num_kept = 0
         num_needed = max(0, count - self.num_empty)
-        is_hopeless = num_needed > self.num_evictable and not is_partial
-        victims = [] if is_hopeless else self._victims(num_needed, tenant)
+        victims = self._victims(num_needed, tenant, is_partial=is_partial)
         if len(victims) < num_needed and not is_partial:
             return None
         taken = [self._empty.popleft() for _ in range(min(count, self.num_empty))]
         for block in victims:
-            self._unlink(block)
+            remove(block)
             block_hash = block.block_hash
             assert block_hash is not None, block
             self._unindex(block)
@@ -173,7 +174,7 @@ class BlockPool:
         """Add a user to blocks that are in the index or in use."""
         for block in blocks:
             if not block.ref_count:
-                self._unlink(block)
+                remove(block)
             block.ref_count += 1
 
     def find(self, hashes: Iterable[BlockHash]) -> list[Block | None]:
@@ -190,14 +191,16 @@ class BlockPool:
         NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
         uses any longer goes to the young end if its content is whole, else it is emptied.
         """
-        evictable, has_pinned = self._evictable, self.pinned or self.wanted
+        unseen, num_of = self._first.unseen, self._first.num_of
+        is_plain = num_of is None and not (self.pinned or self.wanted)
         for block in blocks:
             assert block.ref_count > 0, block
             block.ref_count -= 1
             if block.ref_count:
                 continue
-            if block.is_ready and block.block_hash is not None and not has_pinned:
-                evictable[block] = None
+            if is_plain and block.is_ready and block.block_hash is not None:
+                unseen[block] = None  # as `_append` does, in less time
+                block.part = unseen
             else:
                 if not block.is_ready:
                     self._unindex(block)
@@ -206,19 +209,60 @@ class BlockPool:
     def pin(self, block: Block) -> None:
         """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""
         block.pin_count += 1
+        if block.part is not None:
+            block.part.order.look_again(block)
 
     def unpin(self, block: Block) -> None:
         """Take back one `pin`."""
         assert block.pin_count > 0, block
         block.pin_count -= 1
-        if block.ref_count == 0 and block.block_hash is None:
+        if block.part is not None:
+            block.part.order.look_again(block)
+        elif block.ref_count == 0 and block.block_hash is None:
             self._append(block)
+
+    def dirty(
+        self, num_ahead: int, *, at_most: int = sys.maxsize, most_looks: int = sys.maxsize
+    ) -> list[Block]:
+        """Return blocks to be copied, oldest first, so that so many can be evicted afterwards.
+
+        Args:
+            num_ahead: how many are to be clean, those included that copies read already.
+            at_most: how many to return at most.
+            most_looks: how many of the oldest blocks may be looked at for the first time.
+        """
+        found: list[Block] = []
+        for order in (self._first, self._last):
+            order.look_ahead(num_ahead, most_looks)
+            num_ahead -= order.num_ready
+            dirty = order.dirty(min(num_ahead, at_most - len(found)))
+            found += dirty
+            num_ahead -= len(dirty)
+            if num_ahead <= 0 or order.unseen:
+                break
+        return found
+
+    def postpone(self, block: Block) -> None:
+        """Have `dirty` return a block after the others: its copy cannot be started yet."""
+        if block.part is not None:
+            block.part.order.postpone(block)
+
+    def look_again(self, block_hash: BlockHash) -> None:
+        """Note that what `can_evict` says of a block may have changed."""
+        block = self._index.get(block_hash)
+        if block is not None and block.part is not None:
+            block.part.order.look_again(block)
+
+    def forget_looks(self) -> None:
+        """Note that what `can_evict` says of any block may have changed."""
+        self._first.forget_looks()
+        self._last.forget_looks()
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
         """Make a chain's evictable blocks (given head first) the youngest, its head last to go."""
         for block in reversed(self.find(hashes)):
-            if block is not None and block.ref_count == 0:
-                self._unlink(block)
+            if block is not None and block.part is not None:
+                remove(block)
                 self._append(block)
 
     def drop(self, block_hash: BlockHash) -> Block | None:
@@ -232,7 +276,7 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
-        places = Counter(chain(self._empty, self._evictable, self._last))
+        places = Counter(chain(self._empty, self._first, self._last))
         empty = set(self._empty)
         for block in self._blocks:
             is_hashed = block.block_hash is not None
@@ -245,6 +289,8 @@ class BlockPool:
                 raise IntegrityError(f"{block} is filled but not held")
             if is_free and is_hashed and not block.is_ready:
                 raise IntegrityError(f"{block} is evictable but was never filled")
+        self._first.check()
+        self._last.check()
         if self.num_pinned > self.most_pinned:
             raise IntegrityError(f"{self.num_pinned} blocks are held back")
         hashed = [block for block in self._blocks if block.block_hash is not None]
@@ -256,52 +302,62 @@ class BlockPool:
         if +self._num_of != Counter(block.tenant for block in hashed):
             raise IntegrityError("blocks are not counted to their tenants")
 
-    def _victims(self, num_needed: int, tenant: bytes | None) -> list[Block]:
-        """Choose so many blocks to evict, or fewer; what floors keep becomes the youngest."""
-        victims: list[Block] = []
-        kept: list[Block] = []
-        floors = self.floors if tenant is not None else {}
-        spare = {other: self._num_of[other] - floors[other] for other in floors if other != tenant}
-        for block in self._candidates(num_needed, kept):
-            if len(victims) == num_needed:
-                break
-            if spare.get(block.tenant, 1) <= 0:
-                kept.append(block)
-            elif not block.pin_count and self.can_evict(block):
-                victims.append(block)
-                if block.tenant in spare:
-                    spare[block.tenant] -= 1
-        self.num_kept = len(kept)
-        self.touch([block.block_hash for block in reversed(kept) if block.block_hash])
+    def _victims(self, num_needed: int, tenant: bytes | None, *, is_partial: bool) -> list[Block]:
+        """Choose so many blocks to evict; fewer, or none, where there are too few."""
+        spare = {
+            other: max(0, self._num_of[other] - floor)
+            for other, floor in self._floors.items()
+            if other != tenant
+        }
+        num_kept = sum(
+            max(0, _num_of(self._first, other) + _num_of(self._last, other) - num)
+            for other, num in spare.items()
+        )
+        num_lacking = num_needed - (self.num_evictable - num_kept)
+        self.num_kept = num_kept if tenant is not None else 0
+        is_hopeless = num_needed > self.num_evictable - self.num_kept
+        if not num_needed or (is_hopeless and not is_partial):
+            return []
+        most_looks = num_needed + PARTIAL_LOOKS if is_partial else sys.maxsize
+        victims = self._choose(num_needed, spare, most_looks)
+        if tenant is None and num_lacking > 0:
+            victims += self._choose(num_lacking, {}, most_looks, len(victims))
+        if len(victims) < num_needed and not is_partial:
+            for block in victims:
+                assert block.part is not None, block
+                block.part.order.put_back(block)
+            return []
         return victims
 
-    def _candidates(self, num_needed: int, kept: list[Block]) -> Iterator[Block]:
-        """Yield what may be evicted; of what is pinned, only as much as the rest cannot give.
+    def _choose(
+        self, num_needed: int, spare: dict[bytes, int], most_looks: int, num_chosen: int = 0
+    ) -> list[Block]:
+        """Choose among what is not pinned, and of the pinned only as much as the rest cannot give.
 
-        What is not pinned is waited for where it cannot go for now, but for the blocks kept.
+        What is not pinned is waited for where it cannot go yet.
         """
-        yield from self._evictable
-        for num_seen, block in enumerate(self._last, len(self._evictable)):
-            if num_seen - len(kept) >= num_needed:
-                break
-            yield block
+        first, last = self._first, self._last
+        num_kept = sum(max(0, _num_of(first, each) - num) for each, num in spare.items())
+        victims = first.choose(num_needed, spare, most_looks)
+        num_lacking = num_needed - max(0, len(first) - num_kept - num_chosen)
+        return victims + last.choose(num_lacking, spare, most_looks)
 
     def _append(self, block: Block) -> None:
         """Put a free block at the young end of its part of the list."""
         if block.block_hash is not None:
             is_wanted = block.block_hash in self.pinned or block.block_hash in self.wanted
             is_last = is_wanted and self.num_pinned < self.most_pinned
-            (self._last if is_last else self._evictable)[block] = None
+            (self._last if is_last else self._first).append(block)
         elif not block.pin_count:  # else `unpin` puts it there
             block.is_ready = False
             self._empty.append(block)
-
-    def _unlink(self, block: Block) -> None:
-        """Take a cached block out of the free list."""
-        del (self._last if block in self._last else self._evictable)[block]
 
     def _unindex(self, block: Block) -> None:
         if block.block_hash is not None:
             del self._index[block.block_hash]
             block.block_hash = None
             self._num_of[block.tenant] -= 1
+
+
+def _num_of(order: EvictionOrder, tenant: bytes) -> int:
+    return order.num_of[tenant] if order.num_of is not None else 0

@@ -85,7 +85,7 @@ def _expected(state: str, num_tokens: int) -> dict[str, int]:
     return {tier: num_tokens if tier == state else 0 for tier in ("device", "host")}
 
 
-class _NoCopies(BlockCopier):
+class NoCopies(BlockCopier):
     """Leaves the bytes where they are: what moving them costs is `bench transfer`'s to tell."""
 
     def _copy(self, *_: object) -> None:
@@ -101,7 +101,7 @@ class _Host:
             device=BlockPool(num_blocks),
             host=BlockPool(num_blocks),
             catalog=Catalog(RetentionPolicies()),
-            transfer=BlockTransfer[Any](_NoCopies(memory, memory)),
+            transfer=BlockTransfer[Any](NoCopies(memory, memory)),
             store=None,
             clock=Clock(),
             block_bytes=BLOCK_BYTES,

@@ -94,6 +94,7 @@ def test_a_pinned_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> Non
     pool.can_evict = is_clean
     assert pool.allocate(2) is None
     dirty.discard(hashes("c")[0])
+    pool.look_again(hashes("c")[0])
     assert pool.allocate(1) is not None
     assert order(pool) == "dab"
     assert len(pool.allocate(3, is_partial=True) or []) == 2

@@ -7,9 +7,11 @@ and counted.
 Called by the engine's thread only.
 """
 
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from itertools import groupby, islice
+from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -22,8 +24,18 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Ti
 
 POLL_S = 0.0005
 
-Waiting = dict[BlockHash, None]
-"""Blocks that are to go down, in order, each once."""
+MAX_MOVES = 16
+"""Copies, and writes, that one step starts beside two for each block that was computed before it.
+
+What waits is then moved a little faster than more comes, and a step never does more for it than
+follows from what it computes.
+"""
+
+LOOKS_PER_MOVE = 8
+"""Blocks that may be looked at for each move: most are clean already, or need no copy any more."""
+
+Waiting = OrderedDict[BlockHash, None]
+"""Blocks that are to go down, in order, each once; one that is started leaves."""
 
 
 class _Write(NamedTuple):
@@ -53,16 +65,20 @@ class Demoter:
         self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._behind: Waiting = {}
-        self._fresh: Waiting = {}
+        self._behind: Waiting = OrderedDict()  # for the disk, wherever they are
+        self._to_write: Waiting = OrderedDict()  # those that have a page
+        self._fresh: Waiting = OrderedDict()  # for the host
+        self._num_noted = 0  # since the last step
         self._num_copying = 0
         self._writing: dict[BlockHash, _Write] = {}
+        self._is_draining = False
         self._is_stale = True
+        self.has_more = False
 
     @property
     def is_idle(self) -> bool:
         """Whether nothing is on its way down."""
-        return not (self._num_copying or self._writing or self._behind)
+        return not (self._num_copying or self._writing or self._behind or self._to_write)
 
     def note_change(self) -> None:
         """Look at the reserves again at the next `pump`: blocks were allocated or released."""
@@ -70,39 +86,64 @@ class Demoter:
 
     def note_computed(self, entries: Iterable[Entry]) -> None:
         """Note blocks that were computed just now, for copies and writes ahead of need."""
+        fresh, behind = self._fresh, self._behind
+        claims, goes_to_disk = None, False
+        num_before = len(fresh)
         for entry in entries:
-            self._fresh.setdefault(entry.block_hash)
-            if len(self._fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
-                del self._fresh[next(iter(self._fresh))]
-            if self._tiers.is_write_behind:
-                self._behind.setdefault(entry.block_hash)
+            fresh[entry.block_hash] = None
+            if entry.claims is not claims:  # those of one prompt share theirs
+                claims = entry.claims
+                goes_to_disk = self._writes_soon and self._tiers.catalog.may_enter(entry, Tier.DISK)
+            if goes_to_disk:
+                behind[entry.block_hash] = None
+        self._num_noted += len(fresh) - num_before
+        while len(fresh) > self._tiers.device.num_blocks:  # the oldest has been evicted
+            fresh.popitem(last=False)
         self._is_stale = True
 
     def pump(self) -> None:
-        """Top up both reserves; a few microseconds when nothing has changed."""
-        if self._behind:
-            self._advance(self._behind, self._tiers.is_owed_to_disk, 2 * self._write_cap)
+        """Top up both reserves; a few microseconds when nothing has changed.
+
+        What a step does here follows from what it may start, not from what waits. Where more could
+        be started at once, `has_more` says so, and the next `pump` goes on.
+        """
+        at_most = MAX_MOVES + 2 * self._num_noted
+        self._num_noted, self.has_more = 0, False
+        if self._behind or self._to_write:
+            self._write_behind(at_most)
         if not self._is_stale:
             return
         self._is_stale = False
         device, host = self._tiers.device, self._tiers.host
         if device.num_empty < self._device_reserve:
-            self.demote(self._device_reserve - device.num_empty)
+            self._keep_going(self.demote(self._device_reserve - device.num_empty, at_most), at_most)
         # NOTE: where running requests hold nearly all blocks, those that end let go of many at
         # once, and the next ones need them at once. Whole blocks never change, so copies of what
         # is in use need not wait.
         if device.num_free < self._device_reserve:
-            self._advance(self._fresh, self._is_owed_to_host, 2 * self._device_reserve)
+            self._keep_going(self._copy_first(self._fresh, self._is_owed_to_host, at_most), at_most)
         if host.num_empty < self._host_reserve:
-            self.write(self._host_reserve - host.num_empty)
+            self._keep_going(self.write(self._host_reserve - host.num_empty, at_most), at_most)
 
-    def demote(self, num_blocks: int) -> int:
-        """Start copying the dirty ones of the oldest `num_blocks` device blocks; count them."""
-        return self._copy_out(_dirty(self._tiers.device, num_blocks))
+    def demote(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
+        """Start copies until so many device blocks are clean, or will be; count what was started.
 
-    def write(self, num_pages: int) -> int:
-        """Start writing the dirty ones of the oldest `num_pages` host pages; count them."""
-        return self._write_out(_dirty(self._tiers.host, num_pages))
+        Args:
+            num_ahead: how many are to be clean, the oldest ones.
+            at_most: how many copies to start at most.
+        """
+        return self._copy_out(self._dirty(self._tiers.device, num_ahead, at_most))
+
+    def write(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
+        """Start writes until so many host pages are clean, or will be; count what was started.
+
+        Args:
+            num_ahead: how many are to be clean, the oldest ones.
+            at_most: how many writes to start at most.
+        """
+        room = self._write_cap - len(self._writing)
+        pages = self._dirty(self._tiers.host, num_ahead, min(at_most, room)) if room else []
+        return self._write_out(pages)
 
     def on_copied(self, began_at: float, pairs: list[tuple[Block, Block]]) -> None:
         """Finish copies to the host: the page may serve hits, the device block may be reused."""
@@ -110,10 +151,13 @@ class Demoter:
         tiers.counters.note_move("device,host", began_at)
         self._num_copying -= len(pairs)
         for block, page in pairs:
-            tiers.device.unpin(block)
-            if page.block_hash is not None:  # else expired or evicted by hand meanwhile
+            block_hash = page.block_hash
+            if block_hash is not None:  # else expired or evicted by hand meanwhile
                 page.is_ready = True
                 tiers.counters.demoted_host_blocks += 1
+                if self._writes_soon and tiers.is_owed_to_disk(block_hash):
+                    self._to_write[block_hash] = None
+            tiers.device.unpin(block)
             tiers.host.release([page])
         self._is_stale = True
 
@@ -124,34 +168,36 @@ class Demoter:
         tiers.counters.note_move("host,disk", began_at)
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
         assert tiers.store is not None
-        tiers.host.unpin(page)
         self._is_stale = True
         if not event.ok:
             text = "a block could not be written to disk (%s)"
             count_failure(tiers.counters.store_failures, event.reason, text)
             entry.is_droppable = True
-            return
-        tiers.counters.demoted_disk_blocks += 1
-        if catalog.get(entry.block_hash) is not entry:  # expired or evicted by hand meanwhile
+            tiers.device.look_again(entry.block_hash)
+        elif catalog.get(entry.block_hash) is not entry:  # expired or evicted by hand meanwhile
+            tiers.counters.demoted_disk_blocks += 1
             tiers.store.delete([entry.block_hash], "evicted")
-            return
-        entry.disk_expires_at = record.expires_at
-        item = catalog.touch_item(entry, tiers.clock.now())
-        told = record.expires_at, record.pinned_until
-        if (entry.disk_expires_at, entry.pinned_until) != told:  # a claim has come meanwhile
-            tiers.store.touch([item])
+        else:
+            tiers.counters.demoted_disk_blocks += 1
+            entry.disk_expires_at = record.expires_at
+            item = catalog.touch_item(entry, tiers.clock.now())
+            told = record.expires_at, record.pinned_until
+            if (entry.disk_expires_at, entry.pinned_until) != told:  # a claim has come meanwhile
+                tiers.store.touch([item])
+        tiers.host.unpin(page)
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
 
         At least a reserve of them: the next allocation must not wait in its turn.
         """
-        at_most = max(num_blocks, self._device_reserve)
-        for block in _dirty(self._tiers.device, at_most):
-            entry = self._tiers.catalog.get(block.block_hash)
-            if entry is not None and not block.pin_count:
+        tiers = self._tiers
+        for block in tiers.device.dirty(max(num_blocks, self._device_reserve)):
+            entry = tiers.catalog.get(block.block_hash)
+            if entry is not None:
                 entry.is_droppable = True
-                self._tiers.counters.demotions_dropped += 1
+                tiers.device.look_again(entry.block_hash)
+                tiers.counters.demotions_dropped += 1
 
     def flush(self, to: Tier, *, deadline: float) -> bool:
         """Empty the tiers above `to` of everything that no request uses.
@@ -200,15 +246,22 @@ class Demoter:
                 parent = recency[entry.parent_hash]
                 recency[entry.parent_hash] = max(parent, recency[entry.block_hash])
         entries.sort(key=lambda entry: (-recency[entry.block_hash], entry.position))
-        wanted = dict.fromkeys(entry.block_hash for entry in entries)
-        while wanted and time.monotonic() < deadline:
-            self._poll()
-            self._advance(wanted, self._tiers.is_owed_to_disk, 2 * self._write_cap)
-            is_moving = self._num_copying or self._writing
-            if not is_moving:  # host pages that come later stand in the way
-                self.write(self._tiers.host.num_blocks)
-            progress("writing to disk", len(entries) - len(wanted), len(entries))
-            time.sleep(POLL_S)
+        self._is_draining, is_over = True, False
+        self._to_write.clear()
+        while entries and not is_over and time.monotonic() < deadline:
+            owed = [entry for entry in entries if self._tiers.is_owed_to_disk(entry.block_hash)]
+            self._behind = OrderedDict.fromkeys(entry.block_hash for entry in owed)
+            is_over = not owed
+            while not self.is_idle and time.monotonic() < deadline:
+                self._poll()
+                self._write_behind(2 * self._write_cap)
+                is_moving = self._num_copying or self._writing
+                if not is_moving:  # host pages that come later stand in the way
+                    self.write(self._tiers.host.num_blocks)
+                num_left = len(self._behind) + len(self._to_write) + len(self._writing)
+                progress("writing to disk", max(0, len(entries) - num_left), len(entries))
+                time.sleep(POLL_S)
+        self._is_draining = False
         return sum(not entry.is_on_disk for entry in entries)
 
     def check(self) -> None:
@@ -224,33 +277,80 @@ class Demoter:
         block = self._tiers.device.lookup(block_hash)
         return block is not None and block.is_ready and not self._tiers.device.can_evict(block)
 
-    def _advance(self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int) -> None:
-        """Move the first of `wanted` one step down; those that are owed no more leave."""
-        owed: list[BlockHash] = []
-        done: list[BlockHash] = []
-        for block_hash in wanted:
-            (owed if is_owed(block_hash) else done).append(block_hash)
-            if len(owed) == at_most:
-                break
-        for block_hash in done:
-            del wanted[block_hash]
-        pages, blocks = self._tiers.host.find(owed), self._tiers.device.find(owed)
-        self._write_out([page for page in pages if page is not None and page.is_ready])
-        self._copy_out([block for block in blocks if block is not None and block.is_ready])
+    @property
+    def _writes_soon(self) -> bool:
+        """Whether blocks are to be written to disk though nothing needs their room."""
+        return self._tiers.is_write_behind or self._is_draining
+
+    def _keep_going(self, num_started: int, at_most: int) -> None:
+        """Note whether only the bound of one step has ended what it started."""
+        if num_started >= at_most:
+            self._is_stale = self.has_more = True
+
+    def _write_behind(self, at_most: int) -> None:
+        """Take the first blocks that are owed to the disk one step down."""
+        num_moved = 0
+        if len(self._to_write) < at_most:
+            num_moved = self._copy_first(self._behind, self._tiers.is_owed_to_disk, at_most)
+        num_moved = max(num_moved, self._write_first(at_most))
+        self.has_more = self.has_more or num_moved >= at_most
+
+    def _copy_first(
+        self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int
+    ) -> int:
+        """Start copies of the first of `wanted`; return how many were started or looked at.
+
+        Those that are started leave, and those that are owed no more. Those that have a page go on
+        to be written.
+        """
+        tiers, blocks, num_looks = self._tiers, list[Block](), 0
+        while wanted and len(blocks) < at_most and num_looks < LOOKS_PER_MOVE * at_most:
+            block_hash, _ = wanted.popitem(last=False)
+            num_looks += 1
+            if not is_owed(block_hash):
+                continue
+            page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
+            if page is not None:
+                if page.is_ready and self._writes_soon:  # else whoever fills it will see to it
+                    self._to_write[block_hash] = None
+            elif block is not None and block.is_ready:
+                blocks.append(block)
+        num_started = self._copy_out(blocks)
+        left = [block for block in blocks if not block.pin_count]
+        for block in left if tiers.shares else reversed(left):
+            assert block.block_hash is not None, block
+            wanted[block.block_hash] = None
+            if not tiers.shares:  # else a tenant that has no room keeps no other waiting
+                wanted.move_to_end(block.block_hash, last=False)
+        is_full = num_looks == LOOKS_PER_MOVE * at_most and not left
+        return at_most if is_full else num_started
+
+    def _write_first(self, at_most: int) -> int:
+        """Start writes of the first blocks that have a page; return how many."""
+        tiers, pages = self._tiers, list[Block]()
+        room = min(at_most, self._write_cap - len(self._writing))
+        while self._to_write and len(pages) < room:
+            block_hash, _ = self._to_write.popitem(last=False)
+            page = tiers.host.lookup(block_hash)
+            if page is not None and page.is_ready and tiers.is_owed_to_disk(block_hash):
+                pages.append(page)
+        return self._write_out(pages)
+
+    def _dirty(self, pool: BlockPool, num_ahead: int, at_most: int) -> list[Block]:
+        """Return the oldest blocks of a pool that have to go down for so many to be clean."""
+        looks = at_most if at_most == sys.maxsize else LOOKS_PER_MOVE * at_most
+        return pool.dirty(num_ahead, at_most=at_most, most_looks=looks)
 
     def _copy_out(self, blocks: list[Block]) -> int:
         """Start copying device blocks into host pages, as many as there are pages for."""
         tiers = self._tiers
-        wanted = [  # the others' pages are being filled already, from here or disk
-            block
-            for block in blocks
-            if block.block_hash is not None and tiers.host.lookup(block.block_hash) is None
-        ]
         pairs: list[tuple[Block, Block]] = []
-        for tenant, group in groupby(wanted, key=attrgetter("tenant")):
-            each = list(group)
-            pages = tiers.host.allocate(len(each), tenant=tenant, is_partial=True)
-            pairs += zip(each, pages or [], strict=False)
+        for tenant, group in groupby(blocks, key=attrgetter("tenant")):
+            each = [block for block in group if self._can_be_copied(block)]
+            pages = tiers.host.allocate(len(each), tenant=tenant, is_partial=True) or []
+            pairs += zip(each, pages, strict=False)
+            for block in each[len(pages) :] if tiers.shares else ():
+                tiers.device.postpone(block)
         for block, page in pairs:
             assert block.block_hash is not None, block
             tiers.device.pin(block)
@@ -270,6 +370,7 @@ class Demoter:
             entry = catalog.get(page.block_hash)
             expires_at = entry and catalog.disk_deadline(entry, now)
             if not entry or not expires_at or entry.block_hash in self._writing:
+                tiers.host.postpone(page)
                 continue
             if len(self._writing) == self._write_cap:
                 break
@@ -282,11 +383,12 @@ class Demoter:
             tiers.store.store(items)
         return len(items)
 
-
-def _dirty(pool: BlockPool, num_oldest: int) -> list[Block]:
-    """Return those of the oldest blocks that nobody uses whose eviction would lose something."""
-    oldest = islice(pool.evictable(), num_oldest)
-    return [block for block in oldest if not pool.can_evict(block)]
+    def _can_be_copied(self, block: Block) -> bool:
+        """Return whether no page of a block is being filled already, from here or from disk."""
+        is_free = block.block_hash is not None and self._tiers.host.lookup(block.block_hash) is None
+        if not is_free:
+            self._tiers.device.postpone(block)
+        return is_free
 
 
 def _drop_clean(pool: BlockPool) -> int:

@@ -169,6 +169,7 @@ class Promoter:
         if record is not None and not reason:
             tiers.catalog.add(tiers.catalog.entry_of(record))
             page.is_ready = True
+            tiers.device.look_again(block_hash)
             tiers.counters.promoted_disk_blocks += len(read.waiting)
         else:
             self._count_failure(reason)

@@ -63,7 +63,7 @@ class TieredCache:
             LookupDone: self._on_lookup_done,
             PageLoaded: self.promoter.on_page_loaded,
             PageStored: self.demoter.on_page_stored,
-            WorkerUp: lambda _: tiers.catalog.forget_disk(),
+            WorkerUp: lambda _: self._forget_disk(),
             ControlRequest: self.control_requests.append,
         }
 
@@ -369,6 +369,12 @@ class TieredCache:
             readable, found = self._readable(prefix), event.found
             self.promoter.prefetch({each: found[each] for each in readable if each in found})
             self.pin(prefix)
+
+    def _forget_disk(self) -> None:
+        """Count no block as being on disk: another worker has come up."""
+        self.tiers.catalog.forget_disk()
+        for pool in self.tiers.pools.values():
+            pool.forget_looks()
 
     def _take_chain(
         self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]

@@ -158,6 +158,8 @@ class Tiers:
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
         """Count a copy that made room for another, and forget a block that has no other."""
         self.counters.evictions[f"{tier},capacity"] += 1
+        if tier is Tier.HOST:
+            self.device.look_again(block_hash)  # its copy below is gone
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")

@@ -1,0 +1,417 @@
+"""Measures what one step of the engine's thread costs beside long queues of every kind.
+
+    python -m tests.stress.step_cost --entries 32768
+
+The scheduler and the tiered cache are the real ones; the blocks are of a few bytes and the store's
+worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries in
+one queue, and the median and the longest time of the steps beside it. A step that costs more with
+more entries holds up the next token of every stream.
+"""
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import click
+import msgspec
+import torch
+
+from tests.fake_store import EMPTY_STATS, DAY_S, kept_by
+from tests.stress.engine_thread import NoCopies
+from tieredkv.bench import raw
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.block_pool import BlockPool
+from tieredkv.block_transfer import BlockTransfer
+from tieredkv.cache.catalog import Catalog, Entry
+from tieredkv.cache.prefix import Prefix
+from tieredkv.cache.tiered import TieredCache
+from tieredkv.cache.tiers import Tiers
+from tieredkv.clock import Clock
+from tieredkv.engine.engine_messages import EngineRequest
+from tieredkv.engine.request import Request
+from tieredkv.engine.sampler import SamplerState
+from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.scheduler import Scheduler
+from tieredkv.retention import RetentionPolicies
+from tieredkv.storage.client import Event, StoreClient
+from tieredkv.storage.codec import Extent, Located, encode_record
+from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.worker_messages import LentPage, LookupDone, PageStored, StoreCall, WorkerUp
+from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
+
+BLOCK_BYTES = 8
+PROMPT_BLOCKS = 512
+ROOT = BlockHash(b"step cost".ljust(32, b"\0"))
+PARAMS = SamplingParams(max_tokens=64, temperature=0.0)
+
+Row = dict[str, Any]
+Steps = Iterator[Callable[[], object]]
+"""Yields, once what waits is in its queue, the steps that are to be measured."""
+
+
+class _Worker(StoreClient):
+    """A store's worker that ends what it was lent only when it is told to."""
+
+    def __init__(self) -> None:
+        self.shares: dict[bytes, float] = {}
+        self.lent: list[LentPage] = []
+        self.num_lookups = 0
+        self._events: list[Event] = []
+
+    def lookup(self, hashes: Sequence[bytes]) -> int:
+        self.num_lookups += 1
+        return self.num_lookups
+
+    def load(self, pages: Sequence[LentPage]) -> None:
+        pass
+
+    def store(self, pages: Sequence[LentPage]) -> None:
+        msgspec.msgpack.encode(StoreCall(list(pages), self.shares))  # as what is sent is
+        self.lent += pages
+
+    def touch(self, items: Sequence[TouchItem]) -> None:
+        pass
+
+    def delete(self, hashes: Sequence[bytes], reason: str) -> None:
+        pass
+
+    def tell(self, event: Event) -> None:
+        self._events.append(event)
+
+    def write(self, num_pages: int) -> None:
+        done, self.lent = self.lent[:num_pages], self.lent[num_pages:]
+        self._events += [PageStored(page.record.block_hash, page.page_id, "") for page in done]
+
+    def poll(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def stats(self) -> StoreStats:
+        return EMPTY_STATS
+
+
+class _Clock(Clock):
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moment = 1_800_000_000.0
+
+    def now(self) -> float:
+        return self.moment
+
+
+class _Engine:
+    """A scheduler over pools of tiny blocks, beside a store."""
+
+    def __init__(
+        self, num_blocks: int, *, num_pages: int | None = None, is_write_behind: bool = False
+    ) -> None:
+        num_pages = num_pages or num_blocks
+        device = torch.zeros(num_blocks, BLOCK_BYTES, dtype=torch.uint8)
+        host = torch.zeros(num_pages, BLOCK_BYTES, dtype=torch.uint8)
+        self.clock, self.worker, self.random = _Clock(), _Worker(), random.Random(0)
+        self.tiers = Tiers(
+            device=BlockPool(num_blocks),
+            host=BlockPool(num_pages),
+            catalog=Catalog(RetentionPolicies()),
+            transfer=BlockTransfer[Any](NoCopies(device, host)),
+            store=self.worker,
+            clock=self.clock,
+            block_bytes=BLOCK_BYTES,
+            is_write_behind=is_write_behind,
+            device_reserve_blocks=1024,
+        )
+        self.cache = TieredCache(self.tiers)
+        self.scheduler = Scheduler(
+            cache=self.cache,
+            block_size=16,
+            max_num_seqs=256,
+            max_num_batched_tokens=8192,
+            max_num_alone_tokens=8192,
+            hash_algo="sha256",
+        )
+
+    def step(self) -> None:
+        """Do what a step does in the cache, when nothing else is there to do."""
+        self.cache.poll()
+        self.cache.pump()
+
+    def chain(self, num_blocks: int) -> list[BlockHash]:
+        """Return hashes that were never seen."""
+        return [BlockHash(self.random.randbytes(32)) for _ in range(num_blocks)]
+
+    def prefix(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
+        """Return a new chain, not asked for yet."""
+        return Prefix(ROOT, tenant, self.chain(num_blocks), claims=kept_by(retention))
+
+    def compute(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> Prefix:
+        """Compute a new chain, which stays in use; prompts that are not on disk are not asked."""
+        prefix = self.prefix(num_blocks, retention, tenant)
+        prefix.records.update(dict.fromkeys(prefix.hashes))
+        for _ in range(100_000):
+            if self.cache.admit(prefix, num_blocks):
+                break
+            self.worker.write(len(self.worker.lent))
+            self.step()
+        else:
+            raise AssertionError("there is no room for a prompt")
+        self.cache.complete(prefix, 0, num_blocks)
+        return prefix
+
+    def fill(self, num_blocks: int, retention: str = "24h", tenant: bytes = b"") -> None:
+        """Compute chains of so many blocks in all, which nobody uses any longer."""
+        for _ in range(num_blocks // PROMPT_BLOCKS):
+            self.cache.release(self.compute(PROMPT_BLOCKS, retention, tenant))
+
+    def request(self, number: int, tenant: str = "", num_tokens: int = 64) -> Request:
+        """Return a request with a prompt of its own."""
+        asked = EngineRequest(
+            request_id=str(number),
+            prompt_token_ids=list(range(num_tokens)),
+            params=PARAMS,
+            tenant=tenant,
+        )
+        prefix = self.prefix(num_tokens // 16, "in_memory")
+        prefix.records.update(dict.fromkeys(prefix.hashes))
+        return Request(asked, prefix, SamplerState(PARAMS, 0), max_output_tokens=64)
+
+
+def _owed_to_a_stuck_worker(entries: int) -> Steps:
+    """`write_behind` owes the disk so many blocks, and the worker finishes none."""
+    engine = _Engine(2 * entries, num_pages=2 * entries, is_write_behind=True)
+    engine.fill(entries)
+    for _ in range(entries // 16):  # as many as are taken
+        engine.step()
+    while True:
+        yield engine.step
+
+
+def _owed_to_a_busy_worker(entries: int) -> Steps:
+    """`write_behind` owes the disk so many blocks, and the worker writes 32 a step."""
+    engine = _Engine(2 * entries, num_pages=2 * entries, is_write_behind=True)
+    engine.fill(entries)
+    engine.step()
+    while True:
+        engine.worker.write(32)
+        yield engine.step
+
+
+def _owed_beside_a_smaller_host(entries: int) -> Steps:
+    """As before, where host memory holds a quarter of them."""
+    engine = _Engine(2 * entries, num_pages=entries // 4, is_write_behind=True)
+    engine.fill(entries)
+    engine.step()
+    while True:
+        engine.worker.write(32)
+        yield engine.step
+
+
+def _noted(entries: int) -> Steps:
+    """8,192 computed blocks are noted, after as many others as the pool has blocks."""
+    engine = _Engine(entries, is_write_behind=True)
+    engine.fill(entries)
+    now = engine.clock.now()
+    while True:
+        made = [
+            Entry(each, ROOT, ROOT, b"", 0, now, now, frozenset({"24h"}))
+            for each in engine.chain(8192)
+        ]
+        yield lambda made=made: engine.cache.demoter.note_computed(made)  # type: ignore[misc]
+
+
+def _host_is_full(entries: int) -> Steps:
+    """Host memory is full of blocks that are owed to the disk; a stream takes a block a step."""
+    engine = _Engine(entries)
+    engine.fill(4 * entries)
+    stream = engine.compute(1)
+
+    def step() -> None:
+        engine.step()
+        engine.cache.extend(stream)
+
+    for _ in range(50):
+        step()
+    while True:
+        engine.worker.write(32)
+        yield step
+
+
+def _nothing_can_go(entries: int) -> Steps:
+    """Every page of host memory is owed to a worker that finishes none; VRAM wants more of them."""
+    engine = _Engine(2 * entries, num_pages=entries)
+    engine.fill(entries)
+    for _ in range(64):
+        engine.cache.demoter.demote(entries)
+        engine.step()
+    engine.fill(entries // 2)
+    while True:
+        engine.cache.demoter.note_change()
+        yield lambda: (engine.cache.demoter.demote(32), engine.step())
+
+
+def _blocks_of_floors(entries: int) -> Steps:
+    """All that could be evicted is of another tenant's floor; a stream wants a block."""
+    engine = _Engine(entries)
+    owner, other = b"owner...", b"other..."
+    engine.tiers.give_shares({owner: 1.0})
+    engine.fill(entries, "in_memory", owner)
+    stream = engine.prefix(1, "in_memory", other)
+    while True:
+        yield lambda: engine.cache.extend(stream)
+
+
+def _passing_through(entries: int) -> Steps:
+    """Prompts of 512 blocks pass through pools that so many others fill."""
+    engine = _Engine(entries)
+    engine.fill(4 * entries, "in_memory")
+    while True:
+        yield lambda: engine.fill(PROMPT_BLOCKS, "in_memory")
+
+
+def _end_together(entries: int) -> Steps:
+    """So many blocks expire at one moment."""
+    while True:
+        engine = _Engine(entries)
+        engine.fill(entries, "in_memory")
+        engine.clock.moment += DAY_S
+        for _ in range(8):
+            yield engine.step
+
+
+def _worker_restarts(entries: int) -> Steps:
+    """Another worker has taken over from one that died."""
+    engine = _Engine(entries)
+    engine.fill(entries)
+    while True:
+        engine.worker.tell(WorkerUp(EMPTY_STATS))
+        yield engine.step
+
+
+def _late_reads(entries: int) -> Steps:
+    """Requests wait for so many blocks from disk; others end."""
+    engine = _Engine(2 * entries, num_pages=64)
+    now = engine.clock.now()
+    for _ in range(entries // PROMPT_BLOCKS):
+        prefix = engine.prefix(PROMPT_BLOCKS)
+        engine.cache.arrive(prefix, is_next=True)
+        found = {
+            each: encode_record(Located(_record(each, now), Extent(1, 0), BLOCK_BYTES, bytes(16)))
+            for each in prefix.hashes
+        }
+        engine.worker.tell(LookupDone(prefix.lookup_job or 0, found))
+        engine.step()
+        engine.cache.admit(prefix, PROMPT_BLOCKS)
+    while True:
+        other = engine.compute(1, "in_memory")
+        yield lambda other=other: (engine.cache.release(other), engine.step())  # type: ignore[misc]
+
+
+def _record(block_hash: BlockHash, now: float) -> BlockRecord:
+    return BlockRecord(
+        block_hash=block_hash,
+        parent_hash=ROOT,
+        root=ROOT,
+        namespace=b"",
+        position=0,
+        size_bytes=BLOCK_BYTES,
+        retention="24h",
+        computed_at=now,
+        expires_at=now + DAY_S,
+        last_used=now,
+    )
+
+
+def _requests_wait(entries: int) -> Steps:
+    """So many requests of one tenant wait; one is cancelled, one comes, one more is admitted."""
+    yield from _wait_of(entries, num_tenants=1)
+
+
+def _tenants_wait(entries: int) -> Steps:
+    """So many requests wait, 4,096 tenants' of them; again one goes, one comes."""
+    yield from _wait_of(entries, num_tenants=4096)
+
+
+def _wait_of(entries: int, num_tenants: int) -> Steps:
+    engine = _Engine(4096)
+    scheduler, made = engine.scheduler, list[Request]()
+    for number in range(entries):
+        made.append(engine.request(number, str(number % num_tenants)))
+        scheduler.waiting.append(made[-1])
+
+    def step() -> None:
+        scheduler.remove(made.pop())
+        made.append(engine.request(len(made), "0"))
+        scheduler.add(made[-1])
+        scheduler.waiting.check_room("0", 2 * entries)
+        rows = scheduler.schedule()
+        for row in rows:
+            scheduler.complete(row)
+        engine.cache.pump()
+        for row in rows:
+            scheduler.remove(row.request)
+
+    while True:
+        yield step
+
+
+def _lookups_wait(entries: int) -> Steps:
+    """The disk has not answered so many lookups; one more request arrives."""
+    engine = _Engine(4096)
+    for _ in range(entries):
+        engine.cache.arrive(engine.prefix(4))
+    while True:
+        yield lambda: engine.cache.arrive(engine.prefix(4))
+
+
+CASES: dict[str, Callable[[int], Steps]] = {
+    "owed to a stuck worker": _owed_to_a_stuck_worker,
+    "owed to a busy worker": _owed_to_a_busy_worker,
+    "owed beside a smaller host tier": _owed_beside_a_smaller_host,
+    "8,192 blocks noted": _noted,
+    "host tier full": _host_is_full,
+    "host tier stuck": _nothing_can_go,
+    "all of another's floor": _blocks_of_floors,
+    "512 blocks passing through": _passing_through,
+    "expired together": _end_together,
+    "worker restarted": _worker_restarts,
+    "reads waiting": _late_reads,
+    "requests waiting": _requests_wait,
+    "requests of 4,096 tenants waiting": _tenants_wait,
+    "lookups waiting": _lookups_wait,
+}
+
+
+def run(progress: Progress, *, entries: int, steps: int, only: str = "") -> list[Row]:
+    """Measure so many steps of each case beside so many entries."""
+    rows = []
+    for name, case in tracked(progress, "measuring", list(CASES.items())):
+        if only not in name:
+            continue
+        times_ms, beside = [], case(entries)
+        for _ in range(steps):
+            step = next(beside)
+            start = time.perf_counter()
+            step()
+            times_ms.append(1e3 * (time.perf_counter() - start))
+        row = {"queue": name, "entries": entries, "steps": steps}
+        rows.append(row | {"median_ms": statistics.median(times_ms), "max_ms": max(times_ms)})
+    return rows
+
+
+@click.command()
+@click.option("--entries", default=32_768, show_default=True, help="In each queue.")
+@click.option("--steps", default=100, show_default=True, help="Measured steps of each case.")
+@click.option("--only", default="", help="Part of the name of the cases to be measured.")
+@click.option("--commit", help="Commit to report, for a tree without its history.")
+def main(commit: str | None, **options: Any) -> None:
+    """Measure, and print JSON."""
+    head = raw.head(commit, "python -m tests.stress.step_cost")
+    click.echo(json.dumps(head | {"rows": run(terminal_progress(), **options)}))
+
+
+if __name__ == "__main__":
+    main()
