@@ -286,15 +286,21 @@ class EngineCore:
         algo = self.settings.hash_algo
         self.tiers.give_shares({tenant_digest(t, algo=algo): it for t, it in shares.items()})
 
-    def evict(self, wanted: EvictFilter = EVERYTHING, blocks: Collection[BlockHash] = ()) -> int:
+    def evict(
+        self,
+        wanted: EvictFilter = EVERYTHING,
+        following: Collection[BlockHash] = (),
+        before: Collection[BlockHash] = (),
+    ) -> int:
         """Drop blocks from VRAM and host memory; count them.
 
         Args:
             wanted: which of them.
-            blocks: further blocks of the chains that it names.
+            following: further blocks that it names; see `Catalog.chains`.
+            before: further blocks that are before those.
         """
         now = self.tiers.clock.now()
-        chains = self.tiers.catalog.chains(wanted.ids, blocks)
+        chains = self.tiers.catalog.chains(wanted.ids, following, before)
         return self.cache.evict(
             lambda entry: (
                 (not wanted.ids or entry.block_hash in chains)
@@ -451,11 +457,15 @@ class EngineCore:
             if event.call.verb == "df":
                 answer = self.tier_stats()
             else:
-                evicted = self.evict(event.call.wanted, list(map(BlockHash, event.blocks)))
+                wanted = event.call.wanted
+                unknown_ids = self.tiers.catalog.unknown_ids(wanted.ids)
+                blocks = (map(BlockHash, each) for each in (event.following, event.before))
+                evicted = self.evict(wanted, *map(set, blocks))
                 freed_bytes = evicted * self.kv_spec.block_bytes
-                if event.call.wanted == EVERYTHING:
+                if wanted == EVERYTHING:
                     self.tiers.catalog.note_empty_disk()
                 answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
+                answer |= {"unknown_ids": unknown_ids}
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
 

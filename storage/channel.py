@@ -8,6 +8,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from typing import Generic, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ MAX_ENGINE_FRAME_BYTES = 256 << 20
 """Between engine and worker, who trust each other; 8,192 records are about 3 MiB."""
 
 MAX_CONTROL_FRAME_BYTES = 1 << 20
-"""From a command-line client: a verb and its filter, at most some thousand block hashes."""
+"""From a command-line client: a verb and its filter, with at most some thousand ids."""
 
 MAX_QUEUED_BYTES = 32 << 20
 """What may wait for a side that does not read before callers hold back what can be held back."""
@@ -99,6 +100,22 @@ class FrameChannel(Generic[Incoming]):
             self._outbound.clear()
         return True
 
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the other side has taken all that was sent; whether it did so in time.
+
+        What arrives meanwhile is dropped.
+
+        Raises:
+            EOFError: the other side is gone.
+            StorageError: the other side does not speak this protocol.
+        """
+        deadline = time.monotonic() + timeout_s
+        while self.has_queued:
+            if (left_s := deadline - time.monotonic()) <= 0:
+                return False
+            self._wait(left_s)
+        return True
+
     def receive(self, timeout_s: float | None = 0.0) -> list[Incoming]:
         """Return messages that have arrived in whole; none if nothing happens for `timeout_s`.
 
@@ -106,18 +123,22 @@ class FrameChannel(Generic[Incoming]):
             EOFError: the other side is gone.
             StorageError: the other side does not speak this protocol.
         """
+        while (messages := self._wait(timeout_s)) == []:
+            pass
+        return messages or []
+
+    def _wait(self, timeout_s: float | None) -> list[Incoming] | None:
+        """Do what is next: send on, or read, and return what is whole; None if nothing happens."""
         if self._ready.closed:
             raise EOFError
-        messages: list[Incoming] = []
-        while not messages and (ready := self._ready.poll(timeout_s)):
-            (_, events) = ready[0]
-            if events & select.EPOLLOUT:
-                with self._sending:
-                    if self._push():
-                        self._ready.modify(self._socket, select.EPOLLIN)
-            if events & ~select.EPOLLOUT:
-                messages = self._read()
-        return messages
+        if not (ready := self._ready.poll(timeout_s)):
+            return None
+        (_, events) = ready[0]
+        if events & select.EPOLLOUT:
+            with self._sending:
+                if self._push():
+                    self._ready.modify(self._socket, select.EPOLLIN)
+        return self._read() if events & ~select.EPOLLOUT else []
 
     def _read(self) -> list[Incoming]:
         try:

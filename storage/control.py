@@ -5,14 +5,16 @@ the same worker and talks to that. It knows no tables and no exit codes.
 """
 
 import contextlib
+import functools
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from tieredkv.errors import (
     StorageError,
@@ -25,16 +27,23 @@ from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
 
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""
 
+Asking = Generator[list[ChainInfo], None, dict[str, Any]]
+"""Yields the pages of an answer, if it has any, and returns the rest of it."""
+
 _GONE = (ConnectionError, FileNotFoundError, BlockingIOError, EOFError)
 _ATTEMPTS = 20
 _RETRY_S = 0.25
+MAX_REPLY_BYTES = 16 << 20
+"""In one frame from the worker: a page of a list, or an answer that has a bounded size."""
+
+_MAX_IDS = 8192  # in one frame of the size that the worker accepts
 _decoder = msgspec.msgpack.Decoder(ControlReply)
 
 
@@ -62,39 +71,65 @@ class StoreControl:
 
     def df(self) -> dict[str, Any]:
         """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`."""
-        return self._ask(ControlCall("df"))
+        return self._answer(ControlCall("df"))
 
-    def ls(self) -> dict[str, Any]:
-        """Return `{"chains": [...]}`, what the disk tier holds by chain."""
-        return self._ask(ControlCall("ls"))
+    def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, int]:
+        """Yield what the disk tier holds by chain, some chains at a time, the last used first.
+
+        The worker waits until a page is taken before it makes the next one. Close the generator if
+        it is not to be read to its end. It returns how many chains there are.
+
+        Args:
+            limit: at most so many; None for all.
+        """
+        body = yield from self._ask(ControlCall("ls", limit=limit))
+        return int(body["num_chains"])
 
     def evict(self, wanted: EvictFilter) -> dict[str, Any]:
         """Drop blocks from every tier; `{"evicted_blocks", "freed_bytes", "unknown_ids", ...}`.
 
         Copies count: a block that was in three tiers is evicted three times. `disk` has the disk
-        tier's part.
+        tier's part. Of many ids some are sent at a time: a dry run then leaves out blocks that
+        only chains of different parts share.
         """
-        return self._ask(ControlCall("evict", wanted))
+        parts = range(0, max(len(wanted.ids), 1), _MAX_IDS)
+        some = [replace(wanted, ids=wanted.ids[start : start + _MAX_IDS]) for start in parts]
+        answers = [self._answer(ControlCall("evict", each)) for each in some]
+        return functools.reduce(_add, answers)
 
     def verify(
         self, *, repair: bool = True, progress: VerbProgress | None = None
     ) -> dict[str, Any]:
         """Read every block and compare; `{"checked", "bad", "by_reason", "repaired"}`."""
-        return self._ask(ControlCall("verify", repair=repair), progress)
+        return self._answer(ControlCall("verify", repair=repair), progress)
 
     # --- asking ------------------------------------------------------------------------------
 
-    def _ask(self, call: ControlCall, progress: VerbProgress | None = None) -> dict[str, Any]:
+    def _answer(self, call: ControlCall, progress: VerbProgress | None = None) -> dict[str, Any]:
+        """Ask what is answered without pages."""
+        asking = self._ask(call, progress)
+        while True:
+            try:
+                next(asking)
+            except StopIteration as ending:
+                body: dict[str, Any] = ending.value
+                return body
+
+    def _ask(self, call: ControlCall, progress: VerbProgress | None = None) -> Asking:
         """Ask the live worker, or one started for this; again while it is just coming or going."""
         folder_fd = _open_folder(self._path)
+        self._has_page = False
         try:
             for attempt in range(_ATTEMPTS):
                 if attempt:
                     time.sleep(_RETRY_S)
                 with contextlib.suppress(*_GONE), _connect(folder_fd) as connection:
-                    return self._converse(connection, call, progress)
+                    return (yield from self._converse(connection, call, progress))
+                if self._has_page:
+                    what = "went away in the middle of its answer, which ends here"
+                    raise StoreUnreachableError(f"the store worker of `{self._path}` {what}")
                 with contextlib.suppress(StoreBusyError):
-                    return self._ask_own_worker(folder_fd, call, progress)
+                    return (yield from self._ask_own_worker(folder_fd, call, progress))
         finally:
             os.close(folder_fd)
         raise StoreUnreachableError(
@@ -107,7 +142,7 @@ class StoreControl:
         call: ControlCall,
         progress: VerbProgress | None,
         index: messages.IndexStart = "as_it_is",
-    ) -> dict[str, Any]:
+    ) -> Asking:
         """Have a worker of our own serve the stopped store meanwhile.
 
         Where that fails without saying why, `verify` has the next one look for damage first; where
@@ -127,7 +162,7 @@ class StoreControl:
                         refused = named(message.kind, message.message)
                     is_up |= isinstance(message, messages.WorkerUp)
             with _connect(folder_fd) as connection:
-                body = self._converse(connection, call, progress)
+                body = yield from self._converse(connection, call, progress)
         except _GONE:
             pass
         finally:
@@ -138,9 +173,9 @@ class StoreControl:
         if body is not None:
             return body
         if call.verb == "verify" and end.is_unexplained and index == "as_it_is":
-            return self._ask_own_worker(folder_fd, call, progress, "examined")
+            return (yield from self._ask_own_worker(folder_fd, call, progress, "examined"))
         if call.verb == "verify" and call.repair and end.is_damage and index != "set_aside":
-            body = self._ask_own_worker(folder_fd, call, progress, "set_aside")
+            body = yield from self._ask_own_worker(folder_fd, call, progress, "set_aside")
             by_reason = {"index": 1, **body["by_reason"]}
             bad, repaired = sum(by_reason.values()), body["repaired"] + 1
             return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
@@ -162,8 +197,8 @@ class StoreControl:
 
     def _converse(
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None
-    ) -> dict[str, Any]:
-        channel = FrameChannel(sock, _decoder)
+    ) -> Asking:
+        channel = FrameChannel(sock, _decoder, MAX_REPLY_BYTES)
         channel.send(call)
         while True:
             for reply in self._next(channel):
@@ -171,6 +206,9 @@ class StoreControl:
                     case messages.ControlProgress(done, total):
                         if progress is not None:
                             progress(done, total)
+                    case messages.ControlPage(chains):
+                        self._has_page = True
+                        yield chains
                     case messages.ControlResult(body):
                         return body
                     case messages.Refused(kind, text):
@@ -190,6 +228,26 @@ class StoreControl:
                 f"{self._answer_timeout_s:g} s\nhint: it may be stopped, or its disk may hang"
             )
         return received
+
+
+def chains_document(pages: Iterable[list[ChainInfo]]) -> Iterator[str]:
+    """Yield the parts of the JSON document that lists chains: `{"chains": [...]}`."""
+    before = '{"chains": ['
+    for page in pages:
+        yield before + ", ".join(msgspec.json.encode(chain).decode() for chain in page)
+        before = ", "
+    yield "]}" if before == ", " else before + "]}"
+
+
+def _add(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Add what two parts of an eviction answered."""
+    added = {**one, **other}
+    for key in one.keys() & other.keys():
+        if isinstance(other[key], dict):
+            added[key] = _add(one[key], other[key])
+        elif isinstance(other[key], int | list):
+            added[key] = one[key] + other[key]
+    return added
 
 
 def _open_folder(path: str) -> int:

@@ -11,7 +11,6 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing, suppress
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -19,7 +18,14 @@ import msgspec
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.storage.folder import SOCKET
-from tieredkv.storage.worker_messages import ControlCall, ControlProgress, ControlResult, refusal
+from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.worker_messages import (
+    ControlCall,
+    ControlPage,
+    ControlProgress,
+    ControlResult,
+    refusal,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +35,39 @@ _LEAVING_S = 2.0
 _PAUSE_S = 0.1
 _decoder = msgspec.msgpack.Decoder(ControlCall)
 
-Report = Callable[[int, int], None]
-"""Called with (blocks done, blocks in all); EOFError once nobody listens any more."""
 
-CarryOut = Callable[[ControlCall, Report], dict[str, Any]]
+class Caller:
+    """The client whose call is carried out: it hears of progress and gets a long answer by pages.
+
+    Both methods raise EOFError once nobody listens any more.
+    """
+
+    def __init__(self, channel: FrameChannel[ControlCall]) -> None:
+        self._channel = channel
+
+    def report(self, done: int, total: int) -> None:
+        """Tell how many blocks are done, if the client reads what it is told."""
+        self._channel.receive()  # if only the end of the client
+        if not self._channel.has_queued:
+            self._channel.send(ControlProgress(done, total))
+
+    def send_page(self, chains: list[ChainInfo]) -> None:
+        """Send a part of the answer, and wait until the client has taken it."""
+        self._channel.send(ControlPage(chains))
+        _drain(self._channel)
+
+
+CarryOut = Callable[[ControlCall, Caller], dict[str, Any]]
+
+
+def _drain(channel: FrameChannel[ControlCall]) -> None:
+    """Wait until a client has taken what it was sent, but not for ever.
+
+    Raises:
+        StorageError: it does not read.
+    """
+    if not channel.drain(_SILENCE_S):
+        raise StorageError(f"a control client has not read its answer for {_SILENCE_S:g} s")
 
 
 def socket_address(folder_fd: int) -> str:
@@ -112,13 +147,15 @@ class ControlServer:
                 while calls := channel.receive(_SILENCE_S):
                     self._idle.pop(sock, None)
                     for call in calls:
-                        answer = self._answer(call, partial(_report, channel))
+                        answer = self._answer(call, Caller(channel))
                         with self._answering:
                             channel.send(answer)
-                            if call is calls[-1]:
+                            if call is calls[-1] and not channel.has_queued:
                                 self._idle[sock] = None
+                        _drain(channel)
+                    self._idle[sock] = None
         except StorageError as error:
-            logger.warning("a control client talks nonsense: %s", error)
+            logger.warning("the connection of a control client is closed: %s", error)
         except (EOFError, OSError):  # it is gone, or there is no descriptor for it
             pass
         finally:
@@ -126,10 +163,10 @@ class ControlServer:
             sock.close()
             self._room.release()
 
-    def _answer(self, call: ControlCall, report: Report) -> msgspec.Struct:
+    def _answer(self, call: ControlCall, caller: Caller) -> msgspec.Struct:
         """Have a call carried out; a bug of ours ends the call, never the worker."""
         try:
-            return ControlResult(self._carry_out(call, report))
+            return ControlResult(self._carry_out(call, caller))
         except EOFError:
             raise
         except TieredKVError as error:
@@ -137,9 +174,3 @@ class ControlServer:
         except Exception as error:
             logger.exception("a verb broke")
             return refusal(StorageError(f"the store worker broke: {error!r}"))
-
-
-def _report(channel: FrameChannel[ControlCall], done: int, total: int) -> None:
-    channel.receive()  # if only the end of the client
-    if not channel.has_queued:  # else it does not read
-        channel.send(ControlProgress(done, total))

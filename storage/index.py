@@ -353,6 +353,17 @@ class IndexTxn:
             except CorruptBlockError:
                 yield key, None
 
+    def links(self, start: bytes = b"") -> Iterator[tuple[bytes, codec.Link | None]]:
+        """Walk as `blocks` does, but read only who follows whom; None for bytes that are no record.
+
+        The seals of the records are not checked.
+        """
+        return ((key, codec.decode_link(data)) for key, data in self._walk("blocks", start))
+
+    def hashes_from(self, start: bytes) -> Iterator[bytes]:
+        """Walk over the hashes of all entries from a key on, without looking at the entries."""
+        return (key for key, _ in self._walk("blocks", start))
+
     def _put_keys(self, located: Located) -> None:
         record = located.record
         self._txn.put(record.block_hash, codec.encode_record(located), db=self._blocks)

@@ -7,94 +7,232 @@ import math
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice
+from copy import copy
+from itertools import chain, islice, takewhile
+from typing import NamedTuple, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec.structs import asdict
 
 from tieredkv.errors import CorruptBlockError, StorageError
+from tieredkv.storage import codec
 from tieredkv.storage.allocator import TXN_BLOCKS, batches
 from tieredkv.storage.codec import Located, padded_bytes
 from tieredkv.storage.compression import aligned_buffer
 from tieredkv.storage.index import IndexTxn
 from tieredkv.storage.lmdb_store import BlockStore, reason_of
-from tieredkv.storage.results import ChainInfo, EvictFilter, EvictResult, VerifyResult
-from tieredkv.types import BlockRecord
+from tieredkv.storage.results import (
+    ChainInfo,
+    EvictFilter,
+    EvictResult,
+    VerifyResult,
+    chain_id,
+    named_blocks,
+)
 
 _KEY_BYTES = 8
+_GATHERED_BLOCKS = 1024  # in one step
+PAGE_CHAINS = 256
+_MAX_SHARED_SUMS = 8192
+
+Value = TypeVar("Value")
 
 
 class Chains:
-    """Who follows whom among the stored blocks, gathered in one walk, at sixteen bytes a block.
+    """Who follows whom among the stored blocks, as one walk over them found it.
 
     Blocks may come and go meanwhile; it is as right as any list is a moment later. It knows a block
-    by the first bytes of its hash, so one in 10^13 may be taken for another's parent.
+    by the first bytes of its hash, so one in 10^13 may be taken for another's parent, and by its
+    place among these keys. It takes 36 bytes a block.
     """
 
     def __init__(self) -> None:
-        self._blocks = array("Q")
+        self._keys = array("Q")  # sorted, as the walk goes by them
         self._parents = array("Q")
-        self.leaves: list[bytes] = []
+        self._last_used = array("d")
+        self._children = array("I")  # places of all blocks, those of one parent together
+        self._parents_of_children = array("Q")
+        self.leaves = array("I")  # places of blocks that none follows, the last used first
 
-    def add(self, records: Iterable[BlockRecord]) -> None:
-        """Take blocks into account."""
-        for record in records:
-            self._blocks.append(_key(record.block_hash))
-            self._parents.append(_key(record.parent_hash))
+    def add(self, links: Sequence[tuple[bytes, codec.Link]]) -> None:
+        """Take blocks into account, in the order of their hashes."""
+        self._keys.extend([_key(block_hash) for block_hash, _ in links])
+        self._parents.extend([_key(link.parent_hash) for _, link in links])
+        self._last_used.extend([link.last_used for _, link in links])
 
-    def starts_of_leaves(self) -> list[bytes]:
-        """First bytes of each block that none follows; nothing is added after this."""
-        blocks, parents = (np.array(keys, np.uint64) for keys in (self._blocks, self._parents))
-        parents.sort()
-        self._parents = array("Q", parents.tobytes())
-        behind = np.searchsorted(parents, blocks, "right")
-        leaves = blocks[behind == np.searchsorted(parents, blocks)].tolist()
-        return [key.to_bytes(_KEY_BYTES, "big") for key in leaves]
+    def arrange(self) -> None:
+        """Find children and leaves once all blocks are added; takes half a second a million."""
+        keys, parents = np.array(self._keys, np.uint64), np.array(self._parents, np.uint64)
+        children = np.argsort(parents, kind="stable")
+        self._children = array("I", children.astype(np.uint32).tobytes())
+        parents = parents[children]
+        self._parents_of_children = array("Q", parents.tobytes())
+        num_children = np.searchsorted(parents, keys, "right") - np.searchsorted(parents, keys)
+        leaves = np.flatnonzero(num_children == 0)
+        last_used = np.array(self._last_used, np.float64)[leaves]
+        leaves = leaves[np.lexsort((leaves, -last_used))]
+        self.leaves = array("I", leaves.astype(np.uint32).tobytes())
 
-    def named(self, chain_id: str) -> list[bytes]:
-        """The leaves whose hash starts with these hex digits, if there are any digits."""
-        wanted = chain_id.lower()
-        return [leaf for leaf in self.leaves if wanted and leaf.hex().startswith(wanted)]
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def key(self, place: int) -> bytes:
+        """First bytes of a block's hash."""
+        return self._keys[place].to_bytes(_KEY_BYTES, "big")
+
+    def find(self, block_hash: bytes) -> int | None:
+        """The place of a block; None if it was not stored."""
+        return self._place(_key(block_hash))
+
+    def parent(self, place: int) -> int | None:
+        """The place of the block before this one; None if it was not stored."""
+        return self._place(self._parents[place])
+
+    def children(self, place: int) -> Sequence[int]:
+        """The places of the blocks that follow this one."""
+        return self._children[slice(*self._range(self._keys[place]))]
 
     def num_children(self, block_hash: bytes) -> int:
-        """How many stored blocks follow this one."""
-        key = _key(block_hash)
-        return bisect_right(self._parents, key) - bisect_left(self._parents, key)
+        """How many stored blocks follow the block of this hash."""
+        start, end = self._range(_key(block_hash))
+        return end - start
+
+    def _range(self, key: int) -> tuple[int, int]:
+        parents = self._parents_of_children
+        return bisect_left(parents, key), bisect_right(parents, key)
+
+    def _place(self, key: int) -> int | None:
+        place = bisect_left(self._keys, key)
+        return place if place < len(self) and self._keys[place] == key else None
+
+
+def gathering(store: BlockStore) -> Generator[None, None, Chains]:
+    """See which blocks there are and whom they follow, in steps; nothing is arranged yet."""
+    chains, now = Chains(), store.clock.now()
+    for entries in _walking(store, IndexTxn.links, _GATHERED_BLOCKS):
+        chains.add([(key, link) for key, link in entries if link and now < link.expires_at])
+        yield
+    return chains
+
+
+class Chosen(NamedTuple):
+    """The blocks that ids name, as they are on disk; those behind others come first.
+
+    Attributes:
+        following: the named blocks and what follows them.
+        before: blocks before them that no other chain uses.
+        unknown_ids: ids that name no block.
+    """
+
+    following: Sequence[bytes] = ()
+    before: Sequence[bytes] = ()
+    unknown_ids: tuple[str, ...] = ()
+
+
+NOTHING_CHOSEN = Chosen()
 
 
 def choosing(
-    store: BlockStore, ids: Sequence[str]
-) -> Generator[None, None, tuple[list[bytes], tuple[str, ...]]]:
-    """Name the blocks that no chain but these uses, tails first; and the ids of none."""
-    now = store.clock.now()
-    chains = yield from _gathering(store, now)
-    named = {id_: chains.named(id_) for id_ in ids}
-    chosen: list[bytes] = []
-    taken: Counter[bytes] = Counter()
-    for leaf in dict.fromkeys(leaf for leaves in named.values() for leaf in leaves):
+    store: BlockStore, chains: Chains, ids: Sequence[str]
+) -> Generator[None, None, Chosen]:
+    """Find the blocks that the chains of these ids have for themselves, in steps."""
+    seeds, unknown_ids = dict[int, None](), list[str]()
+    for id_ in ids:
         with store.index.reading() as txn:
-            for located in _climb(txn, leaf, now):
-                block_hash = located.record.block_hash
-                if chains.num_children(block_hash) > taken[block_hash]:
-                    break  # another chain joins
-                chosen.append(block_hash)
-                taken[located.record.parent_hash] += 1
+            named = _seeds(txn, chains, id_)
+        seeds.update(dict.fromkeys(named))
+        if not named:
+            unknown_ids.append(id_)
         yield
-    return chosen, tuple(id_ for id_, leaves in named.items() if not leaves)
+    is_chosen, following, before = bytearray(len(chains)), array("I"), array("I")
+    for seed in seeds:
+        branch, waiting = array("I"), [seed]
+        while waiting:
+            if not is_chosen[place := waiting.pop()]:
+                is_chosen[place] = True
+                branch.append(place)
+                waiting += chains.children(place)
+                if len(branch) % _GATHERED_BLOCKS == 0:
+                    yield
+        following.extend(reversed(branch))
+    num_chosen = Counter[int]()
+    for seed in seeds:
+        parent = chains.parent(seed)
+        while parent is not None and not is_chosen[parent]:
+            num_chosen[parent] += 1
+            if num_chosen[parent] < len(chains.children(parent)):
+                break  # another chain joins
+            is_chosen[parent] = True
+            before.append(parent)
+            if len(before) % _GATHERED_BLOCKS == 0:
+                yield
+            parent = chains.parent(parent)
+    hashes = []
+    for places in (following, before):
+        found = list[bytes]()
+        for start in range(0, len(places), _GATHERED_BLOCKS):
+            with store.index.reading() as txn:
+                some = [_stored(txn, chains, at) for at in places[start : start + _GATHERED_BLOCKS]]
+            found += [block_hash for block_hash in some if block_hash]
+            yield
+        hashes.append(found)
+    return Chosen(hashes[0], hashes[1], tuple(unknown_ids))
 
 
-def evicting(store: BlockStore, which: EvictFilter) -> Generator[None, None, EvictResult]:
-    """Drop and erase what an operator chose, in steps; chains that are named, tails first."""
+def _seeds(txn: IndexTxn, chains: Chains, id_: str) -> list[int]:
+    """The places of the blocks that an id names, but for those before another of them.
+
+    Its last block says which chain is meant. Its first one is needed where that is gone, or cut off
+    by a hole.
+    """
+    names = named_blocks(id_)
+    if names is None:
+        return []
+    firsts, lasts = (_named(txn, chains, digits) if digits else [] for digits in names)
+    above = set[int]()
+    for last in lasts:
+        place: int | None = last
+        while place is not None and place not in above:
+            above.add(place)
+            place = chains.parent(place)
+    return [*lasts, *(first for first in firsts if first not in above)]
+
+
+def _named(txn: IndexTxn, chains: Chains, digits: str) -> list[int]:
+    """The places of the blocks whose hash starts with these hex digits."""
+    start = bytes.fromhex(digits[: len(digits) // 2 * 2])
+    hashes = takewhile(lambda each: each.startswith(start), txn.hashes_from(start))
+    places = (chains.find(each) for each in hashes if each.hex().startswith(digits))
+    return [place for place in places if place is not None]
+
+
+def _stored(txn: IndexTxn, chains: Chains, place: int) -> bytes | None:
+    """The whole hash of a block; None if it has gone."""
+    key = chains.key(place)
+    block_hash = next(txn.hashes_from(key), b"")
+    return block_hash if block_hash.startswith(key) else None
+
+
+def evicting(
+    store: BlockStore, which: EvictFilter, chosen: Chosen = NOTHING_CHOSEN
+) -> Generator[None, None, EvictResult]:
+    """Drop and erase what an operator wants gone, in steps; chains that are named, tails first.
+
+    Args:
+        store: the store.
+        which: which blocks.
+        chosen: what the ids of the filter name.
+    """
     now = store.clock.now()
-    unknown_ids: tuple[str, ...] = ()
     source: Iterator[Sequence[Located | None]] = iter(())
-
     if which.ids:
-        hashes, unknown_ids = yield from choosing(store, which.ids)
+        hashes = [*chosen.following, *chosen.before]
         source = (list(map(store.locate, batch)) for batch in batches(hashes))
     elif which.all or which.older_than_s is not None or which.namespace_prefix:
-        source = ([each for _, each in entries] for entries in _walking(store))
+        source = ([each for _, each in entries] for entries in _walking(store, IndexTxn.blocks))
     num_evicted = freed_bytes = 0
     for some in source:
         records = ((each, each.record) for each in some if each)
@@ -106,20 +244,26 @@ def evicting(store: BlockStore, which: EvictFilter) -> Generator[None, None, Evi
         yield
     if not which.dry_run:
         yield from store.slots.erasing()
-    return EvictResult(num_evicted, freed_bytes, unknown_ids)
+    return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids)
 
 
-def listing(store: BlockStore) -> Generator[None, None, list[ChainInfo]]:
-    """List every chain of blocks that have not expired, the last used first, in steps."""
-    now = store.clock.now()
-    chains = yield from _gathering(store, now)
-    found: list[ChainInfo] = []
-    shared: dict[bytes, ChainInfo] = {}
-    for leaf in chains.leaves:
+def listing(
+    store: BlockStore, chains: Chains, limit: int | None = None
+) -> Generator[list[ChainInfo] | None, None, None]:
+    """List chains, those whose last block was used last first, in steps and by pages.
+
+    A chain whose last blocks have gone meanwhile is listed as what is left of it.
+    """
+    now, shared = store.clock.now(), dict[bytes, _Sums]()
+    page: list[ChainInfo] = []
+    for leaf in chains.leaves[:limit]:
         with store.index.reading() as txn:
-            found += _sum_up(txn, chains, leaf, shared, now)
-        yield
-    return sorted(found, key=lambda chain: (-chain.last_used_max, chain.id))
+            page += _sum_up(txn, chains, leaf, shared, now)
+        is_full = len(page) == PAGE_CHAINS
+        yield page if is_full else None
+        page = [] if is_full else page
+    if page:
+        yield page
 
 
 def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Iterator[None]:
@@ -128,7 +272,7 @@ def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Itera
     What was found so far is in `result`; what is bad is dropped if it is to be repaired.
     """
     is_whole, page = True, memoryview(b"")
-    for block_hash in (key for entries in _walking(store) for key, _ in entries):
+    for block_hash in (key for entries in _walking(store, IndexTxn.blocks) for key, _ in entries):
         with store.index.reading() as txn:
             entry = dict(islice(txn.blocks(block_hash), 1))
         if block_hash not in entry:  # gone since the walk came by
@@ -162,7 +306,11 @@ def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Itera
             store.make_index_again()
 
 
-def _walking(store: BlockStore) -> Iterator[list[tuple[bytes, Located | None]]]:
+def _walking(
+    store: BlockStore,
+    walk: Callable[[IndexTxn, bytes], Iterator[tuple[bytes, Value]]],
+    num_entries: int = TXN_BLOCKS,
+) -> Iterator[list[tuple[bytes, Value]]]:
     """Walk over all entries, a slice a step; blocks may come and go between two steps.
 
     It ends where keys go back, or it might never do so.
@@ -170,7 +318,7 @@ def _walking(store: BlockStore) -> Iterator[list[tuple[bytes, Located | None]]]:
     start = b""
     while True:
         with store.index.reading() as txn:
-            entries = list(islice(txn.blocks(start), TXN_BLOCKS))
+            entries = list(islice(walk(txn, start), num_entries))
         keys = [start, *(key for key, _ in entries)]
         if keys != sorted(keys):
             return store.ask_for_rebuild()
@@ -180,66 +328,97 @@ def _walking(store: BlockStore) -> Iterator[list[tuple[bytes, Located | None]]]:
         start = keys[-1] + b"\0"
 
 
-def _gathering(store: BlockStore, now: float) -> Generator[None, None, Chains]:
-    """See which chains there are, in steps."""
-    chains = Chains()
-    for entries in _walking(store):
-        stored = (located.record for _, located in entries if located)
-        chains.add(record for record in stored if now < record.expires_at)
-        yield
-    for start in chains.starts_of_leaves():
-        with store.index.reading() as txn:
-            chains.leaves += [key for key, _ in islice(txn.blocks(start), 1)]
-        yield
-    return chains
+class _Sums(msgspec.Struct):
+    """The sums over the first blocks of a chain; see `ChainInfo`."""
+
+    blocks: int = 0
+    bytes: int = 0
+    stored_bytes: int = 0
+    computed_at_min: float = math.inf
+    computed_at_max: float = 0.0
+    expires_at_min: float = math.inf
+    last_used_max: float = 0.0
+    hits: int = 0
+
+    def add(self, located: Located) -> None:
+        """Count one more block."""
+        record = located.record
+        self.blocks += 1
+        self.bytes += record.size_bytes
+        self.stored_bytes += located.payload_bytes
+        self.computed_at_min = min(record.computed_at, self.computed_at_min)
+        self.computed_at_max = max(record.computed_at, self.computed_at_max)
+        self.expires_at_min = min(record.expires_at, self.expires_at_min)
+        self.last_used_max = max(record.last_used, self.last_used_max)
+        self.hits += record.hits
+
+
+def _sum_up(
+    txn: IndexTxn, chains: Chains, leaf: int, shared: dict[bytes, _Sums], now: float
+) -> list[ChainInfo]:
+    """Describe a chain, if anything of its own is left.
+
+    Args:
+        txn: for reading.
+        chains: as they were gathered.
+        leaf: the place of its last block.
+        shared: sums up to blocks where chains part, so that what they share is summed up once; the
+            latest few are kept.
+        now: what has expired by then is not there.
+    """
+    path: list[Located] = []
+    sums = _Sums()
+    for located in _climb(txn, _last_stored(txn, chains, leaf), now):
+        if (known := shared.get(located.record.block_hash)) is not None:
+            sums = copy(known)
+            break
+        path.append(located)
+    if not path:
+        return []
+    first = path[-1]
+    for located, following in zip(reversed(path), [*reversed(path[:-1]), None], strict=True):
+        sums.add(located)
+        block_hash = located.record.block_hash
+        if following is not None and chains.num_children(block_hash) > 1:
+            shared[block_hash] = copy(sums)
+            if len(shared) > _MAX_SHARED_SUMS:
+                del shared[next(iter(shared))]
+            first = following
+    last = path[0].record
+    info = ChainInfo(
+        id=chain_id(first.record.block_hash, last.block_hash),
+        namespace=last.namespace.hex(),
+        root=last.root.hex(),
+        last_position=last.position,
+        retention=last.retention,
+        last_used=last.last_used,
+        **asdict(sums),
+    )
+    return [info]
+
+
+def _last_stored(txn: IndexTxn, chains: Chains, leaf: int) -> bytes:
+    """The hash of the last block that is left of a chain's own; b"" if none is."""
+    place: int | None = leaf
+    while place is not None:
+        if (block_hash := _stored(txn, chains, place)) is not None:
+            return block_hash
+        place = chains.parent(place)
+        if place is not None and len(chains.children(place)) > 1:
+            break
+    return b""
 
 
 def _climb(txn: IndexTxn, leaf: bytes, now: float) -> Iterator[Located]:
     """The stored blocks of a chain, from its leaf on; it ends at a hole."""
     block_hash, below = leaf, math.inf
     with suppress(CorruptBlockError):
-        while (located := txn.get(block_hash)) and located.record.position < below:
+        while block_hash and (located := txn.get(block_hash)) and located.record.position < below:
             if now >= located.record.expires_at:
                 break
             yield located
             block_hash, below = located.record.parent_hash, located.record.position
 
 
-def _sum_up(
-    txn: IndexTxn, chains: Chains, leaf: bytes, shared: dict[bytes, ChainInfo], now: float
-) -> list[ChainInfo]:
-    """Describe a chain, if it is there; where chains part, what they share is summed up once."""
-    path: list[Located] = []
-    info = None
-    for located in _climb(txn, leaf, now):
-        if (info := shared.get(located.record.block_hash)) is not None:
-            break
-        path.append(located)
-    for located in reversed(path):
-        info = _extend(info, located)
-        if chains.num_children(located.record.block_hash) > 1:
-            shared[located.record.block_hash] = info
-    return [info] if info else []
-
-
 def _key(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0"), "big")
-
-
-def _extend(before: ChainInfo | None, located: Located) -> ChainInfo:
-    record = located.record
-    return ChainInfo(
-        id=record.block_hash.hex(),
-        namespace=record.namespace.hex(),
-        root=record.root.hex(),
-        blocks=1 + (before.blocks if before else 0),
-        last_position=record.position,
-        bytes=record.size_bytes + (before.bytes if before else 0),
-        stored_bytes=located.payload_bytes + (before.stored_bytes if before else 0),
-        retention=record.retention,
-        computed_at_min=min(record.computed_at, before.computed_at_min if before else 1e300),
-        computed_at_max=max(record.computed_at, before.computed_at_max if before else 0.0),
-        expires_at_min=min(record.expires_at, before.expires_at_min if before else 1e300),
-        last_used_max=max(record.last_used, before.last_used_max if before else 0.0),
-        hits=record.hits + (before.hits if before else 0),
-    )

@@ -30,7 +30,8 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
         all: every block.
         older_than_s: blocks unused for at least this long.
         namespace_prefix: hex prefix of the namespace digest.
-        ids: chains by their hex id or a prefix of it; blocks that other chains share stay.
+        ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
+            that other chains share stay. See `ChainInfo`.
         dry_run: count what would go, and change nothing.
     """
 
@@ -47,16 +48,51 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
         return namespace.hex().startswith((self.namespace_prefix or "").lower())
 
 
+_ID_DIGITS = 32
+MIN_ID_DIGITS = 8
+"""An id with fewer digits would name other chains, too, in a store of millions of blocks."""
+
+
+def chain_id(first: bytes, last: bytes) -> str:
+    """Return the id of a chain from the hashes of its own first block and of its last one."""
+    return f"{first.hex()[:_ID_DIGITS]}-{last.hex()[:_ID_DIGITS]}"
+
+
+def short_id(chain_id: str, num_digits: int) -> str:
+    """Shorten both hashes of a chain's id; the result names the chain as well."""
+    return "-".join(part[:num_digits] for part in chain_id.split("-"))
+
+
+def named_blocks(chain_id: str) -> tuple[str, str] | None:
+    """Return the digits by which an id names a first and a last block, "" where it names no last.
+
+    None for what cannot be an id: too few digits, or no digits.
+    """
+    first, dash, last = chain_id.lower().partition("-")
+    parts = (first, last) if dash else (first,)
+    is_id = all(len(each) >= MIN_ID_DIGITS and not set(each) - _HEX for each in parts)
+    return (first, last) if is_id else None
+
+
+_HEX = frozenset("0123456789abcdef")
+
+
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One chain: a block without a stored successor, and all stored blocks before it.
 
+    An id is made of the hashes of two blocks: the first one that is the chain's own, behind the
+    last one that it shares with another chain, and the chain's last one. Eviction takes the last
+    blocks of a chain first, and the first ones expire first: while one of the two is stored, the
+    id names what is left of the chain. Either hash, or its first digits, is an id as well.
+
     Attributes:
-        id: hex of the last block's hash.
+        id: the first digits of both hashes, with a dash between them.
         namespace, root: hex digests; chains of one model, in one namespace, share their root.
         blocks: stored blocks, those shared with other chains included.
         last_position: position of the last block; `blocks - 1` where there is no hole.
         bytes, stored_bytes: of these blocks, and of their payloads as they are on disk.
         retention: retention policy of the last block.
+        last_used: last use of the last block; `last_used_max` is that of any of the blocks.
     """
 
     id: str
@@ -70,6 +106,7 @@ class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     computed_at_min: float
     computed_at_max: float
     expires_at_min: float
+    last_used: float
     last_used_max: float
     hits: int
 

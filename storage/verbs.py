@@ -18,7 +18,7 @@ import msgspec
 
 from tieredkv.errors import ConfigError, CorruptIndexError, StoreFailedError
 from tieredkv.storage import inspection
-from tieredkv.storage.control_server import Report
+from tieredkv.storage.control_server import Caller
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import EvictFilter, StoreStats, VerifyResult
 from tieredkv.storage.worker_messages import ControlCall, ControlRequest, EngineAnswer
@@ -26,8 +26,11 @@ from tieredkv.storage.worker_messages import ControlCall, ControlRequest, Engine
 _ENGINE_TIMEOUT_S = 5.0
 _SLICE_S = 0.02
 _REPORT_INTERVAL_S = 0.1
+_ASKED_BLOCKS = 65_536  # of which the engine is told in one frame
+_SUMMED = ("evicted_blocks", "freed_bytes")
 
 Hand = Callable[[Callable[[], None]], None]
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 Steps = Generator[None, None, Result]
 """What the index thread does a little at a time."""
@@ -63,16 +66,16 @@ class Verbs:
         """For how long nobody has asked for anything."""
         return 0.0 if self._running else time.monotonic() - self._ended_at
 
-    def carry_out(self, call: ControlCall, report: Report) -> dict[str, Any]:
+    def carry_out(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
         """Do what a client asks for and return what it is told."""
         self._running.append(call)
         try:
-            return self._carry_out(call, report)
+            return self._carry_out(call, caller)
         finally:
             self._ended_at = time.monotonic()
             self._running.remove(call)
 
-    def _carry_out(self, call: ControlCall, report: Report) -> dict[str, Any]:
+    def _carry_out(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
         match call.verb:
             case "df":
                 tiers = {"device": None, "host": None, **self._ask(call)}
@@ -80,33 +83,62 @@ class Verbs:
                 disk = msgspec.to_builtins(self._finish(self._figures()))
                 return {**tiers, "disk": disk, "writer_pid": writer_pid}
             case "ls":
-                return {"chains": msgspec.to_builtins(self._finish(inspection.listing(self.store)))}
+                chains = self._gather()
+                for page in self._steps(inspection.listing(self.store, chains, call.limit)):
+                    caller.send_page(page)
+                return {"num_chains": len(chains.leaves)}
             case "evict":
                 return self._evict(call)
             case "verify":
-                return dict(msgspec.to_builtins(self._verify(report, repair=call.repair)))
+                return dict(msgspec.to_builtins(self._verify(caller, repair=call.repair)))
 
     def _evict(self, call: ControlCall) -> dict[str, Any]:
         wanted, engine = call.wanted, dict[str, Any]()
         if wanted == EvictFilter(dry_run=wanted.dry_run):
             raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
+        unknown_to_engine = set(wanted.ids)
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
-            # RAM may have a chain's head without the tail that its id names.
-            blocks, _ = self._finish(inspection.choosing(self.store, wanted.ids))
-            engine = self._ask(call, blocks)
+            engine = self._evict_from_ram(call)
+            unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
         settled = threading.Event()
         self.after_writes(settled.set)
         settled.wait()
-        result = self._finish(inspection.evicting(self.store, wanted))
+        chosen = self._choose(wanted.ids)
+        result = self._finish(inspection.evicting(self.store, wanted, chosen))
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
-        return {**engine, **sums, "unknown_ids": list(result.unknown_ids), "disk": disk}
+        unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
+        return {**engine, **sums, "unknown_ids": unknown_ids, "disk": disk}
+
+    def _evict_from_ram(self, call: ControlCall) -> dict[str, Any]:
+        """Have the engine evict, in questions that fit into a frame; sum up what it answers."""
+        # RAM may have a part of a chain without the blocks that its id names.
+        chosen = self._choose(call.wanted.ids)
+        *following, last = _frames_of(chosen.following)
+        first, *before = _frames_of(chosen.before)
+        questions = [*((some, []) for some in following), (last, first), *(([], b) for b in before)]
+        answers = [self._ask(call, *question) for question in questions]
+        told = {key: answer[key] for answer in reversed(answers) for key in answer}
+        sums = {key: sum(answer.get(key, 0) for answer in answers) for key in _SUMMED}
+        return {**told, **sums}
+
+    def _choose(self, ids: Sequence[str]) -> inspection.Chosen:
+        """Find what ids name, if there are any."""
+        if not ids:
+            return inspection.NOTHING_CHOSEN
+        return self._finish(inspection.choosing(self.store, self._gather(), ids))
+
+    def _gather(self) -> inspection.Chains:
+        """See which chains there are; arranging them needs no index, and holds up no other verb."""
+        chains = self._finish(inspection.gathering(self.store))
+        chains.arrange()
+        return chains
 
     def _figures(self) -> Steps[StoreStats]:
         yield
         return self.store.stats()
 
-    def _verify(self, report: Report, *, repair: bool) -> VerifyResult:
+    def _verify(self, caller: Caller, *, repair: bool) -> VerifyResult:
         """Verify; an index that cannot be read ends the worker, and its next start makes it again.
 
         Raises:
@@ -114,7 +146,7 @@ class Verbs:
         """
         result = VerifyResult()
         try:
-            self._finish(self._verifying(report, repair, result))
+            self._finish(self._verifying(caller, repair, result))
         except CorruptIndexError as error:
             if not repair:
                 raise
@@ -129,43 +161,71 @@ class Verbs:
             result.add("index", is_repaired=False)
         return result
 
-    def _verifying(self, report: Report, repair: bool, result: VerifyResult) -> Steps[None]:
+    def _verifying(self, caller: Caller, repair: bool, result: VerifyResult) -> Steps[None]:
         total, next_report = self.store.stats().blocks, 0.0
         for _ in inspection.verifying(self.store, result, repair=repair):
             if time.monotonic() >= next_report:
                 next_report = time.monotonic() + _REPORT_INTERVAL_S
-                report(result.checked, total)
+                caller.report(result.checked, total)
             yield
 
-    def _ask(self, call: ControlCall, blocks: Sequence[bytes] = ()) -> dict[str, Any]:
+    def _ask(
+        self, call: ControlCall, following: Sequence[bytes] = (), before: Sequence[bytes] = ()
+    ) -> dict[str, Any]:
         """Ask the engine, if there is one, and wait for what it says, but not for ever."""
         if self.ask_engine is None:
             return {}
         job, asked = next(self._ids), Future[dict[str, Any]]()
         self._asked[job] = asked
-        self.ask_engine(ControlRequest(job, call, list(blocks)))
+        self.ask_engine(ControlRequest(job, call, [*following], [*before]))
         try:
             return asked.result(_ENGINE_TIMEOUT_S)
         except TimeoutError:
             self._asked.pop(job, None)
             return {"engine": "no answer"}
 
-    def _finish(self, steps: Steps[Result]) -> Result:
-        """Have the index thread take all steps, a slice at a time; return what they end with."""
-        done: Future[Result] = Future()
+    def _finish(self, steps: Generator[object, None, Result]) -> Result:
+        """Have the index thread take all steps; return what they end with."""
+        items = self._steps(steps)
+        while True:
+            try:
+                next(items)
+            except StopIteration as ending:
+                result: Result = ending.value
+                return result
+
+    def _steps(self, steps: Generator[Item | None, None, Result]) -> Generator[Item, None, Result]:
+        """Have the index thread take steps, a slice at a time, and yield what some of them yield.
+
+        It takes none while the caller is busy with an item.
+        """
 
         def take_slice() -> None:
             slice_end = time.monotonic() + _SLICE_S
             try:
                 while time.monotonic() < slice_end:
-                    next(steps)
+                    if (item := next(steps)) is not None:
+                        return done.set_result((item, None))
                 self.hand(take_slice)
             except StopIteration as ending:
-                done.set_result(ending.value)
+                done.set_result((None, ending))
             except Exception as error:
                 done.set_exception(error)
                 if isinstance(error, CorruptIndexError | StoreFailedError):  # ends the worker
                     raise
 
-        self.hand(take_slice)
-        return done.result()
+        while True:
+            done: Future[tuple[Item | None, StopIteration | None]] = Future()
+            self.hand(take_slice)
+            item, ending = done.result()
+            if item is None:
+                assert ending is not None, "a slice ends with an item or with the steps"
+                result: Result = ending.value
+                return result
+            yield item
+
+
+def _frames_of(blocks: Sequence[bytes]) -> list[Sequence[bytes]]:
+    """Cut a list of blocks into parts that fit into a frame; there is at least one, if empty."""
+    starts = range(0, max(len(blocks), 1), _ASKED_BLOCKS)
+    return [blocks[start : start + _ASKED_BLOCKS] for start in starts]

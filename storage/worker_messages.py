@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from tieredkv.errors import ConfigError, CorruptBlockError, StorageError, TieredKVError
-from tieredkv.storage.results import EvictFilter, StoreStats, TouchItem
+from tieredkv.storage.results import ChainInfo, EvictFilter, StoreStats, TouchItem
 from tieredkv.types import BlockRecord
 
 # --- Nouns -----------------------------------------------------------------------------------
@@ -111,11 +111,18 @@ class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
 
 
 class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """What the command line wants: `wanted` is for `evict`, `repair` for `verify`."""
+    """What the command line wants.
+
+    Attributes:
+        wanted: what `evict` is to drop.
+        repair: whether `verify` drops what is bad.
+        limit: how many chains `ls` lists at most; None for all.
+    """
 
     verb: Literal["df", "ls", "evict", "verify"]
     wanted: EvictFilter = EvictFilter()
     repair: bool = True
+    limit: int | None = None
 
 
 # --- Engine to worker ------------------------------------------------------------------------
@@ -208,12 +215,14 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer.
 
     Attributes:
-        blocks: what is on disk of the chains that an eviction names.
+        following: of the chains that an eviction names, the blocks on disk from the named one on.
+        before: the blocks on disk before it that no other chain on disk shares.
     """
 
     id: int
     call: ControlCall
-    blocks: list[bytes] = []
+    following: list[bytes] = []
+    before: list[bytes] = []
 
 
 WorkerMessage = (
@@ -228,11 +237,17 @@ class ControlProgress(msgspec.Struct, frozen=True, array_like=True, tag="progres
     total: int
 
 
+class ControlPage(msgspec.Struct, frozen=True, array_like=True, tag="page"):
+    """A part of an answer that is too long for one frame; the result follows the last page."""
+
+    chains: list[ChainInfo]
+
+
 class ControlResult(msgspec.Struct, frozen=True, array_like=True, tag="result"):
     body: dict[str, Any]
 
 
-ControlReply = ControlProgress | ControlResult | Refused
+ControlReply = ControlProgress | ControlPage | ControlResult | Refused
 
 # --- Errors over the wire --------------------------------------------------------------------
 

@@ -198,7 +198,10 @@ class EvictionOrder:
             raise IntegrityError("a block is moving and not pinned")
         if any(block.pin_count for block in self._dirty):
             raise IntegrityError("a block waits for a copy while one reads it")
-        heaps = ((self._to_evict, self._clean), *((h, self._kept) for h in self._of_floors.values()))
+        heaps = (
+            (self._to_evict, self._clean),
+            *((h, self._kept) for h in self._of_floors.values()),
+        )
         entries = Counter(
             block for heap, part in heaps for rank, block in heap if _is_valid(rank, block, part)
         )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tests.fakes import FakeClock
+from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
 from tieredkv.storage.allocator import SlotAllocator
@@ -138,7 +139,7 @@ def _slot_problems(
 
 def open_store(
     path: Path,
-    clock: FakeClock | None = None,
+    clock: Clock | None = None,
     failpoint: Callable[[str], None] = lambda label: None,
     **options: Any,
 ) -> CheckedStore:
@@ -197,12 +198,21 @@ def end_of(steps: Generator[object, None, Answer]) -> Answer:
 
 def evict(store: BlockStore, which: EvictFilter) -> EvictResult:
     """All steps of an eviction."""
-    return end_of(inspection.evicting(store, which))
+    return end_of(inspection.evicting(store, which, choose(store, which.ids)))
+
+
+def choose(store: BlockStore, ids: Sequence[str]) -> inspection.Chosen:
+    """All steps of finding what ids name."""
+    gathered = end_of(inspection.gathering(store))
+    gathered.arrange()
+    return end_of(inspection.choosing(store, gathered, ids))
 
 
 def chains(store: BlockStore) -> list[ChainInfo]:
     """All steps of a listing."""
-    return end_of(inspection.listing(store))
+    gathered = end_of(inspection.gathering(store))
+    gathered.arrange()
+    return [each for page in inspection.listing(store, gathered) for each in page or ()]
 
 
 def verify(store: BlockStore, *, repair: bool = True) -> VerifyResult:

@@ -424,8 +424,8 @@ def test_the_worker_compresses_what_it_stores_and_loads_it(harness: Harness) -> 
     stats = box.client.stats()
     assert stats.bytes_live < 24 * PAGE_BYTES / 1.1
     assert (stats.compression, stats.is_compressing) == ("on", True)
-    (listed,) = StoreControl(harness.folder).ls()["chains"]
-    assert (listed["bytes"], listed["stored_bytes"]) == (24 * PAGE_BYTES, stats.bytes_live)
+    ((listed,),) = StoreControl(harness.folder).ls()
+    assert (listed.bytes, listed.stored_bytes) == (24 * PAGE_BYTES, stats.bytes_live)
 
 
 def test_auto_tries_what_is_stored_and_goes_on_either_way(harness: Harness) -> None:

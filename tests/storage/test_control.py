@@ -1,3 +1,4 @@
+import hashlib
 import json
 import os
 import signal
@@ -10,8 +11,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from tests.storage.blocks import make_record as make_small_record
+from tests.storage.blocks import open_store, put
 from tests.storage.conftest import (
     PAGE_BYTES,
     Harness,
@@ -21,10 +25,12 @@ from tests.storage.conftest import (
     make_record,
     payload_of,
 )
-from tieredkv.errors import ConfigError, StorageError
+from tieredkv.clock import Clock
+from tieredkv.errors import ConfigError, StorageError, StoreBusyError, StoreUnreachableError
+from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES
 from tieredkv.storage.client import StoreClient
-from tieredkv.storage.control import StoreControl
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.control import StoreControl, chains_document
+from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlRequest
 
 
@@ -90,11 +96,80 @@ def test_an_engine_that_does_not_answer_leaves_the_disk_part(harness: Harness) -
 def test_ls_shows_chains(harness: Harness) -> None:
     client = harness.open()
     Mailbox(client).store(make_chain("a", 3))
-    live = StoreControl(harness.folder).ls()
-    assert sum(chain["blocks"] for chain in live["chains"]) == 3
-    json.dumps(live)
+    live = listed(harness.folder)
+    assert [chain.blocks for chain in live] == [3]
     client.close()
-    assert StoreControl(harness.folder).ls() == live
+    assert listed(harness.folder) == live
+    assert json.loads("".join(chains_document([live])))["chains"][0]["id"] == live[0].id
+    assert json.loads("".join(chains_document([]))) == {"chains": []}
+
+
+def fill(path: Path, num_chains: int) -> None:
+    """Make a store of chains of one small block each, the last of which was used last."""
+    now = time.time()
+    records = [
+        make_small_record(f"{i}", now=now, size_bytes=1, last_used=now + i / num_chains)
+        for i in range(num_chains)
+    ]
+    with open_store(path, Clock(), budget_bytes=64 << 20) as store:
+        for start in range(0, num_chains, 50):
+            put(store, *records[start : start + 50])
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_a_list_longer_than_any_frame_arrives_in_pages(
+    harness: Harness, is_live: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.storage.control.MAX_REPLY_BYTES", 300_000)
+    fill(harness.folder, 1500)
+    if is_live:
+        harness.open()
+    control = StoreControl(harness.folder)
+    pages = list(control.ls())
+    chains = [chain for page in pages for chain in page]
+    assert sum(len(msgspec.json.encode(page)) for page in pages) > 2 * 300_000
+    used = [chain.last_used for chain in chains]
+    assert len({chain.id for chain in chains}) == 1500 and used == sorted(used, reverse=True)
+    assert [chain for page in control.ls(700) for chain in page] == chains[:700]
+    assert control.df()["disk"]["blocks"] == 1500
+
+
+def test_a_list_that_is_not_read_to_its_end_leaves_no_worker(harness: Harness) -> None:
+    fill(harness.folder, 1500)
+    pages = StoreControl(harness.folder).ls()
+    assert len(next(pages)) > 0
+    with pytest.raises(StoreBusyError):
+        open_store(harness.folder, Clock(), budget_bytes=None)
+    pages.close()
+    with open_store(harness.folder, Clock(), budget_bytes=None) as store:
+        assert store.stats().blocks == 1500
+
+
+def test_a_worker_that_dies_while_it_lists_is_an_error_not_a_shorter_list(harness: Harness) -> None:
+    fill(harness.folder, 1500)
+    client = harness.open(backoff_s=60.0, max_backoff_s=60.0)
+    assert client.pid is not None
+    pages = StoreControl(harness.folder).ls()
+    next(pages)
+    os.kill(client.pid, signal.SIGKILL)
+    with pytest.raises(StoreUnreachableError, match="in the middle of its answer"):
+        list(pages)
+
+
+def test_more_ids_than_fit_into_a_frame_are_evicted(harness: Harness) -> None:
+    fill(harness.folder, 300)
+    harness.open()
+    control = StoreControl(harness.folder)
+    ids = [chain.id for page in control.ls() for chain in page]
+    unknown = [hashlib.sha256(b"%d" % i).hexdigest() for i in range(20_000)]
+    assert len(msgspec.msgpack.encode(unknown)) > MAX_CONTROL_FRAME_BYTES
+    answer = control.evict(EvictFilter(ids=(*ids[:150], *unknown, *ids[150:])))
+    assert (answer["evicted_blocks"], answer["disk"]["evicted_blocks"]) == (300, 300)
+    assert answer["unknown_ids"] == unknown
+
+
+def listed(folder: Path) -> list[ChainInfo]:
+    return [chain for page in StoreControl(folder).ls() for chain in page]
 
 
 def test_evict_asks_the_engine_first_and_counts_both(harness: Harness) -> None:

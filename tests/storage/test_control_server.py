@@ -1,7 +1,8 @@
+import itertools
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,15 @@ import pytest
 
 from tests.waiting import HANG_S
 from tieredkv.storage.channel import FrameChannel
-from tieredkv.storage.control_server import ControlServer, Report
-from tieredkv.storage.worker_messages import ControlCall, ControlReply, ControlResult, Refused
+from tieredkv.storage.control_server import Caller, ControlServer
+from tieredkv.storage.results import ChainInfo
+from tieredkv.storage.worker_messages import (
+    ControlCall,
+    ControlPage,
+    ControlReply,
+    ControlResult,
+    Refused,
+)
 
 _decoder = msgspec.msgpack.Decoder(ControlReply)
 
@@ -24,21 +32,49 @@ class Carrier:
         self.may_end = threading.Event()
         self.errors: list[Exception] = []
         self.ended = threading.Semaphore(0)
+        self.num_pages = 0
 
-    def __call__(self, call: ControlCall, report: Report) -> dict[str, Any]:
+    def __call__(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
         if call.verb == "ls":
             raise ZeroDivisionError("a bug")
         if call.verb == "verify":
             self.begun.release()
             try:
                 while not self.may_end.wait(0.01):
-                    report(1, 2)
+                    caller.report(1, 2)
+            except Exception as error:
+                self.errors.append(error)
+                raise
+            finally:
+                self.ended.release()
+        if call.verb == "evict":
+            try:
+                for self.num_pages in range(1, 1000):
+                    caller.send_page([CHAIN] * 256)
             except Exception as error:
                 self.errors.append(error)
                 raise
             finally:
                 self.ended.release()
         return {"verb": call.verb}
+
+
+CHAIN = ChainInfo(
+    id="a" * 32 + "-" + "b" * 32,
+    namespace="c" * 64,
+    root="d" * 64,
+    blocks=1,
+    last_position=0,
+    bytes=1,
+    stored_bytes=1,
+    retention="24h",
+    computed_at_min=0.0,
+    computed_at_max=0.0,
+    expires_at_min=0.0,
+    last_used=0.0,
+    last_used_max=0.0,
+    hits=0,
+)
 
 
 @contextmanager
@@ -96,3 +132,45 @@ def test_the_longest_idle_client_makes_room_and_one_that_waits_does_not(tmp_path
         assert reply == ControlResult({"verb": "verify"})
         for channel in [waiting, *idle]:
             channel.close()
+
+
+def test_a_client_that_reads_none_of_its_pages_loses_its_connection_after_one_or_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
+    with serving(tmp_path) as carrier, closing(_connect(tmp_path)) as channel:
+        channel.send(ControlCall("evict"))
+        assert carrier.ended.acquire(timeout=HANG_S)
+        [error] = carrier.errors
+        assert "has not read its answer for 0.5 s" in str(error)
+        assert 1 <= carrier.num_pages <= 4
+
+
+def test_a_client_that_asks_and_asks_and_never_reads_is_not_answered_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.storage.control_server._SILENCE_S", 0.5)
+    num_answered = itertools.count()
+
+    def answer(call: ControlCall, caller: Caller) -> dict[str, Any]:
+        next(num_answered)
+        return {"text": "x" * 100_000}
+
+    with closing(ControlServer(str(tmp_path), answer)), closing(_connect(tmp_path)) as channel:
+        with suppress(EOFError):
+            for _ in range(1000):
+                channel.send(ControlCall("df"))
+            for thread in [each for each in threading.enumerate() if "_converse" in each.name]:
+                thread.join(HANG_S)
+        assert next(num_answered) < 100
+
+
+def test_pages_arrive_in_order_before_the_result(tmp_path: Path) -> None:
+    with serving(tmp_path), closing(_connect(tmp_path)) as channel:
+        channel.send(ControlCall("evict"))
+        replies: list[ControlReply] = []
+        while not replies or not isinstance(replies[-1], ControlResult):
+            more = channel.receive(HANG_S)
+            assert more, "no answer"
+            replies += more
+        assert replies[:-1] == [ControlPage([CHAIN] * 256)] * 999

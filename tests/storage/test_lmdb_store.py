@@ -29,7 +29,7 @@ from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import HEADER_BYTES, Extent
 from tieredkv.storage.index import PAGE_BYTES, IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
-from tieredkv.storage.results import EvictFilter, TouchItem
+from tieredkv.storage.results import EvictFilter, TouchItem, chain_id
 from tieredkv.types import BlockRecord
 
 
@@ -454,9 +454,10 @@ def test_chains_are_listed_by_their_leaf_and_evicted_without_what_they_share(
     with open_store(tmp_path / "s", clock) as store:
         put(store, *trunk, left, right)
         first, second = chains(store)
-        assert (first.id, second.id) == (left.block_hash.hex(), right.block_hash.hex())
+        own = left.block_hash, right.block_hash
+        assert [first.id, second.id] == [chain_id(each, each) for each in own]
         assert (first.blocks, first.last_position, first.bytes) == (4, 3, 4 * BLOCK_BYTES)
-        assert first.last_used_max == clock.now() + 2
+        assert first.last_used == first.last_used_max == clock.now() + 2
         result = evict(store, EvictFilter(ids=(first.id[:12], "beef")))
         assert (result.evicted_blocks, result.unknown_ids) == (1, ("beef",))
         assert result.freed_bytes == BLOCK_BYTES + 4096

@@ -111,7 +111,7 @@ def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
     """A store with two blocks, served in this process, with an engine and a gate."""
     gate = Gate()
     clock = Clock()
-    store: BlockStore = open_store(path, clock, failpoint=gate)  # type: ignore[arg-type]
+    store: BlockStore = open_store(path, clock, failpoint=gate)
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
     argument = Launch(

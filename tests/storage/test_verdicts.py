@@ -68,7 +68,7 @@ def outcome_of(error: BaseException) -> type[BaseException]:
 def lmdb_error(kind: type[lmdb.Error], code: int) -> lmdb.Error:
     """An error as the binding raises it."""
     error = kind("mdb_get: made up")
-    error.code = code
+    object.__setattr__(error, "code", code)
     return error
 
 

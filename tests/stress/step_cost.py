@@ -19,7 +19,7 @@ import click
 import msgspec
 import torch
 
-from tests.fake_store import EMPTY_STATS, DAY_S, kept_by
+from tests.fake_store import DAY_S, EMPTY_STATS, kept_by
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress

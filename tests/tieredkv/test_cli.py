@@ -7,14 +7,17 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.storage.blocks import make_record, open_store, put
 from tests.waiting import HANG_S, wait_until
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
+from tieredkv.clock import Clock
 from tieredkv.config import Settings
 from tieredkv.errors import (
     ConfigError,
@@ -24,6 +27,7 @@ from tieredkv.errors import (
     StoreUnreachableError,
     TieredKVError,
 )
+from tieredkv.storage.results import short_id
 
 VERBS = ["serve", "generate", "bench ttft", "df", "ls", "evict", "verify", "doctor", "config show"]
 
@@ -223,7 +227,7 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert [chain["blocks"] for chain in chains] == [20]
     assert ask(stored, "verify") == {"checked": 20, "bad": 0, "by_reason": {}, "repaired": 0}
     table = tieredkv("ls", "--disk-dir", str(stored))
-    assert chains[0]["id"][:12] in table.stdout
+    assert short_id(chains[0]["id"], 12) in table.stdout
 
     assert ask(stored, "evict", "--older-than", "1h", "-y")["evicted_blocks"] == 0
     planned = ask(stored, "evict", "--all", "--dry-run")
@@ -235,11 +239,43 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert unknown.returncode == 1
     assert "no chain has the id `abcdef`" in unknown.stderr
 
+    short = tieredkv("evict", "--disk-dir", str(stored), chains[0]["id"][:7], "-y")
+    assert (short.returncode, short.stderr.splitlines()[1:]) == (
+        1,
+        ["hint: an id needs at least 8 digits"],
+    )
+
     evicted = ask(stored, "evict", chains[0]["id"][:16], "-y")
     assert evicted["evicted_blocks"] == 20
     assert evicted["freed_bytes"] == planned["freed_bytes"]
     assert ask(stored, "ls") == {"chains": []}
     assert tieredkv("ls", "--disk-dir", str(stored)).stdout == "nothing is stored\n"
+
+
+def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Path) -> None:
+    now, path = time.time(), tmp_path / "store"
+    records = [make_record(f"{i}", now=now, size_bytes=1) for i in range(3000)]
+    with open_store(path, Clock(), budget_bytes=64 << 20) as store:
+        for start in range(0, len(records), 50):
+            put(store, *records[start : start + 50])
+    ids = {chain["id"] for chain in ask(path, "ls")["chains"]}  # type: ignore[attr-defined]
+    assert len(ids) == 3000
+    assert len(ask(path, "ls", "--limit", "2")["chains"]) == 2  # type: ignore[arg-type]
+    table = tieredkv("ls", "--disk-dir", str(path)).stdout
+    assert all(short_id(chain, 12) in table for chain in ids)
+    for more in (["--json"], []):
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tieredkv", "ls", "--disk-dir", str(path), *more],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        assert len(process.stdout.read(1000)) == 1000  # the pipe is too small for the rest
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+        assert (process.returncode, told.strip()) == (130, b"")
+        with open_store(path, Clock(), budget_bytes=None):
+            pass  # nobody else has it
 
 
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from typing import Any, cast
 import pytest
 import uvicorn
 
-from tests.serving import wait_for
 from tests.tieredkv.test_app import Engine, answered
+from tests.waiting import wait_until
 from tieredkv.config import Settings
 from tieredkv.server import connections
 from tieredkv.server.app import Api, build_app
@@ -47,7 +47,7 @@ def listening(tokenization: Tokenization, **settings: Any) -> Iterator[tuple[int
         thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
         thread.start()
         try:
-            wait_for(lambda: server.started, "no server")
+            wait_until(lambda: server.started, "no server")
             yield sock.getsockname()[1], server
         finally:
             server.force_exit = server.should_exit = True
@@ -183,7 +183,7 @@ def test_an_answer_that_nobody_fetches_does_not_hold_the_connection(
         with contextlib.suppress(OSError):
             for _ in range(10_000):
                 sock.sendall(request)
-        wait_for(lambda: not server.server_state.connections, "it is held", HANG_S)
+        wait_until(lambda: not server.server_state.connections, "it is held")
 
 
 def test_connections_are_bounded_and_the_longest_idle_one_makes_room(
@@ -337,7 +337,7 @@ def stop_while(
     """Tell a server to stop while a connection has sent so much, and return what it is told."""
     with listening(tokenization) as (port, server), connect(port) as sock:
         sock.sendall(sent)
-        wait_for(lambda: is_there(server), "it has not arrived")
+        wait_until(lambda: is_there(server), "it has not arrived")
         server.should_exit = True
         return read_all(sock)
 

@@ -6,15 +6,17 @@ Called by the engine's thread only.
 """
 
 import heapq
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence, Set
+from itertools import takewhile
 from typing import Any
 
 import msgspec
 
 from tieredkv.errors import IntegrityError
 from tieredkv.retention import RetentionPolicies
-from tieredkv.storage.results import TouchItem
+from tieredkv.storage.results import TouchItem, named_blocks
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
 SLACK = 64
@@ -250,30 +252,57 @@ class Catalog:
         return TouchItem(entry.block_hash, entry.last_used, until, retention, entry.pinned_until)
 
     def chains(
-        self, id_prefixes: Sequence[str], blocks: Collection[BlockHash] = ()
+        self,
+        ids: Sequence[str],
+        following: Collection[BlockHash] = (),
+        before: Collection[BlockHash] = (),
     ) -> set[BlockHash]:
-        """Return the blocks of chains: those that end in, or go on from, a block of such an id.
+        """Return the blocks that chains of these ids have for themselves.
 
-        Blocks before it belong to the chain as far as no other chain shares them.
+        These are the blocks that an id names, all that follow them, and those before them that no
+        other chain in the RAM tiers uses.
 
         Args:
-            id_prefixes: beginnings of block hashes, in hex.
-            blocks: further blocks of these chains, whose tails may be on disk only.
+            ids: see `ChainInfo`.
+            following: further blocks that count as named, since the disk has them.
+            before: further blocks that belong to these chains if no other chain uses them.
         """
-        prefixes = tuple(map(str.lower, id_prefixes))
+        below = {each for named in self._named(ids, following) for each in named}.union(following)
         by_position = sorted(self._entries.values(), key=lambda entry: entry.position)
-        below: set[BlockHash] = set()
         for entry in by_position:
-            if entry.parent_hash in below or entry.block_hash.hex().startswith(prefixes):
+            if entry.parent_hash in below:
                 below.add(entry.block_hash)
         found: set[BlockHash] = set()
-        wanted, shared = below.union(blocks), set[BlockHash]()
+        wanted, shared = below.union(before), set[BlockHash]()
         for entry in reversed(by_position):  # tails first
             if entry.block_hash in wanted and entry.block_hash not in shared:
                 found.add(entry.block_hash)
                 wanted.add(entry.parent_hash)
             else:
                 shared.add(entry.parent_hash)
+        return found
+
+    def unknown_ids(self, ids: Sequence[str]) -> list[str]:
+        """Return the ids that name no block of the RAM tiers."""
+        return [id_ for id_, named in zip(ids, self._named(ids), strict=True) if not named]
+
+    def _named(
+        self, ids: Sequence[str], on_disk: Collection[BlockHash] = ()
+    ) -> list[list[BlockHash]]:
+        """Return the blocks that each id names, but for those before another of them."""
+        digits = sorted(block_hash.hex() for block_hash in self._entries) if ids else []
+        digits_on_disk = sorted(block_hash.hex() for block_hash in on_disk) if ids else []
+        found = []
+        for first, last in (named_blocks(id_) or ("", "") for id_ in ids):
+            lasts, above = _starting_with(digits, last), set[BlockHash]()
+            for block_hash in lasts:
+                entry = self._entries.get(block_hash)
+                while entry is not None and entry.block_hash not in above:
+                    above.add(entry.block_hash)
+                    entry = self._entries.get(entry.parent_hash)
+            # Where the disk has the last block, it has told what belongs to it.
+            firsts = () if _starting_with(digits_on_disk, last) else _starting_with(digits, first)
+            found.append([*lasts, *(each for each in firsts if each not in above)])
         return found
 
     def due(self, now: float) -> list[Entry]:
@@ -311,3 +340,10 @@ class Catalog:
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
             raise IntegrityError("`pinned` is not what the entries say")
+
+
+def _starting_with(hashes: Sequence[str], digits: str) -> list[BlockHash]:
+    """Return those of some sorted hashes, in hex, that start with these digits; none for none."""
+    start = bisect_left(hashes, digits) if digits else len(hashes)
+    same = takewhile(lambda at: hashes[at].startswith(digits), range(start, len(hashes)))
+    return [BlockHash(bytes.fromhex(hashes[at])) for at in same]

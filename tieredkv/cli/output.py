@@ -4,7 +4,8 @@ import functools
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import closing
 from typing import Any, NamedTuple, TypeVar
 
 import click
@@ -40,12 +41,34 @@ class Answer(NamedTuple):
     is_problem: bool = False
 
 
-def answering(verb: Callable[..., Answer]) -> Any:
+class Listing(NamedTuple):
+    """What a verb has found, where it may be more than fits into memory.
+
+    Attributes:
+        pages: a list, some items at a time; read once, and closed.
+        document: makes the JSON document from them, in parts.
+        as_row: what people are shown of an item.
+        nothing: what they are told where the list is empty.
+        texts: how many columns of the table are texts; numbers follow.
+    """
+
+    pages: Generator[Any, None, object]
+    document: Callable[[Iterable[Any]], Iterable[str]]
+    as_row: Callable[[Any], Mapping[str, object]]
+    nothing: str
+    texts: int = 99
+
+
+def answering(verb: Callable[..., Answer | Listing]) -> Any:
     """Have a verb's answer printed: for programs if `--json` is given, else for people."""
 
     @functools.wraps(verb)
     def answer(*, as_json: bool, **options: Any) -> int:
         found = verb(**options)
+        if isinstance(found, Listing):
+            with closing(found.pages):
+                _print_in_parts(found) if as_json else _print_tables(found)
+            return 0
         if as_json:
             print_json(found.document)
         elif found.rows:
@@ -55,6 +78,23 @@ def answering(verb: Callable[..., Answer]) -> Any:
         return int(found.is_problem)
 
     return json_option(answer)
+
+
+def _print_in_parts(listing: Listing) -> None:
+    """Write one JSON document on one line; the line is cut short if reading the list fails."""
+    for part in listing.document(listing.pages):
+        click.echo(part, nl=False)
+    click.echo()
+
+
+def _print_tables(listing: Listing) -> None:
+    """Write one table a page: its columns are as wide as what stands in them."""
+    is_empty = True
+    for page in listing.pages:
+        print_table([listing.as_row(item) for item in page], texts=listing.texts)
+        is_empty = False
+    if is_empty:
+        click.echo(listing.nothing)
 
 
 def usage_error(message: str) -> click.UsageError:

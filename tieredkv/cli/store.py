@@ -11,11 +11,11 @@ import click
 from msgspec.structs import replace
 
 from tieredkv.bench.progress import terminal_progress
-from tieredkv.cli.output import Answer, answering, as_text, usage_error
+from tieredkv.cli.output import Answer, Listing, answering, as_text, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
-from tieredkv.storage.control import StoreControl
-from tieredkv.storage.results import EvictFilter
+from tieredkv.storage.control import StoreControl, chains_document
+from tieredkv.storage.results import MIN_ID_DIGITS, ChainInfo, EvictFilter, short_id
 from tieredkv.types import Tier
 from tieredkv.units import format_bytes, format_duration, parse_duration
 
@@ -23,11 +23,11 @@ SHORT_HEX = 12
 SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
-def store_verb(verb: Callable[..., Answer]) -> click.Command:
+def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
     """Make a command of a verb, which is called with the verbs of the store that is named."""
 
     @functools.wraps(verb)
-    def ask(*, loaded: LoadedSettings, **options: Any) -> Answer:
+    def ask(*, loaded: LoadedSettings, **options: Any) -> Answer | Listing:
         folder, clock_offset_file = loaded.settings.disk_dir, loaded.settings.clock_offset_file
         if folder is None:
             raise usage_error("Missing option '--disk-dir'.")
@@ -65,29 +65,33 @@ def df(store: StoreControl) -> Answer:
 
 
 @store_verb
-def ls(store: StoreControl) -> Answer:
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most so many chains.")
+def ls(store: StoreControl, limit: int | None) -> Listing:
     """List the prefix chains on disk, the last used first.
 
+    A chain is a prompt's blocks up to one that no other block follows. `evict` takes the ids.
+
     \b
-    Example:
+    Examples:
       tieredkv ls --disk-dir ./kv
+      tieredkv ls --disk-dir ./kv --limit 20
     """
-    answer, now = store.ls(), time.time()
-    rows = [
-        {
-            "id": chain["id"][:SHORT_HEX],
-            "namespace": chain["namespace"][:SHORT_HEX],
-            "retention": chain["retention"],
-            "blocks": chain["blocks"],
-            "size": format_bytes(chain["bytes"]),
-            "ratio": chain["bytes"] / chain["stored_bytes"],
-            "idle": format_duration(max(0.0, now - chain["last_used_max"])),
-            "expires in": format_duration(max(0.0, chain["expires_at_min"] - now)),
-            "hits": chain["hits"],
+    now = time.time()
+
+    def as_row(chain: ChainInfo) -> dict[str, object]:
+        return {
+            "id": short_id(chain.id, SHORT_HEX),
+            "namespace": chain.namespace[:SHORT_HEX],
+            "retention": chain.retention,
+            "blocks": chain.blocks,
+            "size": format_bytes(chain.bytes),
+            "ratio": chain.bytes / chain.stored_bytes,
+            "idle": format_duration(max(0.0, now - chain.last_used)),
+            "expires in": format_duration(max(0.0, chain.expires_at_min - now)),
+            "hits": chain.hits,
         }
-        for chain in answer["chains"]
-    ]
-    return Answer(answer, rows, [] if rows else ["nothing is stored"], texts=3)
+
+    return Listing(store.ls(limit), chains_document, as_row, "nothing is stored", texts=3)
 
 
 @store_verb
@@ -122,7 +126,9 @@ def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
         click.confirm("Evict these blocks from every tier?", abort=True, err=True)
     answer = store.evict(wanted)
     for unknown in answer["unknown_ids"]:
-        click.echo(f"error: no chain has the id `{unknown}`", err=True)
+        is_short = len(unknown) < MIN_ID_DIGITS
+        hint = f"\nhint: an id needs at least {MIN_ID_DIGITS} digits" if is_short else ""
+        click.echo(f"error: no chain has the id `{unknown}`{hint}", err=True)
     verb, freed = "evicted", format_bytes(answer["freed_bytes"])
     if wanted.dry_run:
         verb, answer = "would evict", {**answer, "dry_run": True}

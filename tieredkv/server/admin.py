@@ -4,19 +4,42 @@ It knows verbs and the JSON that the command line prints; who may ask is checked
 """
 
 import asyncio
+from itertools import chain
 
 import msgspec
+from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from tieredkv.config import Settings
 from tieredkv.errors import RequestError, TieredKVError
 from tieredkv.server.asked import Json
 from tieredkv.server.engine_client import EngineClient
-from tieredkv.storage.control import StoreControl
+from tieredkv.storage.control import StoreControl, chains_document
 from tieredkv.storage.results import EvictFilter
 
 
 class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What `evict` may be told; an unknown field could have meant fewer blocks."""
+
+
+async def respond(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Response:
+    """Answer a verb; the list of chains is sent while it is made, or it would fill the memory.
+
+    Raises:
+        RequestError: as `carry_out` does.
+    """
+    if verb != "ls" or settings.disk_dir is None:
+        return JSONResponse(await carry_out(verb, body, settings, engine))
+    limit = body.get("limit")
+    if limit is not None and (not isinstance(limit, int) or limit < 1):
+        raise RequestError("`limit` must be a whole number of at least 1", param="limit")
+    store = StoreControl(settings.disk_dir, clock_offset_file=settings.clock_offset_file)
+    pages = store.ls(limit)
+    try:
+        first = await asyncio.to_thread(next, pages, None)
+    except TieredKVError as error:
+        raise RequestError(str(error), code="store", status=503) from None
+    parts = chains_document(chain([first] if first else [], pages))
+    return StreamingResponse(parts, media_type="application/json")
 
 
 async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Json:

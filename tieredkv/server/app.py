@@ -27,7 +27,7 @@ from tieredkv.config import Settings
 from tieredkv.errors import RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.server import anthropic_api as anthropic
-from tieredkv.server.admin import carry_out
+from tieredkv.server.admin import respond
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.diagnosis import Diagnoses
@@ -127,7 +127,7 @@ class Api:
         self._keys.check_operator(request.headers)
         body = parse_body(await read_body(request) or b"{}")
         verb = request.path_params["verb"]
-        return JSONResponse(await carry_out(verb, body, self._settings, self._engine))
+        return await respond(verb, body, self._settings, self._engine)
 
     def answers(self, kind: type[ApiRequest]) -> Endpoint:
         """Return the route that answers requests of a kind; the body is checked in whole first."""
