@@ -165,11 +165,13 @@ class EngineCore:
     @property
     def info(self) -> EngineInfo:
         """What those who send requests are told; it changes when the store's worker does."""
+        store = self.tiers.store
         return EngineInfo(
             model=self.settings.served_model_name or self.model.name,
             max_model_len=self._max_model_len,
             vocab_size=self.model.vocab_size,
-            worker_pid=self.tiers.store.pid if self.tiers.store else None,
+            worker_pid=store.pid if store else None,
+            disk_trouble=(store.trouble or None) if store else None,
         )
 
     # Requests

@@ -98,7 +98,7 @@ def meaning_of(error: lmdb.Error) -> Meaning:
     """Say what an error of LMDB means; one that no table names is unclear, never damage."""
     if (meaning := MEANINGS.get(type(error))) is not None:
         return meaning
-    code = error.code if type(error) is lmdb.Error else 0
+    code: int = getattr(error, "code", 0)  # the binding's own errors have none
     return meaning_of_errno(code) if code > 0 else Meaning.UNCLEAR
 
 

@@ -14,16 +14,19 @@ import pytest
 from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptIndexError
+from tieredkv.errors import CorruptIndexError, StorageError
+from tieredkv.storage import service
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
     DeleteCall,
+    DeleteDone,
     EngineMessage,
     Launch,
     LentPage,
@@ -34,6 +37,7 @@ from tieredkv.storage.worker_messages import (
     PageStored,
     StoreCall,
     StoreOptions,
+    TouchCall,
     WorkerMessage,
 )
 
@@ -68,6 +72,8 @@ class Engine:
         self.channel = FrameChannel(sock, msgspec.msgpack.Decoder(WorkerMessage))
         self.pages: list[PageLoaded | PageStored] = []
         self.lookups: list[LookupDone] = []
+        self.deleted: list[int] = []
+        self.stats: StoreStats | None = None
 
     def hold_up(self, label: str, message: EngineMessage) -> None:
         """Send something and wait until the index thread stands at a failpoint."""
@@ -95,8 +101,11 @@ class Engine:
         for message in self.channel.receive():
             if isinstance(message, LookupDone):
                 self.lookups.append(message)
+            elif isinstance(message, DeleteDone):
+                self.deleted.append(message.job)
             elif isinstance(message, Completions):
                 self.pages += message.pages
+                self.stats = message.stats
 
 
 @pytest.fixture
@@ -176,6 +185,39 @@ def test_a_block_stored_after_its_deletion_is_found_again(tmp_path: Path, arena:
         engine.gate.opened.set()
         assert [engine.next_page().ok, engine.next_page().ok] == [True, True]
         assert engine.lookup(OLD.block_hash)
+
+
+def test_a_deletion_that_the_disk_does_not_take_stays_a_miss_and_is_tried_again(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        engine.gate.error = StorageError(5, "made up")
+        engine.hold_up("delete:before", DeleteCall(7, [OLD.block_hash], "test"))
+        assert engine.lookup(OLD.block_hash) == {}
+        assert engine.deleted == []
+        engine.gate.opened.set()
+        for _ in range(20):
+            assert engine.lookup(OLD.block_hash) == {}
+        engine.gate.error = None
+        while not engine.deleted:
+            assert engine.lookup(OLD.block_hash) == {}
+        assert engine.deleted == [7]
+        assert engine.lookup(OLD.block_hash, OLDER.block_hash).keys() == {OLDER.block_hash}
+
+
+def test_touches_that_wait_for_the_disk_are_bounded(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MAX_TOUCHES", 3)
+    touches = [TouchItem(block_hash=bytes([n]) * 32, last_used=1.0) for n in range(5)]
+    with serving(tmp_path / "store", arena) as engine:
+        engine.hold_up("delete:before", DeleteCall(1, [NEW.block_hash], "test"))
+        engine.channel.send(TouchCall(touches))
+        engine.channel.send(TouchCall(touches[:3]))
+        assert engine.load(LentPage(OLD, 0)).ok
+        assert engine.stats is not None
+        assert engine.stats.num_touches_dropped == 2
+        engine.gate.opened.set()
 
 
 def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostArena) -> None:

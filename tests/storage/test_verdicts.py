@@ -36,16 +36,16 @@ DAMAGE = (lmdb.CorruptedError, lmdb.PageNotFoundError, lmdb.BadChecksumError)
 EXTRA = """
 import os, signal, sys
 from pathlib import Path
-RAISE = {raise_!r}
+RAISE = {signal_source!r}
 if any("tieredkv.storage.worker" in each for each in sys.orig_argv):
     import tieredkv.storage.{module} as module
-    holder = module.{holder}
+    holder = {holder}
     real = getattr(holder, {name!r})
     def broken(*args, **kwargs):
         if Path({flag!r}).exists():
             {action}
         return real(*args, **kwargs)
-    setattr(holder, {name!r}, {wrap}(broken))
+    setattr(holder, {name!r}, broken)
 """
 RAISE = "import ctypes; getattr(ctypes.CDLL(None), 'raise')(11)"  # in the thread that runs it
 Break = Callable[..., Path]
@@ -68,7 +68,7 @@ def outcome_of(error: BaseException) -> type[BaseException]:
 def lmdb_error(kind: type[lmdb.Error], code: int) -> lmdb.Error:
     """An error as the binding raises it."""
     error = kind("mdb_get: made up")
-    object.__setattr__(error, "code", code)
+    vars(error)["code"] = code
     return error
 
 
@@ -134,22 +134,12 @@ def stored(harness: Harness) -> Harness:
 def break_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Break]:
     """Have a function of the worker's do something else while a file is there."""
 
-    def arrange(
-        module: str, name: str, action: str, *, holder: str = "module", wrap: str = ""
-    ) -> Path:
+    def arrange(module: str, name: str, action: str, *, holder: str = "module") -> Path:
         flag, extra = tmp_path / "broken", tmp_path / "extra"
         extra.mkdir()
-        holder = "module" if holder == "module" else f"module.{holder}"
-        text = EXTRA.replace("module.{holder}", holder)
-        fields = {
-            "module": module,
-            "name": name,
-            "flag": str(flag),
-            "action": action,
-            "raise_": RAISE,
-        }
-        (extra / "usercustomize.py").write_text(text.format(**fields, wrap=wrap))
-        (extra / "sitecustomize.py").write_text("import usercustomize\n")
+        fields = {"module": module, "holder": holder, "name": name, "action": action}
+        text = EXTRA.format(**fields, flag=str(flag), signal_source=RAISE)
+        (extra / "sitecustomize.py").write_text(text)
         monkeypatch.setenv("PYTHONPATH", str(extra))
         return flag
 
@@ -216,7 +206,7 @@ def test_an_exception_at_the_workers_start_leaves_every_file_as_it_is(
 def test_an_exception_in_the_middle_leaves_every_stored_block(
     stored: Harness, break_worker: Break, module: str, holder: str, name: str
 ) -> None:
-    flag = break_worker(module, name, "raise ValueError('injected')", holder=holder)
+    flag = break_worker(module, name, "raise ValueError('injected')", holder=f"module.{holder}")
     client = stored.open()
     mail = Mailbox(client)
     flag.touch()
@@ -232,7 +222,9 @@ def test_an_exception_in_the_middle_leaves_every_stored_block(
 def test_an_exception_at_the_workers_end_leaves_every_file_as_it_is(
     stored: Harness, break_worker: Break
 ) -> None:
-    flag = break_worker("index", "close", "raise ZeroDivisionError('injected')", holder="Index")
+    flag = break_worker(
+        "index", "close", "raise ZeroDivisionError('injected')", holder="module.Index"
+    )
     client = stored.open()
     flag.touch()
     client.close()
@@ -259,7 +251,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
 ) -> None:
     # Code of the name of the index's own file, as if LMDB had crashed below it.
     crash = "exec(compile(RAISE, module.__file__, 'exec'))"
-    flag = break_worker("index", "get_segment", crash, holder="IndexTxn")
+    flag = break_worker("index", "get_segment", crash, holder="module.IndexTxn")
     client = stored.open()
     before = kept_files(stored.folder)
     flag.touch()

@@ -87,11 +87,18 @@ class Api:
     # Routes
 
     async def health(self, _request: Request) -> Response:
-        """Say whether the engine lives, and which processes these are."""
+        """Say whether the engine lives, which processes these are, and why the disk tier is off.
+
+        Without its disk tier the server is healthy: a fault of the cache is a miss.
+        """
         engine, info, is_alive = self._engine, self._engine.info, self._engine.is_alive
         pids = {"engine": engine.pid, "worker": info.worker_pid}
         pids = {"server": os.getpid(), **(pids if is_alive else dict.fromkeys(pids))}
-        body = {"status": "ok" if is_alive else "dead", "model": info.model, "pids": pids}
+        status = "ok" if is_alive else "dead"
+        body: dict[str, Any] = {"status": status, "model": info.model, "pids": pids}
+        if self._settings.disk_dir is not None:
+            cause = info.disk_trouble
+            body["disk"] = {"status": "off", "cause": cause} if cause else {"status": "ok"}
         return JSONResponse(body, 200 if is_alive else 503)
 
     async def version(self, _request: Request) -> Response:
