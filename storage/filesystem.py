@@ -10,7 +10,7 @@ import mmap
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tieredkv.errors import StorageError
 from tieredkv.storage.compression import aligned_buffer
@@ -66,14 +66,14 @@ class Call:
 
     Attributes:
         name: what an operator knows it as.
-        without: what the store does where the call is not supported, or what it needs the call for.
-        is_needed: whether the store cannot be there without the call.
+        purpose: what the store needs it for.
+        without: what the store does where the call is not supported; empty if it cannot do without.
         error: why it failed, or None.
     """
 
     name: str
+    purpose: str
     without: str
-    is_needed: bool
     error: OSError | None = None
 
     @property
@@ -83,9 +83,10 @@ class Call:
 
     @property
     def is_refused(self) -> bool:
-        """Whether the store cannot be opened: a needed call, or an error that is no lack of it."""
-        assert self.error is not None
-        return not self.works and (self.is_needed or self.error.errno not in _UNSUPPORTED)
+        """Whether no store can be where this call fails as it did."""
+        if self.works or self.error is None:
+            return False
+        return not self.without or self.error.errno not in _UNSUPPORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +119,19 @@ class Filesystem:
             if error.errno not in NO_SPACE:
                 raise StorageError(error.errno, f"`{path}`: {error.strerror}") from error
             # Nothing can be tried, since not even an inode is left: expect what is common.
-            return cls(folder, tuple(Call(*each[:3]) for each in _CALLS), growth_bytes)
+            return cls(folder, tuple(call for call, _ in _CALLS), growth_bytes)
         try:
             with suppress(OSError):  # then the calls say so
                 os.ftruncate(fd, _TRIAL_BYTES)
                 os.pwrite(fd, bytes(PAGE_ALIGNMENT_BYTES), 0)
                 info = os.fstat(fd)
                 growth_bytes = max(growth_bytes, info.st_blocks * 512, info.st_blksize)
-            for name, without, is_needed, attempt in _CALLS:
+            for call, attempt in _CALLS:
                 try:
                     attempt(fd, path)
-                    error = None
-                except OSError as raised:
-                    error = raised
-                calls.append(Call(name, without, is_needed, error))
+                    calls.append(call)
+                except OSError as error:
+                    calls.append(replace(call, error=error))
         finally:
             os.close(fd)
             for left in (path, path + _RENAMED):
@@ -151,10 +151,9 @@ class Filesystem:
         """
         for call in self.calls:
             if call.error is not None and call.is_refused:
-                why = f"{call.name} fails there: {os.strerror(call.error.errno or 0)}"
-                needed = f"the store needs it {call.without}; " if call.is_needed else ""
-                text = f"`{self.path}` cannot hold a store, {why}; {needed}choose another folder"
-                raise StorageError(call.error.errno, text)
+                why = f"the store needs it {call.purpose}; choose another folder"
+                what = f"{call.name} fails in `{self.path}` ({os.strerror(call.error.errno or 0)})"
+                raise StorageError(call.error.errno, f"{what}, and {why}")
 
     def spread_bytes(self, num_bytes: int) -> int:
         """The most that files can grow by for so many neighbouring bytes, wherever they begin."""
@@ -203,28 +202,34 @@ def _try_renaming(_fd: int, path: str) -> None:
     os.rename(path + _RENAMED, path)
 
 
-_CALLS: tuple[tuple[str, str, bool, Callable[[int, str], object]], ...] = (
+_CALLS: tuple[tuple[Call, Callable[[int, str], object]], ...] = (
     (
-        DIRECT_IO,
-        "blocks go through the page cache, which costs memory and time",
-        False,
+        Call(
+            DIRECT_IO,
+            "to read and write blocks",
+            "blocks go through the page cache, which costs memory and time",
+        ),
         _try_direct_io,
     ),
     (
-        ALLOCATING,
-        "new space is written with zeroes first, so that it is written twice",
-        False,
+        Call(
+            ALLOCATING,
+            "to set space aside",
+            "new space is filled with zeroes first, so it is written twice",
+        ),
         lambda fd, _: set_aside(fd, 0, PAGE_ALIGNMENT_BYTES),
     ),
     (
-        PUNCHING,
-        "what has expired is overwritten with zeroes, and only whole files give space back",
-        False,
+        Call(
+            PUNCHING,
+            "to erase what has expired",
+            "what has expired is overwritten with zeroes, and only whole files give space back",
+        ),
         lambda fd, _: punch_hole(fd, 0, PAGE_ALIGNMENT_BYTES),
     ),
-    ("shared mmap", "to read its index", True, _try_mapping),
-    ("fdatasync", "to keep blocks over a power loss", True, lambda fd, _: os.fdatasync(fd)),
-    ("flock", "to keep other writers out", True, _try_locking),
-    ("rename", "to replace its files at once", True, _try_renaming),
+    (Call("shared mmap", "to read its index", ""), _try_mapping),
+    (Call("fdatasync", "to keep blocks over a power loss", ""), lambda fd, _: os.fdatasync(fd)),
+    (Call("flock", "to keep other writers out", ""), _try_locking),
+    (Call("rename", "to replace its files in one step", ""), _try_renaming),
 )
-"""Name, what the store does without it or needs it for, whether it is needed, how it is tried."""
+"""Each call that the store makes, and how it is tried on an open file."""

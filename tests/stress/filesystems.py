@@ -25,15 +25,7 @@ from typing import Any, NamedTuple
 import click
 
 from tests.fakes import FakeClock
-from tests.storage.blocks import (
-    load,
-    make_record,
-    open_store,
-    page_with,
-    payload_of,
-    sweep,
-    verify,
-)
+from tests.storage.blocks import load, make_record, open_store, page_with, payload_of, sweep, verify
 from tieredkv.bench import raw
 from tieredkv.errors import StorageError
 from tieredkv.storage.results import TouchItem
