@@ -169,12 +169,18 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="ready"):
-    """Said by the engine when it can serve, and again when the store's worker was replaced."""
+    """Said by the engine when it can serve, and again when the store's worker ends or is replaced.
+
+    Attributes:
+        worker_pid: of the store's worker; None while the disk tier is off or where there is none.
+        disk_trouble: why the disk tier is off; None where it is on, or where there is none.
+    """
 
     model: str
     max_model_len: int
     vocab_size: int
     worker_pid: int | None
+    disk_trouble: str | None = None
 
 
 class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress"):

@@ -20,6 +20,9 @@ MAX_ENGINE_FRAME_BYTES = 256 << 20
 MAX_CONTROL_FRAME_BYTES = 1 << 20
 """From a command-line client: a verb and its filter, at most some thousand block hashes."""
 
+MAX_QUEUED_BYTES = 32 << 20
+"""What may wait for a side that does not read before callers hold back what can be held back."""
+
 _LENGTH = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 20
 _encoder = msgspec.msgpack.Encoder()
@@ -59,6 +62,11 @@ class FrameChannel(Generic[Incoming]):
     def has_queued(self) -> bool:
         """Whether something waits for the other side to read."""
         return bool(self._outbound)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether so much waits for the other side that no more should be sent if it need not."""
+        return len(self._outbound) > MAX_QUEUED_BYTES
 
     def fileno(self) -> int:
         """Return the descriptor, for a selector that waits for reading."""

@@ -19,16 +19,17 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
-from tieredkv.storage.worker_process import WorkerProcess, describe_exit, is_crash
+from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
 _HEALTHY_S = 2.0  # served this long, a worker's next restart does not wait longer than the first
-_CRASH_WINDOW_S = 60.0  # served this long, an index that was made again has proved itself
+_PROVEN_S = 60.0  # served this long, an index that was made again has proved itself
 _BUSY_POLL_S = 0.2
-_MAX_FIRST_STARTS = 3  # as it is, with the index made again, and empty
+_HASHES_A_CALL = 1 << 16
+_UNSENT = 0  # in the place of the number of a job
 
 
 Ending = PageLoaded | PageStored
@@ -47,7 +48,12 @@ class StoreClient:
     - a loan ends by the worker's completion, or after the worker was waited for as a child: never
       by a timeout;
     - while no worker is up, no new loan begins; once the last one is reaped, none is left;
-    - every lookup gets its answer.
+    - every lookup gets its answer;
+    - a deletion is repeated to each new worker until one has answered it.
+
+    What waits for a worker that does not read is bounded: pages are, by the arena; beyond
+    `MAX_QUEUED_BYTES` a lookup ends as a miss and a touch is dropped, both counted, and a deletion
+    has the worker killed, to be carried out by the next one.
 
     Attributes:
         shares: of the budget, by tenant; others do not push a tenant below it.
@@ -56,7 +62,9 @@ class StoreClient:
     def __init__(
         self, options: StoreOptions, arena: HostArena, *, wake: Callable[[], None] = lambda: None
     ) -> None:
-        """Start the worker and wait until it serves the store.
+        """Start the worker and wait until it serves the store, or ended without saying why.
+
+        In the second case the disk tier is off, as after a later failure: see `trouble`.
 
         Raises:
             StorageError, StoreBusyError, FormatVersionError, ConfigError: what it refused with.
@@ -73,7 +81,13 @@ class StoreClient:
         self._worker: WorkerProcess | None = None  # until it is reaped
         self._serves_since: float | None = None  # while the worker serves
         self.shares: dict[bytes, float] = {}
-        self._stats: StoreStats | None = None
+        self._stats = NO_STATS
+        self._num_lookups_dropped = self._num_touches_dropped = 0
+        self._undeleted: dict[bytes, tuple[int, str]] = {}  # block -> job that deletes it, reason
+        self._deletions: dict[int, list[bytes]] = {}  # job -> its blocks
+        self._is_given_up = False  # the worker of now was killed, and may take long to end
+        self._index: messages.IndexStart = "as_it_is"  # at the next start
+        self._trouble = ""
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
         self._folder_fd = -1  # of the store that is or was served
@@ -96,10 +110,11 @@ class StoreClient:
         """Ask which blocks are stored and not expired; answered by `LookupDone`."""
         with self._lock:
             job = next(self._jobs)
-            if self._accepts:
+            if self._accepts and not self._is_stuck:
                 self._lookups.add(job)
                 self._send(messages.LookupCall(job, list(hashes)))
                 return job
+            self._num_lookups_dropped += self._accepts
             self._events.append(messages.LookupDone(job, {}))
         self._wake()
         return job
@@ -114,11 +129,26 @@ class StoreClient:
 
     def touch(self, items: Sequence[TouchItem]) -> None:
         """Refresh blocks after a hit; gathered by the worker, lost if it dies before its flush."""
-        self._tell(messages.TouchCall(list(items)))
+        with self._lock:
+            if self._accepts and not self._is_stuck:
+                self._send(messages.TouchCall(list(items)))
+            else:
+                self._num_touches_dropped += len(items)
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> None:
-        """Make blocks unreachable, those that are being written too."""
-        self._tell(messages.DeleteCall(list(hashes), reason))
+        """Make blocks unreachable, those that are being written too.
+
+        Where no worker takes it, the next one does before it looks anything up.
+        """
+        with self._lock:
+            self._undeleted |= dict.fromkeys(hashes, (_UNSENT, reason))
+            if self._accepts and self._is_stuck:
+                assert self._worker is not None
+                logger.error("store worker %d takes no deletions and is killed", self._worker.pid)
+                self._is_given_up = True
+                self._worker.kill()
+            elif self._accepts:
+                self._send_deletion(list(hashes), reason)
 
     def reply_control(self, id: int, body: dict[str, Any]) -> None:
         """Answer a `ControlRequest`; after about five seconds nobody listens any more."""
@@ -134,8 +164,18 @@ class StoreClient:
     def stats(self) -> StoreStats:
         """Return the last known figures of the store."""
         with self._lock:
-            assert self._stats is not None, "a client exists once its worker was ready"
-            return self._stats
+            num_touches = self._stats.num_touches_dropped + self._num_touches_dropped
+            return replace(
+                self._stats,
+                num_lookups_dropped=self._num_lookups_dropped,
+                num_touches_dropped=num_touches,
+            )
+
+    @property
+    def trouble(self) -> str:
+        """Why the disk tier is off; empty while a worker serves the store."""
+        with self._lock:
+            return self._trouble if self._serves_since is None else ""
 
     @property
     def pid(self) -> int | None:
@@ -163,6 +203,11 @@ class StoreClient:
             self._thread.join(timeout_s or None)
         if self._thread.is_alive():
             logger.error("the store worker cannot be killed; its pages stay on loan")
+        with self._lock:
+            num_undeleted, self._undeleted = len(self._undeleted), {}
+        if num_undeleted:
+            text = "%d deleted blocks are still in the store of `%s`, which could not be reached"
+            logger.error(text, num_undeleted, self._options.path)
 
     def _lend(self, call: messages.LoadCall | messages.StoreCall, ending: type[Ending]) -> None:
         with self._lock:
@@ -184,12 +229,34 @@ class StoreClient:
 
     @property
     def _accepts(self) -> bool:
-        return self._serves_since is not None and not self._stop.is_set()
+        is_up = self._serves_since is not None and not self._is_given_up
+        return is_up and not self._stop.is_set()
+
+    @property
+    def _is_stuck(self) -> bool:
+        """Whether the worker leaves too much unread; under the lock, while one is up."""
+        return self._worker is not None and self._worker.channel.is_stuck
 
     def _send(self, message: messages.EngineMessage) -> None:
         """Send without waiting, or a stopped worker would stop the engine; under the lock."""
         assert self._worker is not None, "nothing is sent while no worker is up"
         self._worker.channel.send(message)
+
+    def _send_deletion(self, hashes: list[bytes], reason: str) -> None:
+        """Send a deletion and remember it until it is answered; under the lock."""
+        job = next(self._jobs)
+        self._deletions[job] = hashes
+        self._undeleted |= dict.fromkeys(hashes, (job, reason))
+        self._send(messages.DeleteCall(job, hashes, reason))
+
+    def _send_deletions(self) -> None:
+        """Send what the last worker did not answer to the new one, before all else."""
+        by_reason: dict[str, list[bytes]] = {}
+        for block_hash, (_, reason) in self._undeleted.items():
+            by_reason.setdefault(reason, []).append(block_hash)
+        for reason, hashes in by_reason.items():
+            for start in range(0, len(hashes), _HASHES_A_CALL):
+                self._send_deletion(hashes[start : start + _HASHES_A_CALL], reason)
 
     def _kill_unborn(self) -> None:
         """End a worker that is no longer wanted and was never ready; under the lock."""
@@ -210,42 +277,51 @@ class StoreClient:
             self._started.set()
 
     def _keep_serving(self) -> None:
+        """Start workers until `close()`; `tieredkv.storage.verdicts` has the rule for the index."""
         backoff_s = self._options.backoff_s
-        num_starts = 0
-        cure: messages.SetAside = ""  # for the next start
-        is_new = False  # the index was made again and has not proved itself yet
+        is_unproven = False  # the index was made again and has not served for long
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
-            num_starts += 1
             options = replace(self._options, create=self._options.create and self._may_create())
+            index = self._index
             try:
-                worker = WorkerProcess(options, self.arena, set_aside=cure)
+                worker = WorkerProcess(options, self.arena, index=index)
             except OSError as error:  # no process, no descriptor, no memory left
-                served_s, reason = 0.0, f"cannot start: {error}"
+                served_s, self._refused = 0.0, None
+                reason = f"the store worker cannot be started: {error}"
+                end = WorkerEnd(False, False, reason)
             else:
                 served_s = self._serve(worker)
-                returncode = worker.bury()
-                is_new &= served_s < _CRASH_WINDOW_S
+                end = worker.bury()
+                is_unproven &= served_s < _PROVEN_S
+                reason = str(self._refused or end.text)
                 if served_s:
-                    cure = ""
-                if is_crash(returncode):
-                    # Who dies before it can serve a new index dies of the segments.
-                    cure, is_new = "segments" if is_new and not served_s else "index", True
-                    logger.error("the index of %s killed its worker", self._options.path)
-                reason = str(self._refused or describe_exit(returncode))
+                    self._index = "as_it_is"
+                if end.is_damage and is_unproven:
+                    self._index = "as_it_is"
+                    reason = f"the index was made again and failed again: {reason}"
+                elif end.is_damage:
+                    self._index, is_unproven = "set_aside", True
+                elif end.is_unexplained and self._index != "set_aside":
+                    was_examined = index == "examined" and not served_s
+                    self._index = "as_it_is" if was_examined else "examined"
+                if end.is_damage or end.is_unexplained:
+                    logger.error("the store worker of `%s` failed: %s", options.path, reason)
+            with self._lock:
+                self._trouble = reason
             self._end_all()
             if self._stop.is_set():
                 return
             if not self._started.is_set():
                 if isinstance(self._refused, StoreBusyError) and time.monotonic() < busy_until:
                     self._stop.wait(_BUSY_POLL_S)
-                    num_starts -= 1
-                elif self._refused is not None or num_starts >= _MAX_FIRST_STARTS:
-                    self._failure = self._refused or StorageError(
-                        f"the store worker of `{self._options.path}` died at start: {reason}"
-                    )
+                    continue
+                if self._refused is not None and not (end.is_damage or end.is_unexplained):
+                    self._failure = self._refused
                     return
-                continue
+                if self._index not in ("as_it_is", index):
+                    continue  # what may help is tried before the engine starts without this tier
+                self._started.set()
             if served_s >= _HEALTHY_S:
                 backoff_s = self._options.backoff_s
             logger.warning("store worker down (%s); next start in %.1f s", reason, backoff_s)
@@ -256,6 +332,7 @@ class StoreClient:
         """Talk until the channel ends; for how many seconds the worker served."""
         with self._lock:
             self._worker = worker
+            self._is_given_up = False
             self._refused = None
             self._kill_unborn()
         try:
@@ -288,13 +365,19 @@ class StoreClient:
                     self._events.append(message)
             case messages.ControlRequest():
                 self._events.append(message)
+            case messages.DeleteDone(job):
+                for block_hash in self._deletions.pop(job, []):
+                    if self._undeleted.get(block_hash, (_UNSENT, ""))[0] == job:
+                        del self._undeleted[block_hash]
             case messages.Refused(kind, text):
                 self._refused = named(kind, text)
-            case messages.WorkerUp(stats, notes):
+            case messages.IndexSetAside(text):
+                self._index = "as_it_is"
+                logger.warning("%s", text)
+            case messages.WorkerUp(stats):
                 if not self._stop.is_set():
                     self._serves_since = time.monotonic()
-                for note in notes:
-                    logger.warning("%s", note)
+                    self._send_deletions()
                 self._stats = stats
                 self._hold_folder()
                 if self._started.is_set():
@@ -337,4 +420,5 @@ class StoreClient:
             self._events += [messages.LookupDone(job, {}) for job in sorted(self._lookups)]
             self._loans.clear()
             self._lookups.clear()
+            self._deletions.clear()
         self._wake()

@@ -115,7 +115,8 @@ def expiry_of(block_hash: bytes, data: bytes) -> float | None:
 
     None for a record that does not fit its seal or its key.
     """
-    if xxh3_64_digest(block_hash + data[_SEAL_BYTES:]) != data[:_SEAL_BYTES]:
+    is_long_enough = len(data) >= _SEAL_BYTES + _DEADLINE.size
+    if not is_long_enough or xxh3_64_digest(block_hash + data[_SEAL_BYTES:]) != data[:_SEAL_BYTES]:
         return None
     expires_at: float = _DEADLINE.unpack_from(data, _SEAL_BYTES)[0]
     return expires_at
@@ -125,11 +126,15 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     """Unpack an index record.
 
     Raises:
-        CorruptBlockError: reason `record`: its seal or key is not what it must be.
+        CorruptBlockError: reason `record`: its seal or key is not what it must be, or what it
+            seals is no record.
     """
     if expiry_of(block_hash, data) is None:
         raise corrupt(block_hash, "record", "the index record fails its checksum")
-    return _decode(data[_SEAL_BYTES + _DEADLINE.size :])
+    try:
+        return _decode(data[_SEAL_BYTES + _DEADLINE.size :])
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise corrupt(block_hash, "record", f"the index record is none: {error}") from error
 
 
 def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:

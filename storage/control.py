@@ -14,14 +14,20 @@ from typing import Any
 
 import msgspec
 
-from tieredkv.errors import StorageError, StoreBusyError, StoreUnreachableError, named
+from tieredkv.errors import (
+    StorageError,
+    StoreBusyError,
+    StoreUnreachableError,
+    TieredKVError,
+    named,
+)
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET
 from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
-from tieredkv.storage.worker_process import WorkerProcess, describe_exit, is_crash
+from tieredkv.storage.worker_process import WorkerProcess
 
 VerbProgress = Callable[[int, int], None]
 """Called with (blocks done, blocks in all) during a long verb."""
@@ -100,40 +106,59 @@ class StoreControl:
         folder_fd: int,
         call: ControlCall,
         progress: VerbProgress | None,
-        set_aside: messages.SetAside = "",
+        index: messages.IndexStart = "as_it_is",
     ) -> dict[str, Any]:
         """Have a worker of our own serve the stopped store meanwhile.
 
-        Where that dies of the index, and is to repair what it finds, the index is made again.
+        Where that fails without saying why, `verify` has the next one look for damage first; where
+        the index is damaged, and what is found is to be repaired, the index is made again.
 
         Raises:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
-        worker = WorkerProcess(self._options, arena=None, set_aside=set_aside)
-        body = None
+        worker = WorkerProcess(self._options, arena=None, index=index)
+        body = refused = None
+        is_up = False
         try:
-            for message in self._next(worker.channel):
-                if isinstance(message, messages.Refused):
-                    raise named(message.kind, message.message)
+            while not is_up:
+                for message in self._next(worker.channel):
+                    if isinstance(message, messages.Refused):
+                        refused = named(message.kind, message.message)
+                    is_up |= isinstance(message, messages.WorkerUp)
             with _connect(folder_fd) as connection:
                 body = self._converse(connection, call, progress)
         except _GONE:
             pass
         finally:
             worker.channel.send(messages.CloseCall())
-            returncode = worker.bury(grace_s=self._answer_timeout_s)
+            if body is None:
+                refused = refused or self._last_words(worker)
+            end = worker.bury(grace_s=self._answer_timeout_s)
         if body is not None:
             return body
-        if call.verb == "verify" and call.repair and is_crash(returncode) and not set_aside:
-            body = self._ask_own_worker(folder_fd, call, progress, "index")
+        if call.verb == "verify" and end.is_unexplained and index == "as_it_is":
+            return self._ask_own_worker(folder_fd, call, progress, "examined")
+        if call.verb == "verify" and call.repair and end.is_damage and index != "set_aside":
+            body = self._ask_own_worker(folder_fd, call, progress, "set_aside")
             by_reason = {"index": 1, **body["by_reason"]}
             bad, repaired = sum(by_reason.values()), body["repaired"] + 1
             return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
-        raise StorageError(
-            f"the worker of `{self._path}` died: {describe_exit(returncode)}\n"
-            "hint: `tieredkv verify` makes a damaged index again, as a server's start does"
-        )
+        if refused is not None and not end.is_damage:
+            raise refused
+        hint = "hint: `tieredkv verify` makes a damaged index again, as a server's start does"
+        why = f"the worker of `{self._path}` ended: {refused or end.text}"
+        raise StorageError(f"{why}\n{hint}" if end.is_damage else why)
+
+    def _last_words(self, worker: WorkerProcess) -> TieredKVError | None:
+        """Wait for a worker to end and return what it said about that, if anything."""
+        refused = None
+        with contextlib.suppress(EOFError, StorageError):
+            while received := worker.channel.receive(self._answer_timeout_s):
+                for message in received:
+                    if isinstance(message, messages.Refused):
+                        refused = named(message.kind, message.message)
+        return refused
 
     def _converse(
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None

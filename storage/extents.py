@@ -24,7 +24,7 @@ from tieredkv.storage.filesystem import (
     punch_hole,
     set_aside,
 )
-from tieredkv.storage.index import storage_errors
+from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
 _ZEROES_BYTES = 1 << 20  # written at once

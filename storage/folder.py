@@ -143,6 +143,12 @@ class StoreFolder:
         self.drop_set_aside()
         os.rename(self.index_path, os.path.join(self.path, SET_ASIDE))
 
+    def renew_index(self) -> None:
+        """Set the index aside and put an empty one in its place."""
+        self.set_aside()
+        _make_index(self.index_path)
+        self._identity = self._look()
+
     def drop_set_aside(self) -> None:
         """Remove the index that was set aside, if there is one."""
         with suppress(FileNotFoundError):

@@ -11,31 +11,30 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from heapq import merge
 from itertools import islice, pairwise, takewhile
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import lmdb
 import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
+from tieredkv.errors import CorruptBlockError, CorruptIndexError, StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import Extent, Located, expiry_key, expiry_of, extent_key
-from tieredkv.types import TENANT_BYTES
+from tieredkv.storage.index_pages import DATA_FILE, read_meta
+from tieredkv.storage.verdicts import storage_errors
+from tieredkv.types import PAGE_ALIGNMENT_BYTES, TENANT_BYTES
 
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
 _META_KEY = b"store"
-_DAMAGE = (lmdb.Error, struct.error, msgspec.MsgspecError)
-_SYSTEM_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EACCES, errno.EROFS, errno.ENOMEM)
 _NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
-_META_END = struct.Struct("<136xQQ")  # of a page of meta: the last page's number, the transaction's
-_MOST_UNWRITTEN_BYTES = 64 << 20  # that a file may be shorter than it says
+_LIB_VERSION = 0  # of LMDB: the one that writes `index_pages.DATA_VERSION`
 _COMPACTED = "compact.mdb"
 _AHEAD_BYTES = 2 << 20  # more than a transaction of so many blocks as usual adds to the file
 PAGE_BYTES = 4096
@@ -107,49 +106,35 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode_meta = msgspec.msgpack.Decoder(Meta).decode
 _decode_totals = msgspec.msgpack.Decoder(Totals).decode
 _decode_segment = msgspec.msgpack.Decoder(SegmentState).decode
+Value = TypeVar("Value")
 
 
-@contextmanager
-def storage_errors(path: str) -> Iterator[None]:
-    """Turn what LMDB and the system raise into StorageError, path and cause kept."""
-    try:
-        yield
-    except lmdb.MapFullError as error:
-        raise StoreFullError(f"the index at `{path}` has reached its largest size") from error
-    except _DAMAGE as error:
-        if "No space left" in str(error):
-            raise StoreFullError(f"no space left for the index at `{path}`") from error
-        raise StorageError(f"the index at `{path}` failed: {error}") from error
-    except StorageError:
-        raise
-    except OSError as error:
-        what = f"`{error.filename or path}`: {error.strerror}"
-        kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
-        raise kind(error.errno or errno.EIO, what) from error
+def _understand(database: str, decode: Callable[[bytes], Value], data: bytes) -> Value:
+    """Decode a key or value of the index.
 
-
-def is_damage(error: BaseException) -> bool:
-    """Whether an error comes from an index that contradicts itself, not from the system below it.
-
-    Entries that cannot be decoded are damage too.
+    Raises:
+        CorruptIndexError: nothing that this store writes looks like that.
     """
-    cause = error.__cause__
-    if not isinstance(cause, _DAMAGE) or isinstance(
-        cause, lmdb.MapFullError | lmdb.BadValsizeError
-    ):
-        return False
-    return not any(os.strerror(code) in str(cause) for code in _SYSTEM_ERRORS)
+    try:
+        return decode(data)
+    except (struct.error, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise CorruptIndexError(f"an entry of `{database}` is damaged: {error}") from error
 
 
-def _check_meta(path: str) -> None:
-    """Refuse an index file that claims far more pages than it has: LMDB would map them all."""
-    with open(path, "rb") as file:
-        pages = [file.read(PAGE_BYTES) for _ in range(2)]
-        size_bytes = file.seek(0, os.SEEK_END)
-    claims = [_META_END.unpack_from(page)[::-1] for page in pages if len(page) > _META_END.size]
-    _, last_page = max(claims, default=(0, 0))
-    if last_page * PAGE_BYTES > size_bytes + _MOST_UNWRITTEN_BYTES:
-        raise lmdb.CorruptedError(f"its meta page claims {last_page} pages")
+def _read_segment(data: bytes) -> SegmentState:
+    """Decode what is known of a segment, and refuse what cannot be."""
+    state = _understand("segments", _decode_segment, data)
+    is_so = state.slot_bytes > 0 and state.slot_bytes % PAGE_ALIGNMENT_BYTES == 0
+    if not is_so or not 0 <= state.num_used <= state.num_slots:
+        raise CorruptIndexError(f"an entry of `segments` is damaged: it says {state}")
+    return state
+
+
+def _read_lru_hash(key: bytes) -> bytes:
+    """Take the block hash from a key of `lru`."""
+    if not (block_hash := codec.lru_hash(key)):
+        raise CorruptIndexError("a key of `lru` is damaged: it names no block")
+    return block_hash
 
 
 class Index:
@@ -167,7 +152,7 @@ class Index:
         with storage_errors(self.path):
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.path, _COMPACTED))
-            _check_meta(os.path.join(self.path, "data.mdb"))
+            read_meta(self.path)
             env = lmdb.open(
                 self.path,
                 map_size=MAP_BYTES,
@@ -176,15 +161,20 @@ class Index:
                 readahead=False,
                 sync=self.sync,
                 metasync=False,
+                lib_version=_LIB_VERSION,
             )
-            # NOTE: what a short file lacks must read as damage: under the map it would be SIGBUS.
-            # It may lack pages that were never written, so being short is no damage yet. What lies
-            # behind the last page is empty, and takes up room where somebody copied the file.
-            size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-            os.truncate(os.path.join(self.path, "data.mdb"), size)
-            self._file_end, self._opened = size, (env, dict[str, Any]())
-            self.keep_ahead()
-            self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+            try:
+                # NOTE: what a short file lacks must read as damage: under the map it would be
+                # SIGBUS. It may lack pages that were never written: to be short is no damage yet.
+                # What lies behind the last page is empty, and takes up room in a copied file.
+                size = self._end_bytes(env)
+                os.truncate(os.path.join(self.path, DATA_FILE), size)
+                self._file_end, self._opened = size, (env, dict[str, Any]())
+                self.keep_ahead()
+                self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
+            except BaseException:
+                env.close()
+                raise
 
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:
@@ -211,18 +201,22 @@ class Index:
         LMDB then never writes at the end of the file. To a file that grows there some filesystems
         (XFS) give far more space than was written, and nobody could make room for it before.
         """
-        env, _ = self._opened
-        end = (env.info()["last_pgno"] + 1) * env.stat()["psize"] + num_bytes
+        end = self._end_bytes(self._opened[0]) + num_bytes
         if end > self._file_end:
             self._file_end = end + _AHEAD_BYTES
-            os.truncate(os.path.join(self.path, "data.mdb"), self._file_end)
+            os.truncate(os.path.join(self.path, DATA_FILE), self._file_end)
+
+    @staticmethod
+    def _end_bytes(env: Any) -> int:
+        """Where the last page ends that was ever used."""
+        return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
 
     def reading_ahead(self) -> Iterator[bool]:
         """Bring the file into memory and into LMDB's map, or each of the first lookups waits.
 
         Answers in short steps whether the tree's pages lie where they say that they belong.
         """
-        path, first_page = os.path.join(self.path, "data.mdb"), 0
+        path, first_page = os.path.join(self.path, DATA_FILE), 0
         with self.reading():
             page_bytes = self._opened[0].stat()["psize"]  # more than 4 KiB on some machines
         with suppress(OSError), open(path, "rb", buffering=0) as file:
@@ -280,7 +274,7 @@ class Index:
             finally:
                 os.close(fd)
             self._opened[0].close()
-            os.rename(draft, os.path.join(self.path, "data.mdb"))
+            os.rename(draft, os.path.join(self.path, DATA_FILE))
         self._open()
 
     def become(self, draft: "Index") -> None:
@@ -292,7 +286,7 @@ class Index:
 
     def file_bytes(self) -> int:
         """What its file occupies."""
-        return os.stat(os.path.join(self.path, "data.mdb")).st_blocks * 512
+        return os.stat(os.path.join(self.path, DATA_FILE)).st_blocks * 512
 
     def used_bytes(self) -> int:
         """What a copy takes: pages in use; it has none of the free pages' own tree."""
@@ -308,8 +302,11 @@ class Index:
         """Flush and close the environment; harmless when repeated."""
         if self._opened is not None:
             self.flush()
+            size = self._end_bytes(self._opened[0])
             self._opened[0].close()
             self._opened = None
+            with suppress(OSError):  # what was kept ahead is of use to nobody now
+                os.truncate(os.path.join(self.path, DATA_FILE), size)
 
 
 class IndexTxn:
@@ -400,7 +397,7 @@ class IndexTxn:
         due = codec.to_us(now)
         found: list[tuple[bytes, bytes]] = []
         for key, _ in self._walk("expiry"):
-            expires_us, block_hash = codec.split_expiry_key(key)
+            expires_us, block_hash = _understand("expiry", codec.split_expiry_key, key)
             if expires_us > due or len(found) >= limit:
                 break
             found.append((key, block_hash))
@@ -419,7 +416,7 @@ class IndexTxn:
         for is_kept in (False, True):
             some = [each for each in namespaces if (each[:TENANT_BYTES] in kept) == is_kept]
             orders = [self._lru_keys(codec.lru_prefix(each)) for each in some]
-            yield from map(codec.lru_hash, merge(*orders, key=codec.lru_order))
+            yield from map(_read_lru_hash, merge(*orders, key=codec.lru_order))
 
     # --- slots ------------------------------------------------------------------------------
 
@@ -433,7 +430,8 @@ class IndexTxn:
 
     def slots(self, name: SlotList, start: bytes = b"") -> Iterator[Extent]:
         """Listed slots from a key on, neighbours together; change nothing while it walks."""
-        return (codec.split_extent_key(key) for key, _ in self._walk(name, start))
+        keys = (key for key, _ in self._walk(name, start))
+        return (_understand(name, codec.split_extent_key, key) for key in keys)
 
     def free(self, segment: int) -> Iterator[Extent]:
         """Free slots of one segment; change nothing while it walks."""
@@ -443,7 +441,7 @@ class IndexTxn:
     def segments(self) -> dict[int, SegmentState]:
         """Every segment that the index knows."""
         walk = self._walk("segments")
-        return {int.from_bytes(key, "big"): _decode_segment(data) for key, data in walk}
+        return {int.from_bytes(key, "big"): _read_segment(data) for key, data in walk}
 
     def put_segment(self, segment: int, state: SegmentState) -> None:
         """Add or change a segment."""
@@ -452,7 +450,7 @@ class IndexTxn:
     def get_segment(self, segment: int) -> SegmentState | None:
         """One segment; None where there is none."""
         data = self._txn.get(_segment_key(segment), db=self._dbs["segments"])
-        return None if data is None else _decode_segment(data)
+        return None if data is None else _read_segment(data)
 
     def is_empty(self, segment: int, num_used: int) -> bool:
         """Whether every slot that was handed out is free; it looks no further than a gap."""
@@ -471,7 +469,7 @@ class IndexTxn:
     def meta(self) -> Meta:
         """What is known of the store as a whole; a change of it is part of the transaction."""
         data = self._txn.get(_META_KEY, db=self._dbs["meta"])
-        return Meta() if data is None else _decode_meta(data)
+        return Meta() if data is None else _understand("meta", _decode_meta, data)
 
     def keep_meta(self) -> None:
         """Write `meta`, if anybody looked at it; the last step of a transaction."""
@@ -484,14 +482,17 @@ class IndexTxn:
 
     def namespaces(self) -> dict[bytes, Totals]:
         """Blocks and payload bytes per namespace that has any."""
-        return {key: _decode_totals(data) for key, data in self._walk("namespaces")}
+        walk = self._walk("namespaces")
+        return {key: _understand("namespaces", _decode_totals, data) for key, data in walk}
 
     def _count(self, located: Located, sign: int) -> None:
         """Add a block to its namespace and the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
         self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
         data = self._txn.get(namespace, db=self._dbs["namespaces"])
-        before = Totals(0, 0) if data is None else _decode_totals(data)
+        before = Totals(0, 0)
+        if data is not None:
+            before = _understand("namespaces", _decode_totals, data)
         counted = before.plus(sign, payload_bytes)
         if counted.num_blocks:
             self._txn.put(namespace, _encode(counted), db=self._dbs["namespaces"])

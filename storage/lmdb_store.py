@@ -24,8 +24,9 @@ from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import Index, IndexTxn, storage_errors
+from tieredkv.storage.index import Index, IndexTxn
 from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions
 from tieredkv.storage.write_limit import WriteLimit
 from tieredkv.types import TENANT_BYTES, BlockRecord
@@ -84,6 +85,8 @@ class BlockStore:
         options: StoreOptions,
         clock: Clock,
         failpoint: Callable[[str], None] = lambda label: None,
+        *,
+        prepare: Callable[[StoreFolder], None] = lambda folder: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
 
@@ -91,9 +94,11 @@ class BlockStore:
             options: those about one store.
             clock: moved up to the latest time that the store has seen if it is a little behind.
             failpoint: called with a label at each step of a change; tests stop the process there.
+            prepare: called with the locked folder before its index is opened.
 
         Raises:
-            StoreBusyError, FormatVersionError, StoreFullError, StorageError
+            CorruptIndexError, StoreFailedError, StoreBusyError, FormatVersionError,
+            StoreFullError, StorageError
         """
         with ExitStack() as undo:
             is_flushed = options.sync == "commit"
@@ -104,6 +109,7 @@ class BlockStore:
                 undo.callback(folder.release)
                 filesystem = Filesystem.explore(folder.path)
                 filesystem.check()
+                prepare(folder)
                 index = Index(folder.index_path, sync=is_flushed)
                 undo.callback(index.close)
                 files = SegmentFiles(folder.segments_path, filesystem)
@@ -145,7 +151,7 @@ class BlockStore:
         with self.index.reading() as txn:
             found, damaged = txn.find(hashes, self.clock.now())
         for block_hash in damaged:
-            self._note_damaged(block_hash)
+            self.note_damaged(block_hash)
         return found
 
     def locate(self, block_hash: bytes) -> Located | None:
@@ -425,10 +431,10 @@ class BlockStore:
         try:
             return txn.get(block_hash)
         except CorruptBlockError:
-            self._note_damaged(block_hash)
+            self.note_damaged(block_hash)
             return None
 
-    def _note_damaged(self, block_hash: bytes) -> None:
+    def note_damaged(self, block_hash: bytes) -> None:
         """Count a damaged record, once until it is dropped; any thread may have met it."""
         if block_hash not in self._damaged:
             self._damaged.add(block_hash)

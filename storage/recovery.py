@@ -214,7 +214,7 @@ def _fill_new_index(
     """
     index, folder, now = slots.index, slots.folder, slots.clock.now()
     with index.reading() as txn:
-        old = txn.meta
+        old, holds_blocks = txn.meta, any(True for _ in txn.blocks())
     next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
     faults = {**old.faults, "index": old.faults.get("index", 0) + 1}
     meta = replace(old, format=FORMAT_VERSION, next_segment=next_segment, faults=faults)
@@ -232,7 +232,7 @@ def _fill_new_index(
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 slots.failpoint("adopt:before")
         draft.flush()
-        folder.take_draft(sets_aside=bool(old.format))
+        folder.take_draft(sets_aside=bool(old.format) or holds_blocks)
     except BaseException:
         draft.close()
         folder.drop_draft()

@@ -23,12 +23,18 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import TypeVar
 
 from msgspec.structs import replace
 
-from tieredkv.errors import StorageError, StoreFullError
+from tieredkv.errors import (
+    CorruptBlockError,
+    CorruptIndexError,
+    StorageError,
+    StoreFailedError,
+    StoreFullError,
+)
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
@@ -36,7 +42,6 @@ from tieredkv.storage.codec import Extent, Located, corrupt, decode_record
 from tieredkv.storage.compression import Packed, slot_bytes_of
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.verbs import Verbs
@@ -50,6 +55,7 @@ _WRITES_A_THREAD = 4  # in hand: what keeps the threads busy while a group is fl
 _MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
+_MAX_TOUCHES = 1 << 16  # blocks whose touches wait for an index thread that may be held up
 _CLOCK_SLACK_S = 1.0
 _TIMES = ("computed_at", "expires_at", "pinned_until", "last_used")
 Answer = TypeVar("Answer")
@@ -127,14 +133,12 @@ class StoreService:
         launch: messages.Launch,
         channel: FrameChannel[messages.EngineMessage],
         arena: HostArena | None,
-        notes: list[str],
     ) -> None:
         self._store = store
         self._launch = launch
         self._options = launch.options
         self._channel = channel
         self._arena = arena
-        self._notes = notes
         # Of the front thread.
         self._front = Loop()
         self._front.selector.register(channel, selectors.EVENT_READ, self._hear_engine)
@@ -144,6 +148,12 @@ class StoreService:
         self._loaded: list[PageLoaded] = []
         self._doomed: Counter[bytes] = Counter()
         self._is_closing = False  # no new work; what is written gets finished
+        self._num_touches_dropped = 0
+
+        # Of both, under a lock: what the front thread gathers, the index thread writes.
+        self._touching = Lock()
+        self._touches: dict[bytes, TouchItem] = {}
+        self._touched_since = 0.0
 
         # Of the index thread.
         self._changes = Loop()
@@ -154,11 +164,11 @@ class StoreService:
         self._num_writing = 0
         self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._touches: dict[bytes, TouchItem] = {}
-        self._touched_since = 0.0
+        self._undeleted: list[messages.DeleteCall] = []  # to be tried again
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._stored: list[PageStored] = []
+        self._store_error = ""  # of the last blocks, if they could not be stored
         self._is_over = Event()
         self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
@@ -167,7 +177,7 @@ class StoreService:
             store,
             hand=self._changes.hand,
             after_writes=lambda call: self._changes.hand(lambda: self._writes.append(call)),
-            ask_engine=None if arena is None else channel.send,
+            ask_engine=None if arena is None else self._ask_engine,
         )
         self._server = ControlServer(self._options.path, self._verbs.carry_out)
 
@@ -187,7 +197,7 @@ class StoreService:
         self._store.close()
 
     def _serve(self) -> None:
-        self._channel.send(messages.WorkerUp(self._stats, self._notes))
+        self._channel.send(messages.WorkerUp(self._stats))
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
         changing.add_done_callback(lambda _: self._front.hand(changing.result))  # or its error
         try:
@@ -208,7 +218,11 @@ class StoreService:
         self._front.wait(0.0 if self._can_read else _TICK_S)
         self._start_reads()
         if self._loaded:
-            stats = replace(self._stats, bytes_read=self._store.bytes_read)
+            stats = replace(
+                self._stats,
+                bytes_read=self._store.bytes_read,
+                num_touches_dropped=self._num_touches_dropped,
+            )
             self._channel.send(messages.Completions([*self._loaded], stats))
             self._loaded.clear()
         is_forgotten = self._arena is None and self._verbs.idle_s > _FORGOTTEN_S
@@ -228,6 +242,8 @@ class StoreService:
                 self._channel.send(messages.LookupDone(job, found))
             case messages.LoadCall(pages):
                 self._loads += pages
+            case messages.TouchCall(touches):
+                self._gather(touches)
             case messages.EngineAnswer():
                 self._verbs.hear_engine(message)
             case messages.CloseCall():
@@ -240,8 +256,25 @@ class StoreService:
                     self._doomed.update(message.hashes)
                 self._changes.hand(lambda: self._change(message))
 
-    def _forget_doomed(self, hashes: list[bytes]) -> None:
-        self._doomed -= Counter(hashes)
+    def _forget_doomed(self, call: messages.DeleteCall) -> None:
+        self._doomed -= Counter(call.hashes)
+        self._channel.send(messages.DeleteDone(call.job))
+
+    def _gather(self, touches: list[TouchItem]) -> None:
+        """Keep touches for later; two uses of a block are the later use, the longer claim."""
+        with self._touching:
+            if not self._touches:
+                self._touched_since = time.monotonic()
+            for touch in map(self._by_our_clock, touches):
+                if touch.retention not in self._options.disk_retentions:
+                    touch = replace(touch, expires_at=None, retention=None)
+                known = self._touches.get(touch.block_hash, touch)
+                if known is touch and len(self._touches) >= _MAX_TOUCHES:
+                    self._num_touches_dropped += 1
+                    continue
+                longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
+                last_used = max(known.last_used, touch.last_used)
+                self._touches[touch.block_hash] = replace(longer, last_used=last_used)
 
     # --- front thread: loads -------------------------------------------------------------------
 
@@ -266,7 +299,13 @@ class StoreService:
                 self._num_reading -= 1
                 self._end_load(page, "missing")
                 continue
-            task = ReadTask(page, decode_record(wanted.block_hash, sealed))
+            try:
+                task = ReadTask(page, decode_record(wanted.block_hash, sealed))
+            except CorruptBlockError:  # its seal fits, and what it seals is no record
+                self._store.note_damaged(wanted.block_hash)
+                self._num_reading -= 1
+                self._end_load(page, "missing")
+                continue
             if _identity(task.located.record) == _identity(wanted):
                 self._readers.submit(self._move, task)
             else:  # to be dropped, or the right block could never take its place
@@ -312,6 +351,9 @@ class StoreService:
         if self._touches_are_due:
             self._flush_touches()
         if self._sweep is None and now >= self._next_sweep:
+            for call in self._undeleted:
+                self._writes.append(partial(self._end_delete, call, is_deleted=False))
+            self._undeleted.clear()
             self._next_sweep = now + self._options.sweep_interval_s
             self._sweep = self._store.sweeping()
             if trial := self._store.compression_trial(self._options.num_readers):
@@ -337,14 +379,10 @@ class StoreService:
                 self._store.keep_shares(shares)
                 for page in pages:
                     self._accept_store(page)
-            case messages.TouchCall(touches):
-                self._gather(touches)
-            case messages.DeleteCall(hashes, reason):
-                self._delete(hashes, reason)
-                if self._has_writes:  # of these blocks, perhaps
-                    self._writes.append(lambda: self._delete(hashes, reason))
-                end = partial(self._forget_doomed, hashes)
-                self._writes.append(lambda: self._front.hand(end))
+            case messages.DeleteCall():
+                is_deleted = self._delete(message) and not self._has_writes
+                # What is being written may be these blocks: they are deleted once more behind it.
+                self._writes.append(lambda: self._end_delete(message, is_deleted=is_deleted))
 
     def _judge(self, task: ReadTask, error: StorageError) -> None:
         """Count a load that failed and drop the block if that is its fault."""
@@ -365,7 +403,8 @@ class StoreService:
             self._stored.clear()
 
     def _refresh_stats(self) -> None:
-        self._stats = self._attempt("stats", self._store.stats) or self._stats
+        stats = self._attempt("stats", self._store.stats) or self._stats
+        self._stats = replace(stats, store_error=self._store_error)
 
     def _by_our_clock(self, item: Item) -> Item:
         """Tell the times of a block or a use by our clock where the engine's is ahead of it.
@@ -433,7 +472,7 @@ class StoreService:
             records = [task.page.record for task in batch]
             extents = self._store.reserve_many(records, [task.packed for task in batch])
         except StorageError as error:
-            self._report("store", error)
+            self._note_refusal(error)
             for task in batch:
                 self._end_store(task.page, _refusal(error))
             return True
@@ -445,6 +484,7 @@ class StoreService:
             elif self._reserved or self._num_writing or self._written:
                 waiting.append(task)  # room comes when these are committed
             else:
+                self._store_error = "the budget leaves no room for another block"
                 self._end_store(task.page, "full")
         self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
@@ -463,7 +503,7 @@ class StoreService:
             if task.extent is not None:
                 self._store.write_failed(task.extent, task.error)
             self._end_store(task.page, _refusal(task.error))
-            self._report("store", task.error)
+            self._note_refusal(task.error)
         elif task.written is None:
             self._packed.append(task)
         else:
@@ -484,27 +524,24 @@ class StoreService:
         if not group:
             return
         rows = [task.written for task in group if task.written is not None]
-        stored = self._attempt("commit", lambda: self._store.commit(rows))
-        for i, task in enumerate(group):
-            reason = "io_error" if stored is None else "" if stored[i] else "expired"
+        try:
+            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(rows)]
+            self._store_error = ""
+        except StorageError as error:
+            reasons = [_refusal(error)] * len(group)
+            self._note_refusal(error)
+        for task, reason in zip(group, reasons, strict=True):
             self._end_store(task.page, reason)
+
+    def _note_refusal(self, error: StorageError) -> None:
+        """Report why blocks are not stored, and keep it for the figures."""
+        self._store_error = str(error)
+        self._report("store", error)
 
     def _end_store(self, page: LentPage, reason: str) -> None:
         self._stored.append(PageStored(page.record.block_hash, page.page_id, reason))
 
     # --- index thread: the rest ----------------------------------------------------------------
-
-    def _gather(self, touches: list[TouchItem]) -> None:
-        """Keep touches for later; two uses of a block are the later use, the longer claim."""
-        if not self._touches:
-            self._touched_since = time.monotonic()
-        for touch in map(self._by_our_clock, touches):
-            if touch.retention not in self._options.disk_retentions:
-                touch = replace(touch, expires_at=None, retention=None)
-            known = self._touches.get(touch.block_hash, touch)
-            longer = max(known, touch, key=lambda each: each.expires_at or 0.0)
-            last_used = max(known.last_used, touch.last_used)
-            self._touches[touch.block_hash] = replace(longer, last_used=last_used)
 
     @property
     def _touches_are_due(self) -> bool:
@@ -513,11 +550,20 @@ class StoreService:
 
     def _flush_touches(self) -> None:
         """Write some of the gathered touches; a long list takes several turns."""
-        items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
+        with self._touching:
+            items = [self._touches.pop(key) for key in list(self._touches)[:_TOUCHES_A_TURN]]
         self._attempt("touch", lambda: self._store.claim_or_touch(items))
 
-    def _delete(self, hashes: list[bytes], reason: str) -> None:
-        self._attempt("delete", lambda: self._store.delete(hashes, reason))
+    def _delete(self, call: messages.DeleteCall) -> bool:
+        delete = partial(self._store.delete, call.hashes, call.reason)
+        return self._attempt("delete", delete) is not None
+
+    def _end_delete(self, call: messages.DeleteCall, *, is_deleted: bool) -> None:
+        """Answer a deletion; one that the disk did not take stays a miss and is tried again."""
+        if is_deleted or self._delete(call):
+            self._front.hand(partial(self._forget_doomed, call))
+        else:
+            self._undeleted.append(call)
 
     def _look_over(self) -> None:
         """Bring the index into memory and see whether it agrees with itself, on a thread for that.
@@ -540,6 +586,11 @@ class StoreService:
             self._changes.hand(partial(self._report, "index", error))
 
     # --- any thread ----------------------------------------------------------------------------
+
+    def _ask_engine(self, request: messages.ControlRequest) -> None:
+        """Ask the engine on behalf of a command line; one that does not read is not asked."""
+        if not self._channel.is_stuck:
+            self._channel.send(request)
 
     def _attempt(self, cause: str, action: Callable[[], Answer]) -> Answer | None:
         """Do what may fail without harm; a fault of the disk is logged, and None."""
@@ -576,9 +627,9 @@ class StoreService:
         """Log the first failure of each cause; the counters have the rest.
 
         Raises:
-            StorageError: `error` itself, if the index is damaged: then nothing of it can be served.
+            CorruptIndexError, StoreFailedError: `error` itself: the worker cannot go on.
         """
-        if is_damage(error):
+        if isinstance(error, CorruptIndexError | StoreFailedError):
             raise error
         if cause not in self._reported:
             self._reported.add(cause)

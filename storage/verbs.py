@@ -16,10 +16,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tieredkv.errors import ConfigError, StorageError
+from tieredkv.errors import ConfigError, CorruptIndexError, StoreFailedError
 from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Report
-from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.results import EvictFilter, StoreStats, VerifyResult
 from tieredkv.storage.worker_messages import ControlCall, ControlRequest, EngineAnswer
@@ -116,12 +115,18 @@ class Verbs:
         result = VerifyResult()
         try:
             self._finish(self._verifying(report, repair, result))
-        except StorageError as error:
-            if not repair or not is_damage(error):
+        except CorruptIndexError as error:
+            if not repair:
                 raise
             if self.ask_engine is None:
                 raise EOFError from error
             result.add("index", is_repaired=True)
+        except StoreFailedError:  # of damage, or not: the next worker looks before it serves
+            if not repair:
+                raise
+            if self.ask_engine is None:
+                raise EOFError from None
+            result.add("index", is_repaired=False)
         return result
 
     def _verifying(self, report: Report, repair: bool, result: VerifyResult) -> Steps[None]:
@@ -159,7 +164,7 @@ class Verbs:
                 done.set_result(ending.value)
             except Exception as error:
                 done.set_exception(error)
-                if is_damage(error):  # which ends the worker
+                if isinstance(error, CorruptIndexError | StoreFailedError):  # ends the worker
                     raise
 
         self.hand(take_slice)

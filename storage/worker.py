@@ -6,28 +6,32 @@ do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 
 from tieredkv.clock import Clock
-from tieredkv.errors import ConfigError, StorageError, TieredKVError
+from tieredkv.errors import ConfigError, CorruptIndexError, StorageError, StoreFailedError
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import is_damage
+from tieredkv.storage.index_pages import check_pages
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
-from tieredkv.storage.worker_messages import EngineMessage, Launch, refusal
-from tieredkv.storage.worker_process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
+from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, refusal
+from tieredkv.storage.worker_process import (
+    EXIT_DAMAGED,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    EXIT_UNEXPLAINED,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -46,27 +50,45 @@ def main(arguments: list[str]) -> int:
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     (launch,) = channel.receive(None)
     assert isinstance(launch, Launch), launch
-    path, service = launch.options.path, None
+    # What a crash leaves is read by the parent: in the index or elsewhere makes the difference.
+    faulthandler.enable(launch.stack_fd, all_threads=False)
+    service = None
     try:
         service = _open(launch, channel)
         service.run()
     except EOFError:  # nobody is left to answer to; what is stored survives a kill
         os._exit(EXIT_FAILED)
-    except (StorageError, ConfigError, OSError, MemoryError) as error:
-        if service is None and not is_damage(error):
-            if not isinstance(error, TieredKVError):
-                error = StorageError(f"`{path}`: {error}")
-            channel.send(refusal(error))
-            return EXIT_REFUSED
-        # The folder went away, its disk, or the index is damaged: try again.
-        logger.error("the store of `%s` failed: %r", path, error)
-        return EXIT_DAMAGED if is_damage(error) else EXIT_FAILED
-    except Exception:  # a bug of ours, or bytes in the index that nobody thought of
-        logger.exception("the store of `%s` broke", path)
-        return EXIT_DAMAGED
+    except Exception as error:
+        code = EXIT_REFUSED if service is None else EXIT_FAILED
+        return _tell(channel, launch.options.path, error, code)
     finally:
         channel.close()  # or a thread that its disk holds up would keep the engine waiting too
     return 0
+
+
+def _tell(
+    channel: FrameChannel[EngineMessage], path: str, error: Exception, code_if_known: int
+) -> int:
+    """Tell the engine why the store cannot be served, and return the exit code that fits.
+
+    Whatever is no known kind of damage, and no error that says what it comes from, is unexplained:
+    a bug of ours, perhaps, and no reason to change a file.
+    """
+    match error:
+        case CorruptIndexError():
+            code = EXIT_DAMAGED
+        case StoreFailedError():
+            code = EXIT_UNEXPLAINED
+        case StorageError() | ConfigError():
+            code = code_if_known
+        case OSError() | MemoryError():
+            code, error = code_if_known, StorageError(f"`{path}`: {error or 'out of memory'}")
+        case _:
+            code = EXIT_UNEXPLAINED
+            logger.error("the store of `%s` broke", path, exc_info=error)
+            error = StoreFailedError(f"the store worker of `{path}` broke: {error!r}")
+    channel.send(refusal(error))
+    return code
 
 
 def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
@@ -80,32 +102,35 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
     options, is_open = launch.options, threading.Event()
     threading.Thread(target=_leave_with, args=[launch.parent_pid, is_open], daemon=True).start()
     arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
-    notes = [set_aside(options.path, launch.set_aside)] if launch.set_aside else []
-    store = BlockStore.open(options, Clock(options.clock_offset_file))
+
+    def prepare(folder: StoreFolder) -> None:
+        match launch.index:
+            case "examined":
+                check_pages(folder.index_path)
+            case "set_aside":
+                channel.send(IndexSetAside(set_aside_index(folder)))
+
+    store = BlockStore.open(options, Clock(options.clock_offset_file), prepare=prepare)
     is_open.set()
     try:
-        return StoreService(store, launch, channel, arena, notes)
+        return StoreService(store, launch, channel, arena)
     except BaseException:
         store.close()
         raise
 
 
-def set_aside(path: str, what: Literal["index", "segments"]) -> str:
-    """Rename the index for a later look, so that it is made again; erase the segments if need be.
+def set_aside_index(folder: StoreFolder) -> str:
+    """Rename the index for a later look, so that it is made again from the slots.
 
     Returns what happened, for the operator.
     """
-    folder = StoreFolder.claim(path, create=False)
     try:
-        folder.set_aside()
-        if what == "segments":
-            shutil.rmtree(folder.segments_path)
+        folder.renew_index()
     except OSError as error:
-        raise StorageError(f"the damaged index of `{path}` cannot be set aside: {error}") from error
-    finally:
-        folder.release()
-    left = "is made again from the slots" if what == "index" else "failed again: the store is empty"
-    return f"the index of `{path}` was damaged and is set aside as `{SET_ASIDE}`; it {left}"
+        what = f"the damaged index of `{folder.path}` cannot be set aside: {error}"
+        raise StorageError(what) from error
+    what = f"the index of `{folder.path}` is damaged and was set aside as `{SET_ASIDE}`"
+    return f"{what}; it is made again from the slots"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
     busy_patience_s: float = 5.0
 
 
-SetAside = Literal["", "index", "segments"]
+IndexStart = Literal["as_it_is", "examined", "set_aside"]
+"""What a worker does with the index before it opens it."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="launch"):
@@ -63,14 +64,17 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
         arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
             line started on a stopped store: there is no engine to ask or to lend pages.
         parent_pid: ends the worker when it is no longer its parent.
-        set_aside: `index` after it killed a worker: rename it and make it again from the slots;
-            `segments` after that one did so too: erase them as well.
+        index: `examined` after an end that nobody can explain: every page is read and checked
+            first; `set_aside` after a verdict of damage: it is renamed, and made again from the
+            slots.
+        stack_fd: a file for the stack of the thread that crashes.
     """
 
     options: StoreOptions
     arena: tuple[int, int, int] | None
     parent_pid: int
-    set_aside: SetAside = ""
+    index: IndexStart = "as_it_is"
+    stack_fd: int
 
 
 class LentPage(msgspec.Struct, frozen=True, array_like=True):
@@ -136,6 +140,9 @@ class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
 
 
 class DeleteCall(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
+    """Make blocks unreachable; answered by `DeleteDone` once no restart brings them back."""
+
+    job: int
     hashes: list[bytes]
     reason: str
 
@@ -158,13 +165,20 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 
 
 class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """A new worker serves the store; `notes` are for the operator."""
+    """A new worker serves the store."""
 
     stats: StoreStats
-    notes: list[str] = []
+
+
+class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside"):
+    """The damaged index was renamed, as the engine wanted; `text` is for the operator."""
+
+    text: str
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+    """Why a worker ends, or why it does not do what it was asked to do."""
+
     kind: str
     message: str
 
@@ -177,6 +191,10 @@ class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
 
     job: int
     found: dict[bytes, bytes]
+
+
+class DeleteDone(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
+    job: int
 
 
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
@@ -198,7 +216,9 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     blocks: list[bytes] = []
 
 
-WorkerMessage = WorkerUp | Refused | LookupDone | Completions | ControlRequest
+WorkerMessage = (
+    WorkerUp | IndexSetAside | Refused | LookupDone | DeleteDone | Completions | ControlRequest
+)
 
 # --- Command line and worker -----------------------------------------------------------------
 

@@ -1,31 +1,41 @@
-"""Start the store worker as a plain subprocess, and know for certain when it is dead.
+"""Start the store worker as a plain subprocess, and know for certain when it is dead, and of what.
 
-It knows how the process is launched and buried, not what is said over its channel.
+It knows how the process is launched and buried, and what its end says about the index; it does not
+know what is said over its channel.
 """
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+from typing import NamedTuple
 
 import msgspec
 
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.worker_messages import Launch, SetAside, StoreOptions, WorkerMessage
+from tieredkv.storage.worker_messages import IndexStart, Launch, StoreOptions, WorkerMessage
 
 EXIT_FAILED = 1
-"""The worker cannot go on, for a reason that says nothing about the index."""
+"""The worker told its channel why it cannot go on: a cause outside the index."""
 
 EXIT_REFUSED = 3
 """The worker told its channel why it will not serve this store."""
 
 EXIT_DAMAGED = 4
-"""The index contradicts itself, or something broke that nobody foresaw; like two crashes."""
+"""The index contradicts itself; the worker told its channel where."""
 
-_CRASH_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE)
+EXIT_UNEXPLAINED = 5
+"""Something broke that nobody foresaw; the worker told its channel what."""
+
+_EVIDENT_SIGNALS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
+_CRASH_SIGNALS = (*_EVIDENT_SIGNALS, signal.SIGILL, signal.SIGFPE)
+_MAX_STACK_BYTES = 64 << 10
+_INNERMOST_FRAME = re.compile(rb'most recent call first.*\n  File "(.*)", line (\d+) in (.*)')
+_INDEX_MODULE = os.fsencode(os.path.join("storage", "index.py"))
 logger = logging.getLogger(__name__)
 _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 
@@ -68,28 +78,48 @@ def bury(process: subprocess.Popen[bytes], grace_s: float) -> int:
         return process.wait()
 
 
+class WorkerEnd(NamedTuple):
+    """How a worker ended.
+
+    Attributes:
+        is_damage: it is evidence that the index is damaged.
+        is_unexplained: it says neither that nor what else is the cause.
+        text: how, in words.
+    """
+
+    is_damage: bool
+    is_unexplained: bool
+    text: str
+
+
 class WorkerProcess:
     """One store worker and our end of its channel; used by one thread.
 
     Args:
         arena: the engine's; None for the command line, which has no tiers to be asked about.
-        set_aside: what killed the worker before; see `Launch`.
+        index: what is to be done with the index first; see `Launch`.
     """
 
     def __init__(
-        self, options: StoreOptions, arena: HostArena | None, *, set_aside: SetAside = ""
+        self, options: StoreOptions, arena: HostArena | None, *, index: IndexStart = "as_it_is"
     ) -> None:
-        fds = () if arena is None else (arena.fd,)
-        # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
-        # ends when its channel does.
-        self._process, sock = start_process("tieredkv.storage.worker", *fds)
+        self._stack_fd = os.memfd_create("tieredkv-stack", os.MFD_CLOEXEC)
+        try:
+            fds = (self._stack_fd,) if arena is None else (self._stack_fd, arena.fd)
+            # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
+            # ends when its channel does.
+            self._process, sock = start_process("tieredkv.storage.worker", *fds)
+        except BaseException:
+            os.close(self._stack_fd)
+            raise
         self.channel = FrameChannel(sock, _decoder)
         self.channel.send(
             Launch(
                 options=options,
                 arena=None if arena is None else (arena.fd, arena.num_pages, arena.page_bytes),
                 parent_pid=os.getpid(),
-                set_aside=set_aside,
+                index=index,
+                stack_fd=self._stack_fd,
             )
         )
         self.pid = self._process.pid
@@ -98,24 +128,29 @@ class WorkerProcess:
         """Send SIGKILL; `bury()` still has to be called."""
         self._process.kill()
 
-    def bury(self, grace_s: float = 2.0) -> int:
-        """Wait until the process is dead and reaped; kill it after `grace_s`.
+    def bury(self, grace_s: float = 2.0) -> WorkerEnd:
+        """Wait until the process is dead and reaped; kill it after `grace_s`. Call it once.
 
         NOTE: this may take as long as the kernel needs to end a stuck disk read. Only after it has
         returned can no byte of an arena page change any more by the worker's hand.
         """
         returncode = bury(self._process, grace_s)
         self.channel.close()
-        return returncode
+        stack = os.pread(self._stack_fd, _MAX_STACK_BYTES, 0)
+        os.close(self._stack_fd)
+        return judge_end(returncode, stack)
 
 
-def is_crash(returncode: int) -> bool:
-    """Whether this exit suggests that the index, not somebody's SIGKILL, ended the worker."""
-    return returncode == EXIT_DAMAGED or -returncode in _CRASH_SIGNALS
-
-
-def describe_exit(returncode: int) -> str:
-    """Say in words how a worker ended."""
-    if returncode < 0:
-        return f"killed by {signal.Signals(-returncode).name}"
-    return f"exit code {returncode}"
+def judge_end(returncode: int, stack: bytes) -> WorkerEnd:
+    """Say what an exit code, and the stack that a crash left, tell of the index."""
+    if returncode >= 0:
+        known = (0, EXIT_FAILED, EXIT_REFUSED, EXIT_DAMAGED)
+        is_damage = returncode == EXIT_DAMAGED
+        return WorkerEnd(is_damage, returncode not in known, f"exit code {returncode}")
+    text = f"killed by {signal.Signals(-returncode).name}"
+    if (found := _INNERMOST_FRAME.search(stack)) is None:
+        return WorkerEnd(False, -returncode in _CRASH_SIGNALS, text)
+    file, line, function = found.groups()
+    is_damage = -returncode in _EVIDENT_SIGNALS and file.endswith(_INDEX_MODULE)
+    where = f"{os.path.basename(os.fsdecode(file))}:{int(line)}, {os.fsdecode(function)}"
+    return WorkerEnd(is_damage, not is_damage, f"{text} in {where}")

@@ -25,7 +25,7 @@ from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import NO_STATS, TouchItem
 from tieredkv.storage.worker_messages import LentPage, LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId
 
@@ -69,13 +69,6 @@ class ManualClock(Clock):
 
     def now(self) -> float:
         return self.moment
-
-
-EMPTY_STATS = StoreStats(
-    **{  # type: ignore[arg-type]
-        name: {} if name in ("faults", "deleted") else 0 for name in StoreStats.__struct_fields__
-    }
-)
 
 
 @dataclass(slots=True)
@@ -192,7 +185,7 @@ class FakeStore(StoreClient):
     def restart_empty(self) -> None:
         """Come back as a new worker that had to set the index aside."""
         self.blocks.clear()
-        self._done.append(WorkerUp(EMPTY_STATS))
+        self._done.append(WorkerUp(NO_STATS))
 
     def put(self, name: str, length: int, *, age_s: float = 0.0, retention: str = "24h") -> None:
         """Place a chain on disk, as an earlier process left it."""

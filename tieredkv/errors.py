@@ -12,6 +12,8 @@ TieredKVError
    ├─ StoreBusyError          another writer owns the folder
    ├─ StoreUnreachableError   the store's writer does not answer
    ├─ FormatVersionError      the store was written by another format version
+   ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
+   ├─ StoreFailedError        the store failed, and nothing says why: no verdict
    └─ CorruptBlockError       what was read contradicts its record
 """
 
@@ -85,6 +87,14 @@ class StoreUnreachableError(StorageError):
 
 class FormatVersionError(StorageError):
     """The store was written by another format version and was left untouched."""
+
+
+class CorruptIndexError(StorageError):
+    """The index contradicts itself; raised on evidence only (`tieredkv.storage.verdicts`)."""
+
+
+class StoreFailedError(StorageError):
+    """The store failed in a way that neither is evidence of damage nor names another cause."""
 
 
 class CorruptBlockError(StorageError):

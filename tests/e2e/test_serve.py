@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from tests import http
 from tests.http import TIMEOUT_S
-from tests.serving import Server, is_running, running, wait_for
+from tests.serving import COMMAND, Server, is_running, running, wait_for
 
 MODEL = "tiny-random"
 GREEDY: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": 6}
@@ -310,6 +311,33 @@ def test_a_dead_worker_is_replaced_and_a_dead_server_takes_its_engine_along(tmp_
         df = server.df()
         assert df["writer_pid"] is None
         assert df["disk"]["blocks"] >= len(prompt) // 16
+
+
+def test_a_disk_tier_that_is_off_is_told_with_its_cause_until_it_is_back(tmp_path: Path) -> None:
+    with running(tmp_path) as server, server.client() as client:
+        assert server.health().json()["disk"] == {"status": "ok"}
+        worker = server.pids["worker"]
+        os.kill(worker, signal.SIGSTOP)
+        index = server.disk_dir / "index" / "data.mdb"
+        data = index.read_bytes()
+        with index.open("r+b") as file:
+            for page in (0, 4096):
+                file.seek(page + 20)
+                file.write((99).to_bytes(4, "little"))
+        os.kill(worker, signal.SIGKILL)
+        cause = "LMDB data version 99"
+        wait_for(lambda: cause in server.health().json()["disk"].get("cause", ""), "no cause")
+        health = server.health()
+        assert (health.status_code, health.json()["disk"]["status"]) == (200, "off")
+        assert client.completions.create(**GREEDY, prompt="a").choices
+        for verb in ("df", "doctor"):
+            told = subprocess.run(
+                [*COMMAND, verb, "--disk-dir", str(server.disk_dir)], capture_output=True, text=True
+            )
+            assert told.returncode == 1
+            assert cause in told.stdout + told.stderr
+        index.write_bytes(data)
+        wait_for(lambda: server.health().json()["disk"] == {"status": "ok"}, "it stays off")
 
 
 def test_a_dead_engine_is_unhealthy_and_its_requests_end(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.storage.conftest import (
     DAY_S,
     NUM_PAGES,
     PAGE_BYTES,
+    CheckedClient,
     Harness,
     Mailbox,
     hash_of,
@@ -23,6 +24,7 @@ from tests.storage.conftest import (
     wait_until,
 )
 from tieredkv.errors import FormatVersionError, IntegrityError, StorageError, StoreBusyError
+from tieredkv.storage.channel import MAX_QUEUED_BYTES
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.results import TouchItem
@@ -260,6 +262,79 @@ def test_killing_a_stopped_worker_ends_its_loans_and_a_new_one_serves(
     assert "killed by SIGKILL" in caplog.text
     assert client.pid not in (None, pid)
     assert all(done.ok for done in mail.load(chain))
+
+
+def stuff(client: CheckedClient) -> int:
+    """Stop the worker and ask until no more is sent to it; count the lookups."""
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGSTOP)
+    hashes = [hash_of("none", position) for position in range(8192)]
+    num_lookups = 0
+    while not client.stats().num_lookups_dropped:
+        client.lookup(hashes)
+        num_lookups += 1
+        assert num_lookups * len(hashes) * 32 < 8 * MAX_QUEUED_BYTES, "the queue has no end"
+    return num_lookups
+
+
+def test_what_a_stopped_worker_is_sent_is_bounded_and_counted(harness: Harness) -> None:
+    client = harness.open()
+    num_lookups = stuff(client)
+    (missed,) = (event for event in client.poll() if isinstance(event, LookupDone))
+    assert missed.found == {}
+    touches = [TouchItem(block_hash=hash_of("a", n), last_used=time.time()) for n in range(100)]
+    client.touch(touches)
+    assert client.stats().num_touches_dropped == 100
+    assert client.pid is not None
+    os.kill(client.pid, signal.SIGCONT)
+    Mailbox(client).take(LookupDone, num_lookups - 1)
+    client.touch(touches)
+    assert client.stats().num_touches_dropped == 100
+    assert client.stats().num_lookups_dropped == 1
+
+
+def test_a_worker_that_takes_no_deletions_is_killed_and_the_next_one_carries_them_out(
+    harness: Harness,
+) -> None:
+    client = harness.open()
+    mail = Mailbox(client)
+    chain = make_chain("a", 8)
+    mail.store(chain)
+    pid = client.pid
+    stuff(client)
+    client.delete([chain[0].block_hash], "test")
+    client.delete([chain[1].block_hash], "test")
+    assert pid is not None
+    wait_until(lambda: not is_alive(pid))
+    mail.take(WorkerUp)
+    mail.events.clear()
+    client.poll()
+    found = mail.lookup([record.block_hash for record in chain])
+    assert [record is None for record in found] == [True, True] + [False] * 6
+
+
+@pytest.mark.parametrize("is_down", [True, False], ids=["worker is down", "worker dies of it"])
+def test_no_deletion_is_lost_with_a_worker(harness: Harness, is_down: bool) -> None:
+    client = harness.open(backoff_s=1.0, max_backoff_s=1.0)
+    mail = Mailbox(client)
+    chain = make_chain("a", 4)
+    mail.store(chain)
+    assert client.pid is not None
+    pid = client.pid
+    os.kill(pid, signal.SIGSTOP)
+    if is_down:
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: client.pid is None)
+    client.delete([chain[0].block_hash], "test")
+    if not is_down:
+        os.kill(pid, signal.SIGKILL)
+    mail.take(WorkerUp)
+    found = mail.lookup([record.block_hash for record in chain])
+    assert [record is None for record in found] == [True, False, False, False]
+    mail.store(chain[:1])
+    os.kill(client.pid or 0, signal.SIGKILL)
+    mail.take(WorkerUp)
+    assert all(mail.lookup([record.block_hash for record in chain])), "it was deleted once"
 
 
 def test_jobs_given_while_no_worker_is_up_are_answered_at_once(harness: Harness) -> None:

@@ -12,8 +12,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import lmdb
-import msgspec
 import pytest
 
 from tests.fakes import FakeClock
@@ -35,12 +33,12 @@ from tests.storage.blocks import (
 )
 from tests.storage.conftest import NAMESPACE, Harness, Mailbox, make_chain, wait_until
 from tests.storage.test_faults import plain_index
-from tieredkv.errors import StorageError
+from tieredkv.errors import CorruptIndexError, StorageError
 from tieredkv.storage import inspection, recovery
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.index import is_damage, storage_errors
+from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.results import EvictFilter, VerifyResult
-from tieredkv.storage.worker import set_aside
+from tieredkv.storage.worker import set_aside_index
 from tieredkv.types import BlockRecord
 
 BUDGET_BYTES = 32 << 20
@@ -81,6 +79,15 @@ def flip_bits(file: Path, seed: int, count: int) -> None:
     file.write_bytes(data)
 
 
+def set_aside(path: Path) -> str:
+    """Have the next start make the index again, as after a verdict of damage."""
+    folder = StoreFolder.claim(str(path), create=False)
+    try:
+        return set_aside_index(folder)
+    finally:
+        folder.release()
+
+
 def use_and_repair(path: Path) -> None:
     """What a store can still do, it does right; once verify has repaired it, all is well."""
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
@@ -105,7 +112,7 @@ def outcome_in_child(path: Path) -> int:
             use_and_repair(path)
             code = 0
         except StorageError as error:
-            code = DAMAGED if is_damage(error) else 1
+            code = DAMAGED if isinstance(error, CorruptIndexError) else 1
         finally:
             os._exit(code)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -121,7 +128,7 @@ def test_flipped_bits_of_an_index_are_repaired_or_the_index_is_made_again(
     outcome = outcome_in_child(path)
     assert outcome in (0, DAMAGED, -signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT)
     if outcome:
-        set_aside(str(path), "index")
+        set_aside(path)
         assert outcome_in_child(path) == 0
 
 
@@ -185,27 +192,6 @@ def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> 
         assert store.stats().blocks == 0
 
 
-@pytest.mark.parametrize(
-    ("error", "wanted"),
-    [
-        (lmdb.BadTxnError("mdb_get: MDB_BAD_TXN: Transaction must abort"), True),
-        (lmdb.CorruptedError("mdb_get: MDB_CORRUPTED: Located page was wrong type"), True),
-        (lmdb.Error("mdb_cursor_get: Invalid argument"), True),
-        (struct.error("unpack requires a buffer of 16 bytes"), True),
-        (msgspec.ValidationError("Expected `array`, got `int`"), True),
-        (lmdb.MapFullError("mdb_put: MDB_MAP_FULL"), False),
-        (lmdb.Error("mdb_txn_commit: No space left on device"), False),
-        (lmdb.Error("mdb_txn_commit: Input/output error"), False),
-        (lmdb.ReadonlyError("mdb_env_open: Permission denied"), False),
-        (OSError(5, "Input/output error"), False),
-    ],
-)
-def test_every_error_of_the_index_but_the_systems_is_damage(error: Exception, wanted: bool) -> None:
-    with pytest.raises(StorageError) as caught, storage_errors("index"):
-        raise error
-    assert is_damage(caught.value) is wanted
-
-
 def assert_back(mail: Mailbox, records: list[BlockRecord]) -> None:
     """The tier serves again, with all of these blocks."""
     wait_until(lambda: all(mail.lookup([record.block_hash for record in records])))
@@ -244,20 +230,6 @@ def test_a_truncated_index_costs_no_block(harness: Harness, size: int, is_live: 
     assert StoreControl(harness.folder).verify()["bad"] == 0
 
 
-def test_everything_is_erased_only_after_the_new_index_died_as_well(tmp_path: Path) -> None:
-    path = tmp_path / "store"
-    records = [make_record("a", position) for position in range(8)]
-    with open_store(path) as store:
-        put(store, *records)
-    assert "made again" in set_aside(str(path), "index")
-    with open_store(path) as store:
-        assert stored_hashes(store, records) == {record.block_hash for record in records}
-    assert "empty" in set_aside(str(path), "segments")
-    with open_store(path) as store:
-        assert store.stats().blocks == 0
-        assert (segment_files(path), (path / "index.bad").is_dir()) == ([], True)
-
-
 @pytest.mark.parametrize("batch", [4096, 48])
 def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, batch: int
@@ -270,7 +242,7 @@ def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
         for start in range(0, len(records), 50):
             put(store, *records[start : start + 50])
         before = stored_hashes(store, records)
-    set_aside(str(path), "index")
+    set_aside(path)
     peaks: list[int] = []
     clock = FakeClock(NOW + 1000)
     with open_store(

@@ -8,23 +8,24 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import lmdb
 import msgspec
 import pytest
 
 from tests.storage.blocks import make_record, open_store, payload_of, put
 from tieredkv.clock import Clock
-from tieredkv.errors import StorageError
+from tieredkv.errors import CorruptIndexError, StorageError
+from tieredkv.storage import service
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import is_damage
 from tieredkv.storage.lmdb_store import BlockStore
+from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
     DeleteCall,
+    DeleteDone,
     EngineMessage,
     Launch,
     LentPage,
@@ -35,6 +36,7 @@ from tieredkv.storage.worker_messages import (
     PageStored,
     StoreCall,
     StoreOptions,
+    TouchCall,
     WorkerMessage,
 )
 
@@ -70,6 +72,8 @@ class Engine:
         self.channel = FrameChannel(sock, msgspec.msgpack.Decoder(WorkerMessage))
         self.pages: list[PageLoaded | PageStored] = []
         self.lookups: list[LookupDone] = []
+        self.deleted: list[int] = []
+        self.stats: StoreStats | None = None
 
     def hold_up(self, label: str, message: EngineMessage) -> None:
         """Send something and wait until the index thread stands at a failpoint."""
@@ -97,8 +101,11 @@ class Engine:
         for message in self.channel.receive():
             if isinstance(message, LookupDone):
                 self.lookups.append(message)
+            elif isinstance(message, DeleteDone):
+                self.deleted.append(message.job)
             elif isinstance(message, Completions):
                 self.pages += message.pages
+                self.stats = message.stats
 
 
 @pytest.fixture
@@ -117,12 +124,13 @@ def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
     put(store, OLD, OLDER)
     ours, theirs = socket.socketpair()
     argument = Launch(
+        stack_fd=-1,
         options=StoreOptions(path=str(path), num_readers=2, num_writers=2, sweep_interval_s=0.05),
         arena=None,
         parent_pid=os.getppid(),
     )
     channel = FrameChannel(theirs, msgspec.msgpack.Decoder(EngineMessage))
-    service = StoreService(store, argument, channel, arena, [])
+    service = StoreService(store, argument, channel, arena)
     with ThreadPoolExecutor(1) as pool:
         engine = Engine(ours, gate, pool.submit(service.run))
         try:
@@ -159,7 +167,7 @@ def test_what_is_deleted_is_a_miss_at_once_and_the_rest_is_served(
     tmp_path: Path, arena: HostArena, label: str
 ) -> None:
     with serving(tmp_path / "store", arena) as engine:
-        engine.hold_up(label, DeleteCall([OLD.block_hash], "test"))
+        engine.hold_up(label, DeleteCall(1, [OLD.block_hash], "test"))
         assert engine.lookup(OLD.block_hash, OLDER.block_hash).keys() == {OLDER.block_hash}
         assert engine.load(LentPage(OLD, 0)).reason == "missing"
         assert engine.load(LentPage(OLDER, 0)).ok
@@ -169,9 +177,9 @@ def test_what_is_deleted_is_a_miss_at_once_and_the_rest_is_served(
 def test_a_block_stored_after_its_deletion_is_found_again(tmp_path: Path, arena: HostArena) -> None:
     with serving(tmp_path / "store", arena) as engine:
         arena.page(1)[:] = payload_of(OLD)
-        engine.hold_up("delete:before", DeleteCall([OLD.block_hash] * 2, "test"))
+        engine.hold_up("delete:before", DeleteCall(1, [OLD.block_hash] * 2, "test"))
         engine.channel.send(StoreCall([LentPage(OLD, 1)]))
-        engine.channel.send(DeleteCall([OLD.block_hash], "test"))
+        engine.channel.send(DeleteCall(1, [OLD.block_hash], "test"))
         engine.channel.send(StoreCall([LentPage(OLD, 1)]))
         assert engine.lookup(OLD.block_hash) == {}
         engine.gate.opened.set()
@@ -179,11 +187,43 @@ def test_a_block_stored_after_its_deletion_is_found_again(tmp_path: Path, arena:
         assert engine.lookup(OLD.block_hash)
 
 
+def test_a_deletion_that_the_disk_does_not_take_stays_a_miss_and_is_tried_again(
+    tmp_path: Path, arena: HostArena
+) -> None:
+    with serving(tmp_path / "store", arena) as engine:
+        engine.gate.error = StorageError(5, "made up")
+        engine.hold_up("delete:before", DeleteCall(7, [OLD.block_hash], "test"))
+        assert engine.lookup(OLD.block_hash) == {}
+        assert engine.deleted == []
+        engine.gate.opened.set()
+        for _ in range(20):
+            assert engine.lookup(OLD.block_hash) == {}
+        engine.gate.error = None
+        while not engine.deleted:
+            assert engine.lookup(OLD.block_hash) == {}
+        assert engine.deleted == [7]
+        assert engine.lookup(OLD.block_hash, OLDER.block_hash).keys() == {OLDER.block_hash}
+
+
+def test_touches_that_wait_for_the_disk_are_bounded(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_MAX_TOUCHES", 3)
+    touches = [TouchItem(block_hash=bytes([n]) * 32, last_used=1.0) for n in range(5)]
+    with serving(tmp_path / "store", arena) as engine:
+        engine.hold_up("delete:before", DeleteCall(1, [NEW.block_hash], "test"))
+        engine.channel.send(TouchCall(touches))
+        engine.channel.send(TouchCall(touches[:3]))
+        assert engine.load(LentPage(OLD, 0)).ok
+        assert engine.stats is not None
+        assert engine.stats.num_touches_dropped == 2
+        engine.gate.opened.set()
+
+
 def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostArena) -> None:
     with serving(tmp_path / "store", arena) as engine:
-        engine.gate.error = StorageError("the index is damaged")
-        engine.gate.error.__cause__ = lmdb.CorruptedError("made up")
+        engine.gate.error = CorruptIndexError("the index is damaged")
         engine.hold_up("commit:before", StoreCall([LentPage(NEW, 1)]))
         engine.gate.opened.set()
         error = engine.served.exception(PATIENCE_S)
-        assert error is not None and is_damage(error)
+        assert isinstance(error, CorruptIndexError)

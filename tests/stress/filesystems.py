@@ -1,12 +1,12 @@
-"""Measures how much of its budget the disk tier occupies on each filesystem, and that it works there.
+"""Measures how much of its budget the disk tier takes up on each filesystem, and that it works.
 
     python -m tests.stress.filesystems --seconds 20 --json docs/results/filesystems-2-cores.json
 
-Each filesystem is made in an image and mounted through a loop device, which takes root and the tools
-that make it; one that cannot be mounted here is named with the reason. A store is flooded with
-small blocks of many sizes, which are evicted, deleted and expire; the whole folder is measured by
-`st_blocks`, as `du` does, on a thread of its own and at every step of every change. At the end
-the store is opened again and all of it is verified.
+Each filesystem is made in an image and mounted through a loop device, which takes root and the
+tools that make it; one that cannot be mounted here is named with the reason. A store is flooded
+with small blocks of many sizes, which are evicted, deleted and expire; the whole folder is measured
+by `st_blocks`, as `du` does, on a thread of its own and at every labelled step of every change. At
+the end the store is opened again and all of it is verified.
 """
 
 import contextlib
@@ -146,11 +146,14 @@ class Sampler:
 def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: int) -> Any:
     """Store, evict, delete and expire blocks; return the row of figures."""
     rng, clock, stored = random.Random(seed), FakeClock(), list[BlockRecord]()
-    options = {"budget_bytes": budget_bytes, "sync": sync}
+    options: dict[str, Any] = {"budget_bytes": budget_bytes, "sync": sync}
     num_refused, until = 0, time.monotonic() + seconds
     causes = set[str]()
     folder.mkdir(mode=0o700)
-    with Sampler(folder) as sampler, open_store(folder, clock, sampler.sample, **options) as store:
+    with (
+        Sampler(folder) as sampler,
+        open_store(folder, clock, failpoint=sampler.sample, **options) as store,
+    ):
         for number in itertools.count():
             if time.monotonic() > until:
                 break
@@ -221,10 +224,12 @@ def main(
         for sync in ("none", "commit"):
             try:
                 with mounted(FILESYSTEMS[name]) as disk:
-                    told = {"budget_bytes": budget_bytes, "sync": sync, "seed": seed}
+                    told: dict[str, Any] = {"sync": sync, "seed": seed}
                     row = {"filesystem": name, "sync": sync}
                     try:
-                        row |= flood(disk / "store", seconds=seconds, **told)
+                        row |= flood(
+                            disk / "store", budget_bytes=budget_bytes, seconds=seconds, **told
+                        )
                     except StorageError as error:
                         row["refused"] = str(error).replace(str(disk), "DISK")
             except CannotMountError as error:

@@ -14,7 +14,10 @@ import click
 from tieredkv.cli.output import Answer, answering
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
+from tieredkv.errors import StorageError
+from tieredkv.storage.control import StoreControl
 from tieredkv.storage.filesystem import Call, Filesystem
+from tieredkv.storage.folder import MARKER
 from tieredkv.units import format_bytes
 
 LITTLE_FREE_BYTES = 1 << 30
@@ -88,6 +91,8 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield "permissions", "fail", f"{mode:04o}: others can write; chmod 700 `{folder}`"
     else:
         yield "permissions", "ok" if mode == 0o700 else "warn", f"{mode:04o}"
+    if (folder / MARKER).exists():
+        yield _store(folder)
     free = shutil.disk_usage(folder).free
     yield "free space", "ok" if free >= LITTLE_FREE_BYTES else "warn", format_bytes(free)
     for call in filesystem.calls:
@@ -96,6 +101,15 @@ def _disk(folder: Path) -> Iterator[Finding]:
     if step > LARGE_STEP_BYTES:
         detail = f"files grow by {format_bytes(step)} at once, so a small `disk_size` holds little"
         yield "space", "warn", detail
+
+
+def _store(folder: Path) -> Finding:
+    """Have a store opened as a server opens it, and say why it cannot be, if it cannot."""
+    try:
+        num_blocks = StoreControl(folder).df()["disk"]["blocks"]
+    except StorageError as error:
+        return "store", "fail", str(error)
+    return "store", "ok", f"can be opened; it holds {num_blocks} blocks"
 
 
 def _call(call: Call) -> Finding:

@@ -87,11 +87,20 @@ class Api:
     # Routes
 
     async def health(self, _request: Request) -> Response:
-        """Say whether the engine lives, and which processes these are."""
+        """Say whether the engine lives, which processes these are, and what ails the disk tier.
+
+        Without its disk tier the server is healthy: a fault of the cache is a miss.
+        """
         engine, info, is_alive = self._engine, self._engine.info, self._engine.is_alive
         pids = {"engine": engine.pid, "worker": info.worker_pid}
         pids = {"server": os.getpid(), **(pids if is_alive else dict.fromkeys(pids))}
-        body = {"status": "ok" if is_alive else "dead", "model": info.model, "pids": pids}
+        status = "ok" if is_alive else "dead"
+        body: dict[str, Any] = {"status": status, "model": info.model, "pids": pids}
+        if self._settings.disk_dir is not None:
+            told = {"off": info.disk_trouble, "failing": engine.store_error}
+            causes = [(status, cause) for status, cause in told.items() if cause]
+            status, cause = causes[0] if causes else ("ok", None)
+            body["disk"] = {"status": status} | ({"cause": cause} if cause else {})
         return JSONResponse(body, 200 if is_alive else 503)
 
     async def version(self, _request: Request) -> Response:

@@ -1,0 +1,252 @@
+"""The pages of an LMDB data file, read without LMDB: its version, and what contradicts itself.
+
+LMDB maps the file and believes what it finds there: a damaged page can end the process. What is
+looked at here is read with `pread` and checked before it is used. It knows the layout of LMDB's
+data version 1, not what the index says.
+"""
+
+import os
+import struct
+from collections.abc import Iterator
+from itertools import chain
+from typing import NamedTuple
+
+from tieredkv.errors import CorruptIndexError, FormatVersionError
+
+DATA_VERSION = 1
+"""LMDB 0.9 writes it."""
+
+DATA_FILE = "data.mdb"
+_MAGIC = 0xBEEFC0DE
+_NO_ROOT = (1 << 64) - 1
+_BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
+_BIG, _DATABASE = 1, 2  # flags of a leaf's entry: its data is in pages of its own; is a tree
+_PAGE_HEADER = struct.Struct("<QHHHH")  # number, unused, flags, end of the pointers, first entry
+_NUM_OVERFLOW_PAGES = struct.Struct("<12xI")
+_NODE_HEADER = struct.Struct("<HHHH")  # data size or page number, low and high; flags; key size
+_META_HEADER = struct.Struct("<II16x")  # behind the page's header: magic, version
+_TREE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth; pages of 3 kinds, entries, root
+_META_TAIL = struct.Struct("<QQ")  # last page, transaction
+_META_AT, _TREES_AT = _PAGE_HEADER.size, _PAGE_HEADER.size + _META_HEADER.size
+_META_END = _TREES_AT + 2 * _TREE.size + _META_TAIL.size
+_SNIFFED_BYTES = 128  # later versions have longer page headers before the magic number
+_MOST_UNWRITTEN_BYTES = 64 << 20  # that a file may be shorter than it says
+_MAX_DEPTH = 32  # of LMDB's cursors
+
+
+class Tree(NamedTuple):
+    """The root record of one tree, as a meta page or the main tree has it."""
+
+    page_bytes: int
+    flags: int
+    depth: int
+    num_branches: int
+    num_leaves: int
+    num_overflow_pages: int
+    num_entries: int
+    root: int
+
+
+class Meta(NamedTuple):
+    """A meta page."""
+
+    free: Tree
+    main: Tree
+    last_page: int
+    transaction: int
+
+
+def read_meta(folder: str) -> Meta | None:
+    """Read the newer meta page of the data file in a folder; None where the file is empty.
+
+    Raises:
+        FormatVersionError: another version of LMDB wrote it.
+        CorruptIndexError: it is no file of LMDB's, or says what cannot be.
+        OSError: it cannot be read.
+    """
+    path = os.path.join(folder, DATA_FILE)
+    with open(path, "rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+        if not size_bytes:
+            return None
+        first = _parse_meta(path, os.pread(file.fileno(), _META_END, 0))
+        other = os.pread(file.fileno(), _META_END, first.free.page_bytes)
+        newest = max(first, _parse_meta(path, other), key=lambda meta: meta.transaction)
+    claimed_bytes = newest.last_page * first.free.page_bytes
+    if claimed_bytes > size_bytes + _MOST_UNWRITTEN_BYTES:  # LMDB would map them all
+        raise CorruptIndexError(f"the meta page of `{path}` claims {newest.last_page} pages")
+    return newest
+
+
+def _parse_meta(path: str, page: bytes) -> Meta:
+    for at in range(_META_AT, len(page[:_SNIFFED_BYTES]) - 7, 4):
+        magic, version = struct.unpack_from("<II", page, at)
+        if magic == _MAGIC:
+            break
+    else:
+        raise CorruptIndexError(f"a meta page of `{path}` has no magic number of LMDB's")
+    if version != DATA_VERSION:
+        raise FormatVersionError(
+            f"the index at `{path}` has LMDB data version {version}, this tieredkv reads "
+            f"{DATA_VERSION}; it was left untouched: use what wrote it, or another folder"
+        )
+    if at != _META_AT or len(page) < _META_END or not _PAGE_HEADER.unpack_from(page)[2] & _META:
+        raise CorruptIndexError(f"a meta page of `{path}` is damaged")
+    free, main = (Tree(*_TREE.unpack_from(page, _TREES_AT + n * _TREE.size)) for n in range(2))
+    last_page, transaction = _META_TAIL.unpack_from(page, _META_END - _META_TAIL.size)
+    size = free.page_bytes
+    if not 256 <= size <= 1 << 16 or size & (size - 1):
+        raise CorruptIndexError(f"a meta page of `{path}` says that pages have {size} bytes")
+    return Meta(free, main, last_page, transaction)
+
+
+def check_pages(folder: str) -> None:
+    """Walk over every tree of a data file that nobody has open, and compare what pages say.
+
+    It reads all pages in use once and costs about ten seconds for a million blocks.
+
+    Raises:
+        FormatVersionError, CorruptIndexError, OSError: as `read_meta`; CorruptIndexError also where
+            pages do not fit together.
+    """
+    if (meta := read_meta(folder)) is None:
+        return
+    path = os.path.join(folder, DATA_FILE)
+    with open(path, "rb", buffering=0) as file:
+        pages = _Pages(file.fileno(), meta)
+        try:
+            pages.check()
+        except CorruptIndexError as error:
+            raise CorruptIndexError(f"the index at `{path}` is damaged: {error}") from None
+
+
+class _Pages:
+    """The pages of one file, and which of them were met; a page belongs to one place only."""
+
+    def __init__(self, fd: int, meta: Meta) -> None:
+        self._fd = fd
+        self._meta = meta
+        self._size = meta.free.page_bytes
+        self._is_met = bytearray(meta.last_page + 1)
+
+    def check(self) -> None:
+        """Walk over the free list and every database."""
+        lists = [data for _, data in self._walk(self._meta.free, has_numbers=True)]
+        for _, data in self._walk(self._meta.main, is_main=True):
+            for _ in self._walk(Tree(*_TREE.unpack(data))):
+                pass
+        for number in chain(*map(_ids, lists)):
+            self._meet(number)
+
+    def _meet(self, number: int) -> None:
+        _expect(2 <= number <= self._meta.last_page, number, "lies outside the file")
+        _expect(not self._is_met[number], number, "belongs to two places")
+        self._is_met[number] = 1
+
+    def _read(self, number: int, num_pages: int = 1) -> bytes:
+        page = os.pread(self._fd, num_pages * self._size, number * self._size)
+        _expect(len(page) == num_pages * self._size, number, "is missing")
+        _expect(_PAGE_HEADER.unpack_from(page)[0] == number, number, "lies in another's place")
+        return page
+
+    def _walk(
+        self, tree: Tree, *, has_numbers: bool = False, is_main: bool = False
+    ) -> Iterator[tuple[bytes, bytes]]:
+        """Walk over the entries of a tree in order, each page checked before it is believed.
+
+        Args:
+            tree: its root record.
+            has_numbers: its keys are numbers of transactions, as those of the free list are.
+            is_main: its entries are the root records of the databases.
+        """
+        if tree.root == _NO_ROOT:
+            _expect(not tree.num_entries, 0, "names a tree with entries and without a root")
+            return
+        _expect(tree.depth <= _MAX_DEPTH, tree.root, "is the root of too deep a tree")
+        counts = {_BRANCH: 0, _LEAF: 0, _OVERFLOW: 0}
+        num_entries, last_key = 0, b""
+        todo: list[tuple[int, int, bytes]] = [(tree.root, 1, b"")]
+        while todo:
+            number, depth, first_key = todo.pop()
+            self._meet(number)
+            page = self._read(number)
+            kind = _PAGE_HEADER.unpack_from(page)[2]
+            wanted = _LEAF if depth == tree.depth else _BRANCH
+            _expect(kind == wanted, number, f"is of kind {kind} where {wanted} belongs")
+            counts[kind] += 1
+            nodes = _nodes(page, number)
+            if kind == _BRANCH:
+                _expect(bool(nodes), number, "is a branch without entries")
+                children = [(low | high << 16 | top << 32, key) for low, high, top, key, _ in nodes]
+                children[0] = children[0][0], first_key
+                todo += [(child, depth + 1, key) for child, key in reversed(children)]
+                continue
+            for low, high, flags, key, at in nodes:
+                order = _order(key) if has_numbers else key
+                least = _order(first_key) if has_numbers else first_key
+                is_next = (last_key < order or not num_entries) and least <= order
+                _expect(is_next, number, "has keys out of order")
+                last_key, num_entries = order, num_entries + 1
+                size = low | high << 16
+                is_tree = flags == _DATABASE and size == _TREE.size
+                _expect(is_tree if is_main else flags in (0, _BIG), number, "has a strange entry")
+                end = at + (8 if flags == _BIG else size)
+                _expect(end <= self._size, number, "has an entry beyond its end")
+                data = page[at:end]
+                if flags == _BIG:
+                    data = self._read_big(data, size, counts)
+                yield key, data
+        wanted_counts = (tree.num_branches, tree.num_leaves, tree.num_overflow_pages)
+        _expect(tuple(counts.values()) == wanted_counts, tree.root, "has another number of pages")
+        _expect(num_entries == tree.num_entries, tree.root, "has another number of entries")
+
+    def _read_big(self, pointer: bytes, size: int, counts: dict[int, int]) -> bytes:
+        """Read an entry's data that has pages of its own."""
+        number = int.from_bytes(pointer, "little")
+        num_pages = -(-(_PAGE_HEADER.size + size) // self._size)
+        _expect(number + num_pages - 1 <= self._meta.last_page, number, "lies outside the file")
+        for each in range(number, number + num_pages):
+            self._meet(each)
+        page = self._read(number, num_pages)
+        is_so = _PAGE_HEADER.unpack_from(page)[2] == _OVERFLOW
+        is_so &= _NUM_OVERFLOW_PAGES.unpack_from(page)[0] == num_pages
+        _expect(is_so, number, "does not hold the entry that it should")
+        counts[_OVERFLOW] += num_pages
+        return page[_PAGE_HEADER.size :][:size]
+
+
+def _nodes(page: bytes, number: int) -> list[tuple[int, int, int, bytes, int]]:
+    """Take a page apart: for each entry its size or page, its flags, its key, where data begins."""
+    _, _, _, lower, upper = _PAGE_HEADER.unpack_from(page)
+    is_so = _PAGE_HEADER.size <= lower <= upper <= len(page) and lower % 2 == 0
+    _expect(is_so, number, "has no sound header")
+    num_nodes = (lower - _PAGE_HEADER.size) // 2
+    nodes = []
+    for at in struct.unpack_from(f"<{num_nodes}H", page, _PAGE_HEADER.size):
+        _expect(upper <= at <= len(page) - _NODE_HEADER.size, number, "has an entry out of place")
+        low, high, flags, key_bytes = _NODE_HEADER.unpack_from(page, at)
+        start = at + _NODE_HEADER.size
+        _expect(start + key_bytes <= len(page), number, "has a key beyond its end")
+        nodes.append((low, high, flags, page[start : start + key_bytes], start + key_bytes))
+    return nodes
+
+
+def _order(number: bytes) -> bytes:
+    """What numbers of eight bytes sort by."""
+    return number.rjust(8, b"\0")[::-1]
+
+
+def _ids(data: bytes) -> tuple[int, ...]:
+    """The pages that one transaction freed: how many, then their numbers."""
+    count = len(data) // 8 - 1
+    _expect(
+        len(data) % 8 == 0 and count >= 0 and int.from_bytes(data[:8], "little") == count,
+        0,
+        "has a free list that contradicts itself",
+    )
+    return struct.unpack_from(f"<{count}Q", data, 8)
+
+
+def _expect(is_so: bool, number: int, what: str) -> None:
+    if not is_so:
+        raise CorruptIndexError(f"page {number} {what}")
