@@ -322,18 +322,33 @@ class EngineCore:
             digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def close(self, *, progress: Progress = ignore_progress) -> None:
-        """Stop: end requests, write what a disk policy promised, release everything. Safe twice."""
+    def close(self, *, progress: Progress = ignore_progress) -> int:
+        """Stop: end requests, write what a disk policy promised, release everything. Safe twice.
+
+        Returns:
+            How many blocks that were promised to the disk are lost because the store failed. Those
+            that `drain_timeout` left no time for are not counted.
+        """
         if self._is_closed:
-            return
+            return 0
         self._is_closed = True
         self.abort_all()
         deadline = time.monotonic() + self.settings.drain_timeout
         left = self.cache.demoter.drain(deadline=deadline, progress=progress)
-        if left:
-            logger.warning("%d blocks were not written to disk in time", left)
+        refusals = self.cache.demoter.refusals()
+        num_lost = refusals.total()
+        if (num_late := left - num_lost) > 0:
+            text = "%d blocks were not written to disk within `drain_timeout` (%g s) and are lost"
+            logger.warning(text, num_late, self.settings.drain_timeout)
+        if num_lost and (store := self.tiers.store) is not None:
+            why = store.trouble or store.stats().store_error or ", ".join(refusals)
+            text = (
+                "%d blocks that were promised to the disk are lost, as it could not store them: %s"
+            )
+            logger.error(text, num_lost, why)
         self.tiers.transfer.synchronize()
         self._stack.close()
+        return num_lost
 
     # Inside
 

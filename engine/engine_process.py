@@ -64,17 +64,18 @@ class EngineProcess:
             core = self._core = EngineCore(start.settings, progress=self._report)
         except TieredKVError as error:
             self._channel.send(Refused(type(error).__name__, str(error)))
+            exit_code = EXIT_START_FAILED
         else:
             signal.signal(signal.SIGTERM, lambda *_: self._post(Shutdown()))
             self._serve(core)
             core.abort_all()
             self._step(core)
-            core.close(progress=self._report)
+            exit_code = EXIT_FAILED if core.close(progress=self._report) else 0
         # A server that does not read is not waited for for long.
         give_up_at = time.monotonic() + FAREWELL_S
         while self._channel.has_queued and time.monotonic() < give_up_at:
             time.sleep(UNSENT_WAIT_S)
-        return 0 if self._core else EXIT_START_FAILED
+        return exit_code
 
     def _serve(self, core: EngineCore) -> None:
         """Step, and do what is asked for, until that is to stop."""

@@ -18,6 +18,7 @@ from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
 from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
 from tieredkv.types import TENANT_BYTES
@@ -29,7 +30,6 @@ _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
 # One step of erasing; a slot changes two pages of the index, half of what a block does.
 _ERASED_SLOTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _FULL_S = 1.0  # a filesystem that was full is asked for more after so long
 
 
@@ -69,6 +69,7 @@ class SlotAllocator:
         faulty: slots that could not be read or written, while they are lent or a block's.
         strikes: how often a slot was given up for it; after the first time it is erased before it
             is lent again, after the second it stays free.
+        lack: what the filesystem lacked when it was last full.
     """
 
     folder: StoreFolder
@@ -84,6 +85,7 @@ class SlotAllocator:
     faulty: set[Extent] = field(default_factory=set)
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
+    lack: str = ""
     _full_until: float = 0.0
     _most_there: int = 0  # until then: what the filesystem has for all files
     _lacks_room: bool = False  # for what the last transaction had to write
@@ -109,9 +111,9 @@ class SlotAllocator:
                 yield txn
         except BaseException as error:
             self.reload()
-            is_short = self.files.free_bytes() < headroom_bytes(self.overhead_bytes)
+            is_short = self.files.free_bytes() < self._headroom_bytes
             if is_short or isinstance(error, StoreFullError):  # a page in part is EIO for LMDB
-                self.note_full()
+                self.note_full(error.errno if isinstance(error, OSError) else None)
                 self._lacks_room = True
             raise
         self._lacks_room = False
@@ -158,22 +160,29 @@ class SlotAllocator:
         return self._most_bytes - self.files.occupied_bytes
 
     @property
+    def _fitting_bytes(self) -> int:
+        """How many neighbouring bytes of slots certainly fit into that room."""
+        return self.files.filesystem.fitting_bytes(self.room_bytes)
+
+    @property
     def is_disk_full(self) -> bool:
         """Whether the filesystem had no room a moment ago."""
         return time.monotonic() < self._full_until
 
-    def note_full(self, free_bytes: float = 0.0) -> None:
+    def note_full(self, code: int | None, free_bytes: float = 0.0) -> None:
         """Keep to what the filesystem has for a while, with so much that is free.
 
         A few blocks give way for the index's sake, once in that while, or whoever else fills the
         disk had them all; and none where erasing gives nothing back.
         """
         self.measure()
-        headroom, occupied = headroom_bytes(self.overhead_bytes), self.occupied_bytes
+        headroom, occupied = self._headroom_bytes, self.occupied_bytes
         can_shrink = self.files.punch_hole and not self.is_disk_full
         least = -min(headroom, occupied // 16) if can_shrink else min(self.room_bytes, 0)
-        if not self._full_until:
-            logger.warning("no space left: new blocks take the place of old ones until there is")
+        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
+        if lack != self.lack:
+            logger.warning("%s: new blocks take the place of old ones until there is more", lack)
+        self.lack = lack
         if not self.is_disk_full:
             self._full_until = time.monotonic() + _FULL_S
         self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
@@ -194,11 +203,16 @@ class SlotAllocator:
         return self._dirty_bytes + unused
 
     @property
+    def _headroom_bytes(self) -> int:
+        """What is kept free for the index, in the pieces that this filesystem hands out."""
+        return self.files.filesystem.spread_bytes(headroom_bytes(self.overhead_bytes))
+
+    @property
     def _most_bytes(self) -> int:
         """What all slots together may have at the moment."""
         budget = self.budget_bytes
         limit = min(budget, self._most_there) if self.is_disk_full else budget
-        return limit - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
+        return limit - self.overhead_bytes - self._headroom_bytes
 
     def check_fits(self, slot_bytes: int) -> None:
         """Refuse a slot that no eviction could make room for.
@@ -206,7 +220,8 @@ class SlotAllocator:
         Raises:
             StoreFullError: with both sizes.
         """
-        most = self.budget_bytes - self.overhead_bytes - headroom_bytes(self.overhead_bytes)
+        most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
+        most = self.files.filesystem.fitting_bytes(most)
         if slot_bytes > most:
             needs = f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes}"
             leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
@@ -258,7 +273,7 @@ class SlotAllocator:
         same = [s for s, state in segments if state.slot_bytes == slot_bytes and s in self.files]
         free = chain.from_iterable(map(txn.free, same))
         for extent in list(islice((e for e in free if not self.is_retired(e)), count)):
-            if self.files.punch_hole and self.room_bytes < slot_bytes:
+            if self.files.punch_hole and self._fitting_bytes < slot_bytes:
                 break
             if not self._allocate(extent.segment, extent.slot, 1):
                 break
@@ -274,10 +289,16 @@ class SlotAllocator:
         state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0)
         num_slots = state.num_slots
         step = min(_STEP_BYTES, self.budget_bytes // 64) // slot_bytes
-        growth = min(max(step, count), self.room_bytes // slot_bytes, largest - num_slots)
+        growth = min(max(step, count), self._fitting_bytes // slot_bytes, largest - num_slots)
         if growth <= 0:
             return []
-        segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
+        try:
+            segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
+        except OSError as error:  # no inode is left for another file
+            if error.errno not in NO_SPACE:
+                raise
+            self.note_full(error.errno)
+            return []
         self.failpoint("segment:opened")
         if not self._allocate(segment, num_slots, growth):
             return []
@@ -287,24 +308,25 @@ class SlotAllocator:
 
     def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
         segment = txn.meta.next_segment
-        txn.meta.next_segment += 1
         self.files.open(segment, slot_bytes, create=True)
+        txn.meta.next_segment += 1
         txn.put_segment(segment, SegmentState(slot_bytes, 0, 0))
         return segment
 
     def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
         """Set space aside; False where the filesystem has none beside what the index may need."""
-        needed_bytes = num_slots * self.files.slot_bytes(segment)
+        slot_bytes = self.files.slot_bytes(segment)
+        needed_bytes = self.files.filesystem.spread_bytes(num_slots * slot_bytes)
         free_bytes = self.files.free_bytes()
-        if needed_bytes + headroom_bytes(self.overhead_bytes) > free_bytes:
-            self.note_full(free_bytes)
+        if needed_bytes + self._headroom_bytes > free_bytes:
+            self.note_full(None, free_bytes)
             return False
         try:
             self.files.allocate(segment, first_slot, num_slots)
         except OSError as error:
-            if error.errno not in _NO_SPACE:
+            if error.errno not in NO_SPACE:
                 raise
-            self.note_full()
+            self.note_full(error.errno)
             return False
         return True
 
@@ -398,13 +420,16 @@ class SlotAllocator:
                 taken = self.take(txn, slot_bytes, short)
                 if len(taken) < short:
                     spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
-                    self._evict(txn, (short - len(taken)) * slot_bytes - spare, tenant)
+                    needed_bytes = (short - len(taken)) * slot_bytes
+                    needed_bytes = self.files.filesystem.spread_bytes(needed_bytes)
+                    self._evict(txn, needed_bytes - spare, tenant)
                     taken += self.take(txn, slot_bytes, short - len(taken))
                 self.failpoint("reserve:before")
             self.failpoint("reserve:done")
             slots += taken
             self.lent.update((extent, slot_bytes) for extent in taken)
             missing_bytes = (short - len(taken)) * slot_bytes
+            missing_bytes = self.files.filesystem.spread_bytes(missing_bytes)
             if missing_bytes and not self.release_idle(missing_bytes):
                 break
         return slots

@@ -1,11 +1,10 @@
 """Segment files: preallocated slots that are written, read and erased with O_DIRECT.
 
-It knows file descriptors, alignment, hole punching, what files occupy and what a block's bytes must
-be; it does not know which slot is whose. What reads and writes bytes may be called from any thread,
-everything else is the owner's.
+It knows file descriptors, alignment, what files occupy and what a block's bytes must be; it does
+not know which slot is whose. What reads and writes bytes may be called from any thread, everything
+else is the owner's.
 """
 
-import ctypes
 import errno
 import math
 import os
@@ -17,13 +16,18 @@ from tieredkv.errors import StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import HEADER_BYTES, Extent, Located, corrupt, padded_bytes
 from tieredkv.storage.compression import WIDTHS, Packed, Rate, aligned_buffer, scratch, unpack
+from tieredkv.storage.filesystem import (
+    DIRECT_IO,
+    NOT_SUPPORTED,
+    PUNCHING,
+    Filesystem,
+    punch_hole,
+    set_aside,
+)
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
-_FALLOC_FL_KEEP_SIZE = 1
-_FALLOC_FL_PUNCH_HOLE = 2
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+_ZEROES_BYTES = 1 << 20  # written at once
 
 
 @dataclass(slots=True)
@@ -46,11 +50,11 @@ class SegmentFiles:
     first, so that its bytes are gone at once; `occupied_bytes` is the sum of `st_blocks`.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, filesystem: Filesystem) -> None:
         self.folder = folder
-        page = aligned_buffer(PAGE_ALIGNMENT_BYTES)
-        self.direct_io = _can(lambda fd: os.pwrite(fd, page, 0), folder, os.O_DIRECT)
-        self.punch_hole = _can(lambda fd: _punch(fd, 0, len(page)), folder)
+        self.filesystem = filesystem
+        self.direct_io = filesystem.can(DIRECT_IO)
+        self.punch_hole = filesystem.can(PUNCHING)
         self.bytes_written = self.bytes_read = self.bytes_erased = 0  # changed under the lock
         self.unpacking = Rate()
         self._files: dict[int, _File] = {}
@@ -141,12 +145,18 @@ class SegmentFiles:
         return found.f_bavail * found.f_frsize if found.f_blocks else math.inf
 
     def allocate(self, segment: int, first_slot: int, num_slots: int) -> None:
-        """Make the filesystem set the space of these slots aside; OSError where it has none."""
+        """Have the filesystem set the space of these slots aside; what they held may be lost.
+
+        Where it cannot, zeroes are written, which takes the space as well.
+
+        Raises:
+            StoreFullError, StorageError: it has no room, or it failed.
+        """
         file = self._files[segment]
         size_before = os.fstat(file.fd).st_size
         offset, length = first_slot * file.slot_bytes, num_slots * file.slot_bytes
         try:
-            os.posix_fallocate(file.fd, offset, length)
+            self._set_aside(file, offset, length)
         except OSError:
             if offset >= size_before:
                 os.ftruncate(file.fd, size_before)
@@ -157,7 +167,8 @@ class SegmentFiles:
     def truncate(self, segment: int, num_slots: int) -> None:
         """Give back the preallocated tail of a file."""
         file = self._files[segment]
-        os.ftruncate(file.fd, num_slots * file.slot_bytes)
+        with storage_errors(file.path):
+            os.ftruncate(file.fd, num_slots * file.slot_bytes)
         self.refresh(segment)
 
     def erase(self, first: Extent, num_slots: int) -> None:
@@ -170,9 +181,14 @@ class SegmentFiles:
         if size <= 0:
             return
         if self.punch_hole:
-            _punch(file.fd, offset, size)
-        else:
-            self._write(file, [aligned_buffer(file.slot_bytes)] * num_slots, offset)
+            try:
+                punch_hole(file.fd, offset, size)
+            except OSError as error:
+                if error.errno not in NOT_SUPPORTED:
+                    raise
+                self.punch_hole = False
+        if not self.punch_hole:
+            self._write_zeroes(file, offset, size)
         self.bytes_erased += num_slots * file.slot_bytes
         self.refresh(first.segment)
 
@@ -180,7 +196,8 @@ class SegmentFiles:
         """Flush the data of these files to the device."""
         for segment in segments:
             if (file := self._files.get(segment)) is not None:
-                os.fdatasync(file.fd)
+                with storage_errors(file.path):
+                    os.fdatasync(file.fd)
 
     # --- bytes, from any thread -------------------------------------------------------------
 
@@ -202,9 +219,8 @@ class SegmentFiles:
             written = Located(record, extent, len(packed.payload), checksum, packed.codec)
             buffers = [packed.slot]
         codec.encode_header_into(buffers[0], written)
-        with storage_errors(self.folder):
-            file = self._file(extent.segment)
-            self._write(file, buffers, extent.slot * file.slot_bytes)
+        file = self._file(extent.segment)
+        self._write(file, buffers, extent.slot * file.slot_bytes)
         return written
 
     def read_block(self, located: Located, into: memoryview) -> None:
@@ -226,8 +242,7 @@ class SegmentFiles:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         if located.extent.segment not in self._files:
             raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
-        with storage_errors(self.folder):
-            count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
+        count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
         if count < size:
             raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
         if not codec.is_header_of(codec.decode_header(header), located):
@@ -251,22 +266,41 @@ class SegmentFiles:
     def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
         """Fill aligned buffers from the start of a slot; answer how many bytes there were."""
         file = self._file(extent.segment)
-        count = _move(os.preadv, file.fd, buffers, extent.slot * file.slot_bytes)
+        with storage_errors(file.path):
+            count = _move(os.preadv, file.fd, buffers, extent.slot * file.slot_bytes)
         with self._lock:
             self.bytes_read += count
         return count
 
     def _write(self, file: _File, buffers: list[memoryview], offset: int) -> None:
         """Write every byte or raise; a short write shows its cause when it is continued."""
-        count = _move(os.pwritev, file.fd, buffers, offset)
+        with storage_errors(file.path):
+            count = _move(os.pwritev, file.fd, buffers, offset)
         with self._lock:
             self.bytes_written += count
         if buffers:
-            raise OSError(errno.EIO, "short write")
+            raise StorageError(errno.EIO, f"`{file.path}`: short write")
+
+    def _set_aside(self, file: _File, offset: int, size: int) -> None:
+        try:
+            with storage_errors(file.path):
+                set_aside(file.fd, offset, size)
+        except OSError as error:
+            if error.errno not in NOT_SUPPORTED:
+                raise
+            # Without hole punching, no part of a file has ever lost its space.
+            end = os.fstat(file.fd).st_size
+            start = offset if self.punch_hole else max(offset, end)
+            self._write_zeroes(file, start, offset + size - start)
+
+    def _write_zeroes(self, file: _File, offset: int, size: int) -> None:
+        zeroes = aligned_buffer(min(size, _ZEROES_BYTES)) if size > 0 else memoryview(b"")
+        for start in range(offset, offset + size, _ZEROES_BYTES):
+            self._write(file, [zeroes[: offset + size - start]], start)
 
     def _file(self, segment: int) -> _File:
         if (file := self._files.get(segment)) is None:
-            raise FileNotFoundError(errno.ENOENT, f"segment {segment} is missing")
+            raise StorageError(errno.ENOENT, f"segment {segment} of `{self.folder}` is missing")
         return file
 
 
@@ -286,25 +320,3 @@ def _move(move: Callable[..., int], fd: int, buffers: list[memoryview], offset: 
         if count:
             buffers[0] = buffers[0][count:]
     return done
-
-
-def _punch(fd: int, offset: int, size: int) -> None:
-    if _libc.fallocate(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, offset, size):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-
-
-def _can(attempt: Callable[[int], object], folder: str, flags: int = 0) -> bool:
-    """Try something on an unnamed file in the folder; a full disk does not mean no."""
-    try:
-        fd = os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
-        try:
-            attempt(fd)
-        finally:
-            os.close(fd)
-    except OSError as error:
-        if error.errno in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EISDIR):
-            return False
-        if error.errno != errno.ENOSPC:
-            raise
-    return True

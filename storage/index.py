@@ -36,6 +36,7 @@ _META_KEY = b"store"
 _NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
 _LIB_VERSION = 0  # of LMDB: the one that writes `index_pages.DATA_VERSION`
 _COMPACTED = "compact.mdb"
+_AHEAD_BYTES = 2 << 20  # more than a transaction of so many blocks as usual adds to the file
 PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
 _PAGE = np.dtype(  # of LMDB's, with its number first; flags are 1 in a branch and 2 in a leaf
@@ -142,6 +143,8 @@ class Index:
     def __init__(self, path: str, *, sync: bool) -> None:
         self.path = path
         self.sync = sync
+        self._opened: Any = None
+        self._file_end = 0
         self._changing = threading.Lock()
         self._open()
 
@@ -163,10 +166,12 @@ class Index:
             try:
                 # NOTE: what a short file lacks must read as damage: under the map it would be
                 # SIGBUS. It may lack pages that were never written: to be short is no damage yet.
-                size = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-                with open(os.path.join(self.path, DATA_FILE), "r+b") as data:
-                    data.truncate(max(size, data.seek(0, os.SEEK_END)))
-                self._opened: Any = env, {name: env.open_db(name.encode()) for name in NAMES}
+                # What lies behind the last page is empty, and takes up room in a copied file.
+                size = self._end_bytes(env)
+                os.truncate(os.path.join(self.path, DATA_FILE), size)
+                self._file_end, self._opened = size, (env, dict[str, Any]())
+                self.keep_ahead()
+                self._opened = env, {name: env.open_db(name.encode()) for name in NAMES}
             except BaseException:
                 env.close()
                 raise
@@ -185,9 +190,26 @@ class Index:
         """Change the index; all of it or, if anything raises, nothing."""
         env, dbs = self._opened
         with self._changing, storage_errors(self.path), env.begin(write=True) as txn:
+            self.keep_ahead()
             changes = IndexTxn(txn, dbs)
             yield changes
             changes.keep_meta()
+
+    def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
+        """Have the file end so far behind its last page; what follows that occupies nothing.
+
+        LMDB then never writes at the end of the file. To a file that grows there some filesystems
+        (XFS) give far more space than was written, and nobody could make room for it before.
+        """
+        end = self._end_bytes(self._opened[0]) + num_bytes
+        if end > self._file_end:
+            self._file_end = end + _AHEAD_BYTES
+            os.truncate(os.path.join(self.path, DATA_FILE), self._file_end)
+
+    @staticmethod
+    def _end_bytes(env: Any) -> int:
+        """Where the last page ends that was ever used."""
+        return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
 
     def reading_ahead(self) -> Iterator[bool]:
         """Bring the file into memory and into LMDB's map, or each of the first lookups waits.
@@ -205,7 +227,8 @@ class Index:
                 is_tree = (pages["flags"] - 1 < 2) & (pages["lower"] >= _PAGE_HEADER_BYTES)
                 is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
                 yield not np.any(is_tree & (pages["number"] != places))
-            size = ctypes.c_size_t(os.fstat(file.fileno()).st_size)
+            # NOTE: not what lies ahead of the last page: in a tmpfs that would take up room.
+            size = ctypes.c_size_t((self._opened[0].info()["last_pgno"] + 1) * page_bytes)
             with open("/proc/self/maps") as maps:
                 for line in maps:
                     if line.rstrip().endswith(os.path.realpath(path)):
@@ -242,6 +265,7 @@ class Index:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
             try:
                 os.fchmod(fd, 0o600)
+                os.ftruncate(fd, self.used_bytes())  # see `keep_ahead`
                 self._opened[0].copyfd(fd, compact=True)
                 os.fsync(fd)
             except BaseException:
@@ -258,7 +282,7 @@ class Index:
 
         A reader that is at work ends with the old one, which closes after the last of them.
         """
-        self._opened = draft._opened
+        self._opened, self._file_end = draft._opened, draft._file_end
 
     def file_bytes(self) -> int:
         """What its file occupies."""
@@ -278,8 +302,11 @@ class Index:
         """Flush and close the environment; harmless when repeated."""
         if self._opened is not None:
             self.flush()
+            size = self._end_bytes(self._opened[0])
             self._opened[0].close()
             self._opened = None
+            with suppress(OSError):  # what was kept ahead is of use to nobody now
+                os.truncate(os.path.join(self.path, DATA_FILE), size)
 
 
 class IndexTxn:

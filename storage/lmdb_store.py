@@ -22,6 +22,7 @@ from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headr
 from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
 from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import Index, IndexTxn
 from tieredkv.storage.results import StoreStats, TouchItem
@@ -106,10 +107,12 @@ class BlockStore:
                     options.path, create=options.create, is_flushed=is_flushed
                 )
                 undo.callback(folder.release)
+                filesystem = Filesystem.explore(folder.path)
+                filesystem.check()
                 prepare(folder)
                 index = Index(folder.index_path, sync=is_flushed)
                 undo.callback(index.close)
-                files = SegmentFiles(folder.segments_path)
+                files = SegmentFiles(folder.segments_path, filesystem)
                 undo.callback(files.close)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
                 slots = SlotAllocator(folder, files, index, earlier, clock, failpoint)
@@ -222,7 +225,7 @@ class BlockStore:
             lent = {kind: iter(self.slots.obtain(*kind, kinds.count(kind))) for kind in set(kinds)}
             answer = [next(lent[kind], None) for kind in kinds]
             if self.slots.is_disk_full and not any(answer):
-                raise StoreFullError(errno.ENOSPC, f"no space left on the disk of `{self.path}`")
+                raise StoreFullError(errno.ENOSPC, self.slots.lack)
         except BaseException as error:
             for extent in self.slots.lent.keys() - lent_before:
                 self.abandon(extent)

@@ -99,7 +99,8 @@ def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
 
     def compact() -> bool:
         before = slots.overhead_bytes
-        if slots.occupied_bytes + slots.index.used_bytes() <= larger_bytes:
+        copy_bytes = slots.files.filesystem.spread_bytes(slots.index.used_bytes())
+        if slots.occupied_bytes + copy_bytes <= larger_bytes:
             with suppress(StoreFullError):
                 slots.index.compact()
             slots.measure()
@@ -226,7 +227,7 @@ def _fill_new_index(
             slots.measure()
             with draft.writing() as txn:
                 _fill(txn, [each for each in stored if now < each.record.expires_at], extents)
-                _make_room(txn, slots, len(stored))
+                draft.keep_ahead(_make_room(txn, slots, len(stored)))
                 times = ((each.record.computed_at, each.record.last_used) for each in stored)
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
                 slots.failpoint("adopt:before")
@@ -254,12 +255,14 @@ def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) ->
         txn.insert(located)
 
 
-def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> None:
+def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> int:
     """Make room for the pages that were changed: the index that was set aside goes, then blocks.
 
-    Those are the longest unused ones: their bytes go at once, their slots are pending.
+    Those are the longest unused ones: their bytes go at once, their slots are pending. Returns how
+    many bytes the pages may take.
     """
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
+    needed_bytes = slots.files.filesystem.spread_bytes(needed_bytes)
     if slots.room_bytes < needed_bytes:
         slots.folder.drop_set_aside()
         slots.measure()
@@ -274,3 +277,4 @@ def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> None:
     for victim in victims:
         slots.erase(victim.extent)
         txn.remove(victim)
+    return needed_bytes

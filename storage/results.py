@@ -148,6 +148,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         compression_ratio: of the blocks stored, bytes before to after; 0 while there are none.
         compression_rate, decompression_rate: bytes of blocks a second of one thread's time; 0 while
             nothing was packed or unpacked.
+        store_error: why the last blocks could not be stored; empty once one was stored again.
         num_lookups_dropped, num_touches_dropped: not carried out, as so much else was waiting for a
             worker that does not go on: a lookup was a miss, a touch is lost.
     """
@@ -177,6 +178,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     decompression_rate: float
     direct_io: bool
     punch_hole: bool
+    store_error: str = ""
     num_lookups_dropped: int = 0
     num_touches_dropped: int = 0
 
@@ -185,6 +187,7 @@ NO_STATS = StoreStats(
     **{  # type: ignore[arg-type]
         name: {"faults": {}, "deleted": {}, "compression_trial": {}, "compression": ""}.get(name, 0)
         for name in StoreStats.__struct_fields__
+        if name != "store_error"
     }
 )
 """The figures of a store that was not opened yet."""

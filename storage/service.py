@@ -168,6 +168,7 @@ class StoreService:
         self._sweep: Iterator[None] | None = None
         self._next_sweep = 0.0  # at once: what expired while nobody served is still there
         self._stored: list[PageStored] = []
+        self._store_error = ""  # of the last blocks, if they could not be stored
         self._is_over = Event()
         self._has_all = Event()  # the front thread hands over nothing more
         self._stats = store.stats()  # as of its last turn; the front thread reads them
@@ -402,7 +403,8 @@ class StoreService:
             self._stored.clear()
 
     def _refresh_stats(self) -> None:
-        self._stats = self._attempt("stats", self._store.stats) or self._stats
+        stats = self._attempt("stats", self._store.stats) or self._stats
+        self._stats = replace(stats, store_error=self._store_error)
 
     def _by_our_clock(self, item: Item) -> Item:
         """Tell the times of a block or a use by our clock where the engine's is ahead of it.
@@ -470,7 +472,7 @@ class StoreService:
             records = [task.page.record for task in batch]
             extents = self._store.reserve_many(records, [task.packed for task in batch])
         except StorageError as error:
-            self._report("store", error)
+            self._note_refusal(error)
             for task in batch:
                 self._end_store(task.page, _refusal(error))
             return True
@@ -482,6 +484,7 @@ class StoreService:
             elif self._reserved or self._num_writing or self._written:
                 waiting.append(task)  # room comes when these are committed
             else:
+                self._store_error = "the budget leaves no room for another block"
                 self._end_store(task.page, "full")
         self._packed.extendleft(reversed(waiting))
         return not waiting or bool(self._reserved)
@@ -500,7 +503,7 @@ class StoreService:
             if task.extent is not None:
                 self._store.write_failed(task.extent, task.error)
             self._end_store(task.page, _refusal(task.error))
-            self._report("store", task.error)
+            self._note_refusal(task.error)
         elif task.written is None:
             self._packed.append(task)
         else:
@@ -521,10 +524,19 @@ class StoreService:
         if not group:
             return
         rows = [task.written for task in group if task.written is not None]
-        stored = self._attempt("commit", lambda: self._store.commit(rows))
-        for i, task in enumerate(group):
-            reason = "io_error" if stored is None else "" if stored[i] else "expired"
+        try:
+            reasons = ["" if is_stored else "expired" for is_stored in self._store.commit(rows)]
+            self._store_error = ""
+        except StorageError as error:
+            reasons = [_refusal(error)] * len(group)
+            self._note_refusal(error)
+        for task, reason in zip(group, reasons, strict=True):
             self._end_store(task.page, reason)
+
+    def _note_refusal(self, error: StorageError) -> None:
+        """Report why blocks are not stored, and keep it for the figures."""
+        self._store_error = str(error)
+        self._report("store", error)
 
     def _end_store(self, page: LentPage, reason: str) -> None:
         self._stored.append(PageStored(page.record.block_hash, page.page_id, reason))

@@ -32,6 +32,7 @@ from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, payload_checksum, slot_bytes_for
 from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import INDEX, SEGMENTS
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import Index, SegmentState
@@ -153,7 +154,7 @@ class _Disk:
         slot_bytes = slot_bytes_for(INDEX_PAYLOAD_BYTES)
         with (
             closing(Index(str(path / INDEX), sync=False)) as index,
-            closing(SegmentFiles(str(path / SEGMENTS))) as files,
+            closing(SegmentFiles(str(path / SEGMENTS), Filesystem.explore(str(path)))) as files,
         ):
             files.open(1, slot_bytes, create=True)
             files.truncate(1, count)  # sparse: it occupies nothing

@@ -32,6 +32,7 @@ class Entry(msgspec.Struct, gc=False):
             for no such wish. What makes it old counts all the same.
         disk_expires_at: what the disk was last told, 0.0 while no acknowledged copy is there.
         is_droppable: its demotion was given up, so that it may be evicted without a copy below.
+        refusal: why the store could not take it the last time that it was asked; else empty.
     """
 
     block_hash: BlockHash
@@ -45,6 +46,7 @@ class Entry(msgspec.Struct, gc=False):
     pinned_until: float = 0.0
     disk_expires_at: float = 0.0
     is_droppable: bool = False
+    refusal: str = ""
     hits: int = 0
 
     @property

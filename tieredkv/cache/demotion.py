@@ -9,7 +9,7 @@ Called by the engine's thread only.
 
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
@@ -169,6 +169,7 @@ class Demoter:
         assert page.block_id == event.page_id, (page.block_id, event.page_id)
         assert tiers.store is not None
         self._is_stale = True
+        entry.refusal = event.reason
         if not event.ok:
             text = "a block could not be written to disk (%s)"
             count_failure(tiers.counters.store_failures, event.reason, text)
@@ -263,6 +264,12 @@ class Demoter:
                 time.sleep(POLL_S)
         self._is_draining = False
         return sum(not entry.is_on_disk for entry in entries)
+
+    def refusals(self) -> Counter[str]:
+        """Count the blocks in RAM that the disk was to keep and the store refused, by reason."""
+        catalog, now = self._tiers.catalog, self._tiers.clock.now()
+        refused = (each for each in catalog.entries() if each.refusal and not each.is_on_disk)
+        return Counter(each.refusal for each in refused if catalog.disk_deadline(each, now))
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""

@@ -16,11 +16,12 @@ from tieredkv.cli.settings import settings_options
 from tieredkv.config import LoadedSettings
 from tieredkv.errors import StorageError
 from tieredkv.storage.control import StoreControl
-from tieredkv.storage.extents import SegmentFiles
+from tieredkv.storage.filesystem import Call, Filesystem
 from tieredkv.storage.folder import MARKER
 from tieredkv.units import format_bytes
 
 LITTLE_FREE_BYTES = 1 << 30
+LARGE_STEP_BYTES = 1 << 20
 
 Finding = tuple[str, str, str]
 """What was looked at, its status, which is ok, warn or fail, and what was found."""
@@ -79,7 +80,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
     try:
         info = folder.stat()
         with tempfile.TemporaryDirectory(prefix=".tieredkv-doctor-", dir=folder) as probe:
-            files = SegmentFiles(probe)
+            filesystem = Filesystem.explore(probe)
     except OSError as error:
         yield "disk folder", "fail", f"cannot write to `{folder}`: {error.strerror}"
         return
@@ -94,12 +95,12 @@ def _disk(folder: Path) -> Iterator[Finding]:
         yield _store(folder)
     free = shutil.disk_usage(folder).free
     yield "free space", "ok" if free >= LITTLE_FREE_BYTES else "warn", format_bytes(free)
-    for name, works, without in (
-        ("O_DIRECT", files.direct_io, "blocks go through the page cache"),
-        ("hole punching", files.punch_hole, "expired bytes are overwritten with zeroes"),
-    ):
-        found = ("ok", "works") if works else ("warn", f"not here: {without}")
-        yield name, *found
+    for call in filesystem.calls:
+        yield _call(call)
+    step = filesystem.growth_bytes
+    if step > LARGE_STEP_BYTES:
+        detail = f"files grow by {format_bytes(step)} at once, so a small `disk_size` holds little"
+        yield "space", "warn", detail
 
 
 def _store(folder: Path) -> Finding:
@@ -109,3 +110,15 @@ def _store(folder: Path) -> Finding:
     except StorageError as error:
         return "store", "fail", str(error)
     return "store", "ok", f"can be opened; it holds {num_blocks} blocks"
+
+
+def _call(call: Call) -> Finding:
+    """Say how one system call of the store went, and what follows where it failed."""
+    if call.error is None:
+        return call.name, "ok", "works"
+    why = os.strerror(call.error.errno or 0)
+    if call.is_refused:
+        return call.name, "fail", f"fails ({why}): the store needs it {call.purpose}"
+    if call.works:
+        return call.name, "warn", f"could not be tried to its end: {why}"
+    return call.name, "warn", f"is not supported here ({why}): {call.without}"

@@ -87,7 +87,7 @@ class Api:
     # Routes
 
     async def health(self, _request: Request) -> Response:
-        """Say whether the engine lives, which processes these are, and why the disk tier is off.
+        """Say whether the engine lives, which processes these are, and what ails the disk tier.
 
         Without its disk tier the server is healthy: a fault of the cache is a miss.
         """
@@ -97,8 +97,10 @@ class Api:
         status = "ok" if is_alive else "dead"
         body: dict[str, Any] = {"status": status, "model": info.model, "pids": pids}
         if self._settings.disk_dir is not None:
-            cause = info.disk_trouble
-            body["disk"] = {"status": "off", "cause": cause} if cause else {"status": "ok"}
+            told = {"off": info.disk_trouble, "failing": engine.store_error}
+            causes = [(status, cause) for status, cause in told.items() if cause]
+            status, cause = causes[0] if causes else ("ok", None)
+            body["disk"] = {"status": status} | ({"cause": cause} if cause else {})
         return JSONResponse(body, 200 if is_alive else 503)
 
     async def version(self, _request: Request) -> Response:

@@ -75,6 +75,11 @@ class EngineClient:
         """
         return await asyncio.shield(self._ready)
 
+    @property
+    def store_error(self) -> str:
+        """Why the disk tier could not store the last blocks; empty where it could."""
+        return str((self.stats.get("disk") or {}).get("store_error", ""))
+
     def submit(self, request: EngineRequest, take: Take) -> None:
         """Hand a request to the engine; `take` is called with each of its outputs."""
         if self._is_stopping:

@@ -1,0 +1,251 @@
+"""Measures how much of its budget the disk tier takes up on each filesystem, and that it works.
+
+    python -m tests.stress.filesystems --seconds 20 --json docs/results/filesystems-2-cores.json
+
+Each filesystem is made in an image and mounted through a loop device, which takes root and the
+tools that make it; one that cannot be mounted here is named with the reason. A store is flooded
+with small blocks of many sizes, which are evicted, deleted and expire; the whole folder is measured
+by `st_blocks`, as `du` does, on a thread of its own and at every labelled step of every change. At
+the end the store is opened again and all of it is verified.
+"""
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+
+from tests.fakes import FakeClock
+from tests.storage.blocks import load, make_record, open_store, page_with, payload_of, sweep, verify
+from tieredkv.bench import raw
+from tieredkv.errors import StorageError
+from tieredkv.storage.results import TouchItem
+from tieredkv.types import BlockRecord
+from tieredkv.units import parse_bytes
+
+IMAGE_BYTES = 400 << 20
+SIZES = (1024, 9_000, 30_000, 60_000, 100_000)
+
+
+class Filesystem(NamedTuple):
+    """How a filesystem is made and mounted; without `mkfs` it takes no image."""
+
+    mkfs: tuple[str, ...] = ()
+    kind: str = ""
+    options: str = ""
+
+
+FILESYSTEMS = {
+    "ext4": Filesystem(("mkfs.ext4", "-q")),
+    "ext4, no extents": Filesystem(("mkfs.ext4", "-q", "-O", "^extent,^64bit")),
+    "ext4, bigalloc 64 KiB": Filesystem(("mkfs.ext4", "-q", "-O", "bigalloc", "-C", "65536")),
+    "ext3": Filesystem(("mkfs.ext3", "-q")),
+    "ext2": Filesystem(("mkfs.ext2", "-q")),
+    "ext2, 1 KiB blocks": Filesystem(("mkfs.ext2", "-q", "-b", "1024")),
+    "xfs": Filesystem(("mkfs.xfs", "-q", "-m", "reflink=1")),
+    "xfs, extent size hint of 1 MiB": Filesystem(("mkfs.xfs", "-q", "-d", "extszinherit=256")),
+    "btrfs": Filesystem(("mkfs.btrfs", "-q")),
+    "btrfs, compressed": Filesystem(("mkfs.btrfs", "-q"), "btrfs", "compress-force=zstd"),
+    "f2fs": Filesystem(("mkfs.f2fs", "-q")),
+    "vfat": Filesystem(("mkfs.vfat",)),
+    "exfat": Filesystem(("mkfs.exfat",)),
+    "tmpfs": Filesystem((), "tmpfs", "huge=never"),
+    "tmpfs, huge pages": Filesystem((), "tmpfs", "huge=always"),
+    "overlay": Filesystem((), "overlay"),
+}
+
+
+class CannotMountError(Exception):
+    """This machine cannot make or mount a filesystem; says why."""
+
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise CannotMountError(f"`{command[0]}` is not installed") from None
+    if done.returncode:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        raise CannotMountError(f"`{command[0]}` failed: {lines[0] if lines else done.returncode}")
+
+
+@contextlib.contextmanager
+def mounted(filesystem: Filesystem, image_bytes: int = IMAGE_BYTES) -> Iterator[Path]:
+    """Make a filesystem, mount it, and take it away again.
+
+    Raises:
+        CannotMountError: it cannot be had here.
+    """
+    with tempfile.TemporaryDirectory(prefix="tieredkv-filesystems-") as name:
+        folder, image = Path(name), Path(name) / "image"
+        disk = folder / "disk"
+        disk.mkdir()
+        options = [filesystem.options] if filesystem.options else []
+        source = filesystem.kind
+        if filesystem.mkfs:
+            with image.open("wb") as file:
+                file.truncate(image_bytes)
+            _run(*filesystem.mkfs, str(image))
+            options, source = [*options, "loop"], str(image)
+        elif filesystem.kind == "tmpfs":
+            options.append(f"size={image_bytes}")
+        elif filesystem.kind == "overlay":
+            for part in ("lower", "upper", "work"):
+                (folder / part).mkdir()
+            parts = (f"{part}dir={folder / part}" for part in ("lower", "upper", "work"))
+            options.append(",".join(parts))
+        kind = ["-t", filesystem.kind] if filesystem.kind else []
+        _run("mount", *kind, "-o", ",".join(options), source, str(disk))
+        try:
+            yield disk
+        finally:
+            subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+class Sampler:
+    """Keeps the most that a folder ever occupied."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self.most_bytes = self.num_samples = 0
+
+    def sample(self, _label: str = "") -> None:
+        """Measure now; a file may come or go meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            blocks = [os.lstat(self._folder).st_blocks]
+            for folder, folders, files in os.walk(self._folder):
+                names = (os.path.join(folder, name) for name in (*folders, *files))
+                blocks += [os.lstat(name).st_blocks for name in names]
+            self.most_bytes = max(self.most_bytes, 512 * sum(blocks))
+            self.num_samples += 1
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.002):
+            self.sample()
+
+    def __enter__(self) -> "Sampler":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: int) -> Any:
+    """Store, evict, delete and expire blocks; return the row of figures."""
+    rng, clock, stored = random.Random(seed), FakeClock(), list[BlockRecord]()
+    options: dict[str, Any] = {"budget_bytes": budget_bytes, "sync": sync}
+    num_refused, until = 0, time.monotonic() + seconds
+    causes = set[str]()
+    folder.mkdir(mode=0o700)
+    with (
+        Sampler(folder) as sampler,
+        open_store(folder, clock, failpoint=sampler.sample, **options) as store,
+    ):
+        for number in itertools.count():
+            if time.monotonic() > until:
+                break
+            clock.advance(0.1)
+            now, life_s = clock.now(), rng.choice([2.0, 3600.0, 3600.0])
+            size = 1024 if number // 50 % 4 else rng.choice(SIZES)
+            group = [
+                make_record(f"{number}", each, now=now, size_bytes=size, expires_at=now + life_s)
+                for each in range(rng.randint(1, 64))
+            ]
+            try:
+                slots = zip(group, store.reserve_many(group), strict=True)
+                lent = [(record, slot) for record, slot in slots if slot is not None]
+                pages = [page_with(payload_of(record)) for record, _ in lent]
+                written = zip(lent, pages, strict=True)
+                store.commit([store.write_payload(slot, it, page) for (it, slot), page in written])
+            except StorageError as error:
+                lent = []
+                causes.add(str(error))
+            stored += [record for record, _ in lent]
+            num_refused += len(group) - len(lent)
+            if number % 7 == 0:
+                sweep(store)
+                used = rng.sample(stored[-3000:], min(len(stored), 500))
+                store.claim_or_touch([TouchItem(each.block_hash, now) for each in used])
+            if number % 31 == 0 and stored:
+                gone = rng.sample(stored, len(stored) // 4)
+                store.delete([each.block_hash for each in gone], "evicted")
+                stored = [each for each in stored if each not in gone][-500:]
+        stats = store.stats()
+        store.check()
+    with open_store(folder, clock, **options) as store:
+        bad = verify(store, repair=False).bad
+        there = [each for each in stored[-100:] if isinstance(load(store, each), bytes)]
+    return {
+        "max_share": round(sampler.most_bytes / budget_bytes, 4),
+        "samples": sampler.num_samples,
+        "blocks_stored": stats.num_stored,
+        "blocks_refused": num_refused,
+        "causes": sorted(causes)[:3],
+        "blocks_evicted": stats.num_evicted,
+        "blocks_at_end": stats.blocks,
+        "of_last_100_there": len(there),
+        "bad": bad,
+        "faults": stats.faults,
+        "direct_io": stats.direct_io,
+        "punch_hole": stats.punch_hole,
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--only", multiple=True, help="A filesystem by its name; all by default.")
+@click.option("--seconds", default=20.0, help="Of one flood.")
+@click.option("--budget", default="24MiB")
+@click.option("--seed", default=0)
+@click.option("--commit")
+@click.option("--json", "report", type=click.Path(path_type=Path))
+def main(
+    only: tuple[str, ...],
+    seconds: float,
+    budget: str,
+    seed: int,
+    commit: str | None,
+    report: Path | None,
+) -> None:
+    rows, unmounted, budget_bytes = list[dict[str, Any]](), dict[str, str](), parse_bytes(budget)
+    for name in only or FILESYSTEMS:
+        for sync in ("none", "commit"):
+            try:
+                with mounted(FILESYSTEMS[name]) as disk:
+                    told: dict[str, Any] = {"sync": sync, "seed": seed}
+                    row = {"filesystem": name, "sync": sync}
+                    try:
+                        row |= flood(
+                            disk / "store", budget_bytes=budget_bytes, seconds=seconds, **told
+                        )
+                    except StorageError as error:
+                        row["refused"] = str(error).replace(str(disk), "DISK")
+            except CannotMountError as error:
+                unmounted[name] = str(error)
+                click.echo(f"{name}: {error}", err=True)
+                break
+            rows.append(row)
+            click.echo(json.dumps(row), err=True)
+    shares = [row["max_share"] for row in rows if "max_share" in row]
+    head = raw.head(commit, "python -m tests.stress.filesystems")
+    result = {"kernel": os.uname().release, "budget_bytes": budget_bytes, "rows": rows}
+    figures = head | result | {"not_mounted": unmounted, "max_share": max(shares, default=0.0)}
+    if report is not None:
+        report.write_text(json.dumps(figures, indent=1) + "\n")
+    click.echo(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()
