@@ -42,6 +42,11 @@ def headroom_bytes(index_bytes: int) -> int:
     return min(4 * TXN_BLOCKS * PAGE_BYTES, index_bytes) + 48 * PAGE_BYTES
 
 
+def largest_file_bytes(budget_bytes: int) -> int:
+    """How large a segment file becomes at most."""
+    return max(_SEGMENT_BYTES, budget_bytes // 256)
+
+
 Item = TypeVar("Item")
 
 
@@ -268,7 +273,7 @@ class SlotAllocator:
 
     def _take_new(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Slots of a segment that grows a step, or of a new one."""
-        largest = max(_SEGMENT_BYTES, self.budget_bytes // 256) // slot_bytes or 1
+        largest = largest_file_bytes(self.budget_bytes) // slot_bytes or 1
         same = {s: state for s, state in txn.segments().items() if state.slot_bytes == slot_bytes}
         fits = [s for s in same if same[s].num_slots < largest and s in self.files]
         state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0)

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.limits import described
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess, describe_exit, is_crash
@@ -221,7 +222,7 @@ class StoreClient:
             try:
                 worker = WorkerProcess(options, self.arena, set_aside=cure)
             except OSError as error:  # no process, no descriptor, no memory left
-                served_s, reason = 0.0, f"cannot start: {error}"
+                served_s, reason = 0.0, f"cannot start: {described(error)}"
             else:
                 served_s = self._serve(worker)
                 returncode = worker.bury()

@@ -21,6 +21,7 @@ from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET
+from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess, describe_exit, is_crash
@@ -145,7 +146,11 @@ class StoreControl:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
-        worker = WorkerProcess(self._options, arena=None, set_aside=set_aside)
+        try:
+            worker = WorkerProcess(self._options, arena=None, set_aside=set_aside)
+        except OSError as error:
+            what = f"the store worker of `{self._path}` cannot be started"
+            raise StorageError(f"{what}: {described(error)}") from error
         body = None
         try:
             for message in self._next(worker.channel):
@@ -165,10 +170,9 @@ class StoreControl:
             by_reason = {"index": 1, **body["by_reason"]}
             bad, repaired = sum(by_reason.values()), body["repaired"] + 1
             return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
-        raise StorageError(
-            f"the worker of `{self._path}` died: {describe_exit(returncode)}\n"
-            "hint: `tieredkv verify` makes a damaged index again, as a server's start does"
-        )
+        cure = "`tieredkv verify` makes a damaged index again, as a server's start does"
+        hint = f"\nhint: {cure}" if is_crash(returncode) else ""
+        raise StorageError(f"the worker of `{self._path}` died: {describe_exit(returncode)}" + hint)
 
     def _converse(
         self, sock: socket.socket, call: ControlCall, progress: VerbProgress | None

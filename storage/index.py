@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from tieredkv.errors import CorruptBlockError, StorageError, StoreFullError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import Extent, Located, expiry_key, expiry_of, extent_key
+from tieredkv.storage.limits import check_address_space, described
 from tieredkv.types import TENANT_BYTES
 
 MAP_BYTES = 64 << 30
@@ -122,7 +123,7 @@ def storage_errors(path: str) -> Iterator[None]:
     except StorageError:
         raise
     except OSError as error:
-        what = f"`{error.filename or path}`: {error.strerror}"
+        what = f"`{error.filename or path}`: {described(error)}"
         kind = StoreFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else StorageError
         raise kind(error.errno or errno.EIO, what) from error
 
@@ -165,6 +166,7 @@ class Index:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.path, _COMPACTED))
             _check_meta(os.path.join(self.path, "data.mdb"))
+            check_address_space(f"the index at `{self.path}`", MAP_BYTES)
             env = lmdb.open(
                 self.path,
                 map_size=MAP_BYTES,

@@ -8,6 +8,7 @@ do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
 import contextlib
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -24,6 +25,7 @@ from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index import is_damage
+from tieredkv.storage.limits import described
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import EngineMessage, Launch, refusal
@@ -42,6 +44,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError):  # only a name, for `ps`
         Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
+    raise_file_limit()
     sock = socket.socket(fileno=int(arguments[0]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     (launch,) = channel.receive(None)
@@ -55,7 +58,8 @@ def main(arguments: list[str]) -> int:
     except (StorageError, ConfigError, OSError, MemoryError) as error:
         if service is None and not is_damage(error):
             if not isinstance(error, TieredKVError):
-                error = StorageError(f"`{path}`: {error}")
+                text = described(error) if isinstance(error, OSError) else str(error)
+                error = StorageError(f"`{path}`: {text}")
             channel.send(refusal(error))
             return EXIT_REFUSED
         # The folder went away, its disk, or the index is damaged: try again.
@@ -67,6 +71,13 @@ def main(arguments: list[str]) -> int:
     finally:
         channel.close()  # or a thread that its disk holds up would keep the engine waiting too
     return 0
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: a large store has hundreds of segments."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
