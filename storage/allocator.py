@@ -6,6 +6,7 @@ before heads, no more than needed. A slot that failed twice is left alone until 
 
 import errno
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -415,15 +416,26 @@ class SlotAllocator:
         return slots
 
     def _kept(self, txn: IndexTxn, needed_bytes: int, tenant: bytes) -> set[bytes]:
-        """Name the other tenants that an eviction of so many bytes would leave less than theirs."""
+        """Name the tenants that an eviction of so many bytes would leave less than their share.
+
+        The tenant that wants room gets as much as it loses, so it may lose what is above its share.
+        """
         if not self.shares:
             return set()
         spare = {each: -share * self._most_bytes for each, share in self.shares.items()}
+        others_bytes = 0  # of tenants without a share
         for namespace, (num_blocks, num_bytes) in txn.namespaces().items():
+            has_bytes = num_blocks * slot_bytes_for(num_bytes // num_blocks)
             if (owner := namespace[:TENANT_BYTES]) in spare:
-                spare[owner] += num_blocks * slot_bytes_for(num_bytes // num_blocks)
-        tenant = tenant or max(spare, key=spare.__getitem__)  # for nobody: who has most goes first
-        return {each for each in spare if each != tenant and spare[each] < needed_bytes}
+                spare[owner] += has_bytes
+            else:
+                others_bytes += has_bytes
+        least = dict.fromkeys(spare, float(needed_bytes))
+        if tenant:
+            least[tenant] = 0.0
+        elif others_bytes < needed_bytes:  # for nobody: who has most goes first
+            least[max(spare, key=spare.__getitem__)] = -math.inf
+        return {each for each in spare if spare[each] < least[each]}
 
     def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
         """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
