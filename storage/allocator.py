@@ -6,6 +6,7 @@ before heads, no more than needed. A slot that failed twice is left alone until 
 
 import errno
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,11 @@ def headroom_bytes(index_bytes: int) -> int:
     beside them it may add a few.
     """
     return min(4 * TXN_BLOCKS * PAGE_BYTES, index_bytes) + 48 * PAGE_BYTES
+
+
+def largest_file_bytes(budget_bytes: int) -> int:
+    """How large a segment file becomes at most."""
+    return max(_SEGMENT_BYTES, budget_bytes // 256)
 
 
 Item = TypeVar("Item")
@@ -283,7 +289,7 @@ class SlotAllocator:
 
     def _take_new(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
         """Slots of a segment that grows a step, or of a new one."""
-        largest = max(_SEGMENT_BYTES, self.budget_bytes // 256) // slot_bytes or 1
+        largest = largest_file_bytes(self.budget_bytes) // slot_bytes or 1
         same = {s: state for s, state in txn.segments().items() if state.slot_bytes == slot_bytes}
         fits = [s for s in same if same[s].num_slots < largest and s in self.files]
         state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0)
@@ -435,15 +441,26 @@ class SlotAllocator:
         return slots
 
     def _kept(self, txn: IndexTxn, needed_bytes: int, tenant: bytes) -> set[bytes]:
-        """Name the other tenants that an eviction of so many bytes would leave less than theirs."""
+        """Name the tenants that an eviction of so many bytes would leave less than their share.
+
+        The tenant that wants room gets as much as it loses, so it may lose what is above its share.
+        """
         if not self.shares:
             return set()
         spare = {each: -share * self._most_bytes for each, share in self.shares.items()}
+        others_bytes = 0  # of tenants without a share
         for namespace, (num_blocks, num_bytes) in txn.namespaces().items():
+            has_bytes = num_blocks * slot_bytes_for(num_bytes // num_blocks)
             if (owner := namespace[:TENANT_BYTES]) in spare:
-                spare[owner] += num_blocks * slot_bytes_for(num_bytes // num_blocks)
-        tenant = tenant or max(spare, key=spare.__getitem__)  # for nobody: who has most goes first
-        return {each for each in spare if each != tenant and spare[each] < needed_bytes}
+                spare[owner] += has_bytes
+            else:
+                others_bytes += has_bytes
+        least = dict.fromkeys(spare, float(needed_bytes))
+        if tenant:
+            least[tenant] = 0.0
+        elif others_bytes < needed_bytes:  # for nobody: who has most goes first
+            least[max(spare, key=spare.__getitem__)] = -math.inf
+        return {each for each in spare if spare[each] < least[each]}
 
     def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
         """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.

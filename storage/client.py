@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.host import HostArena
+from tieredkv.storage.limits import described
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, PageLoaded, PageStored, StoreOptions
 from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
@@ -288,7 +289,7 @@ class StoreClient:
                 worker = WorkerProcess(options, self.arena, index=index)
             except OSError as error:  # no process, no descriptor, no memory left
                 served_s, self._refused = 0.0, None
-                reason = f"the store worker cannot be started: {error}"
+                reason = f"the store worker cannot be started: {described(error)}"
                 end = WorkerEnd(False, False, reason)
             else:
                 served_s = self._serve(worker)

@@ -27,6 +27,7 @@ from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.folder import SOCKET
+from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
 from tieredkv.storage.worker_process import WorkerProcess
@@ -152,7 +153,11 @@ class StoreControl:
             StoreBusyError: somebody was faster.
             StorageError: what the worker refused with, or died of.
         """
-        worker = WorkerProcess(self._options, arena=None, index=index)
+        try:
+            worker = WorkerProcess(self._options, arena=None, index=index)
+        except OSError as error:
+            what = f"the store worker of `{self._path}` cannot be started"
+            raise StorageError(f"{what}: {described(error)}") from error
         body = refused = None
         is_up = False
         try:

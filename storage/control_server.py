@@ -18,6 +18,7 @@ import msgspec
 from tieredkv.errors import StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_CONTROL_FRAME_BYTES, FrameChannel
 from tieredkv.storage.folder import SOCKET
+from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo
 from tieredkv.storage.worker_messages import (
     ControlCall,
@@ -119,11 +120,14 @@ class ControlServer:
             os.unlink(SOCKET, dir_fd=self._folder_fd)
 
     def _accept(self) -> None:
+        told = set[int | None]()
         while not self._is_over.is_set():
             try:
                 sock, _ = self._listener.accept()
-            except OSError:  # the client has gone again, or no descriptor is left
-                self._is_over.wait(_PAUSE_S)
+            except OSError as error:  # the client has gone again, or no descriptor is left
+                if not self._is_over.wait(_PAUSE_S) and error.errno not in told:
+                    told.add(error.errno)
+                    logger.warning("a command line cannot be answered: %s", described(error))
                 continue
             if self._make_room():
                 threading.Thread(target=self._converse, args=[sock], daemon=True).start()

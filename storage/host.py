@@ -155,15 +155,41 @@ def _memory_limits() -> list[tuple[int, str]]:
     with contextlib.suppress(OSError):
         meminfo = _key_values(Path("/proc/meminfo"))
         limits.append((meminfo["MemAvailable:"] * 1024, "memory available on this machine"))
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        limit = int(Path("/sys/fs/cgroup/memory.max").read_text())  # "max" where there is none
-        used = _key_values(Path("/sys/fs/cgroup/memory.stat"))
-        limits.append((limit - used["anon"] - used["shmem"], "the memory limit of the container"))
+    with contextlib.suppress(OSError):
+        told = Path("/proc/self/cgroup").read_text()
+        what = "the memory limit of the container or service"
+        limits += [(left, what) for left in memory_left_by_groups(told, Path("/sys/fs/cgroup"))]
     address_space, _ = resource.getrlimit(resource.RLIMIT_AS)
     limits.append((address_space, "the limit of address space (`ulimit -v`)"))
     file_size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     limits.append((file_size, "the limit of file size (`ulimit -f`)"))
     return [each for each in limits if each[0] != resource.RLIM_INFINITY]
+
+
+def memory_left_by_groups(told: str, root: Path) -> list[int]:
+    """Return what each limited control group around this process leaves, in bytes, innermost first.
+
+    A container often sees only its own group, which then lies at the root.
+
+    Args:
+        told: the text of `/proc/self/cgroup`.
+        root: where control groups are mounted.
+    """
+    left = []
+    for line in told.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        mount = root / controllers
+        group = mount / path.lstrip("/")
+        for folder in [each for each in (group, *group.parents) if each.is_relative_to(mount)]:
+            with contextlib.suppress(OSError, ValueError):
+                name = "memory.limit_in_bytes" if controllers else "memory.max"
+                limit = int((folder / name).read_text())  # "max" where there is none
+                used = _key_values(folder / "memory.stat")
+                kinds = ("total_rss", "total_shmem") if controllers else ("anon", "shmem")
+                left.append(limit - sum(used.get(kind, 0) for kind in kinds))
+    return left
 
 
 def _key_values(path: Path) -> dict[str, int]:

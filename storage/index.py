@@ -27,6 +27,7 @@ from tieredkv.errors import CorruptBlockError, CorruptIndexError, StorageError
 from tieredkv.storage import codec
 from tieredkv.storage.codec import Extent, Located, expiry_key, expiry_of, extent_key
 from tieredkv.storage.index_pages import DATA_FILE, read_meta
+from tieredkv.storage.limits import check_address_space
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, TENANT_BYTES
 
@@ -153,6 +154,7 @@ class Index:
             with suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.path, _COMPACTED))
             read_meta(self.path)
+            check_address_space(f"the index at `{self.path}`", MAP_BYTES)
             env = lmdb.open(
                 self.path,
                 map_size=MAP_BYTES,

@@ -14,11 +14,12 @@ from msgspec.structs import replace
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage.allocator import SlotAllocator
+from tieredkv.storage.allocator import SlotAllocator, largest_file_bytes
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.folder import StoreFolder
 from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
+from tieredkv.storage.limits import check_file_size
 
 logger = logging.getLogger(__name__)
 
@@ -58,13 +59,14 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     """The budget that the files may fill until they are within it, and the one to reach.
 
     Raises:
-        StorageError: none is given and none is remembered.
+        StorageError: none is given and none is remembered, or files may not become so large.
     """
     stored = folder.budget_bytes
     if budget_bytes is None and not stored:
         what = f"`{folder.path}` has lost the text of its lock, and the budget with it"
         raise StorageError(f"{what}; start a server on it first")
     wanted = stored if budget_bytes is None else budget_bytes
+    check_file_size(folder.path, min(wanted, largest_file_bytes(wanted)))
     return max(stored, wanted), wanted
 
 

@@ -33,6 +33,7 @@ from tieredkv.errors import (
     StoreFailedError,
     StoreFullError,
 )
+from tieredkv.storage.limits import described
 
 
 class Meaning(Enum):
@@ -120,4 +121,4 @@ def storage_errors(path: str) -> Iterator[None]:
         raise
     except OSError as error:
         kind, code = meaning_of_errno(error.errno or errno.EIO).value, error.errno or errno.EIO
-        raise kind(code, f"`{error.filename or path}`: {error.strerror}") from error
+        raise kind(code, f"`{error.filename or path}`: {described(error)}") from error

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -23,6 +24,7 @@ from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import check_pages
+from tieredkv.storage.limits import described
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, refusal
@@ -46,6 +48,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.suppress(OSError):  # only a name, for `ps`
         Path("/proc/self/comm").write_text("tieredkv-store")
     logging.basicConfig(format="%(asctime)s store worker %(process)d %(levelname)s: %(message)s")
+    raise_file_limit()
     sock = socket.socket(fileno=int(arguments[0]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     (launch,) = channel.receive(None)
@@ -81,14 +84,23 @@ def _tell(
             code = EXIT_UNEXPLAINED
         case StorageError() | ConfigError():
             code = code_if_known
-        case OSError() | MemoryError():
-            code, error = code_if_known, StorageError(f"`{path}`: {error or 'out of memory'}")
+        case OSError():
+            code, error = code_if_known, StorageError(f"`{path}`: {described(error)}")
+        case MemoryError():
+            code, error = code_if_known, StorageError(f"`{path}`: out of memory")
         case _:
             code = EXIT_UNEXPLAINED
             logger.error("the store of `%s` broke", path, exc_info=error)
             error = StoreFailedError(f"the store worker of `{path}` broke: {error!r}")
     channel.send(refusal(error))
     return code
+
+
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: a large store has hundreds of segments."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _leave_with(parent_pid: int, is_open: threading.Event) -> None:

@@ -1,20 +1,39 @@
-"""Measures what an operator's verbs cost on a store of a million blocks.
+"""Measures what an operator's verbs cost on a store of a million small blocks.
 
-python -m tests.stress.many_blocks --dir /nvme --blocks 1000000 --json result.json
+    python -m tests.stress.many_blocks --dir /nvme --blocks 1000000
+
+Ten tenants have conversations, each tenant's from the same 64 blocks on. The store is filled in
+this process; then a worker serves it and each verb is a process of its own, as an operator runs it.
+Meanwhile this process looks blocks up and notes how long it waits. Prints JSON; needs 10 GB for a
+million blocks.
 """
 
 import hashlib
 import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import click
+import numpy as np
+
+from tieredkv.bench import raw
 from tieredkv.clock import Clock
+from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.compression import aligned_buffer
+from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.worker_messages import StoreOptions
+from tieredkv.storage.worker_messages import ControlRequest, LookupDone, StoreOptions
 from tieredkv.types import BlockRecord
 
 GROUP, WRITERS, NUM_TENANTS, SHARED_BLOCKS = 64, 8, 10, 64
@@ -82,7 +101,131 @@ def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, An
     return rates
 
 
-if __name__ == "__main__":
-    import sys
+class Lookups:
+    """Looks the same blocks up again and again on a thread, as an engine whose RAM is empty."""
 
-    build(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    def __init__(self, client: StoreClient, hashes: list[bytes]) -> None:
+        self._client, self._hashes = client, hashes
+        self._is_over = threading.Event()
+        self._taken_ms: list[float] = []
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(0.01):
+            start = time.perf_counter()
+            self._client.lookup(self._hashes)
+            while not any(map(self._is_answer, self._client.poll())):
+                time.sleep(0.0002)
+            self._taken_ms.append(1e3 * (time.perf_counter() - start))
+
+    def _is_answer(self, event: Event) -> bool:
+        if isinstance(event, ControlRequest):
+            self._client.reply_control(event.id, {"evicted_blocks": 0, "freed_bytes": 0})
+        return isinstance(event, LookupDone)
+
+    def taken_ms(self) -> dict[str, float]:
+        """Percentiles since the last call."""
+        taken, self._taken_ms = self._taken_ms, []
+        p50, p99 = np.percentile(taken, [50, 99]) if taken else (0.0, 0.0)
+        return {"n": len(taken), "p50": float(p50), "p99": float(p99), "max": max(taken, default=0)}
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def memory_MiB(pid: int) -> dict[str, float]:
+    """What a process has in memory: of its own, and of files such as the index."""
+    rows = (row.split() for row in Path(f"/proc/{pid}/status").read_text().splitlines())
+    sizes = {row[0]: int(row[1]) / 1024 for row in rows if row[0] in ("RssAnon:", "RssFile:")}
+    return {"own": sizes["RssAnon:"], "files": sizes["RssFile:"]}
+
+
+def run(folder: Path, *words: str) -> dict[str, Any]:
+    """Run a verb as an operator does: how long it took, and what it answered."""
+    command = [sys.executable, "-P", "-m", "tieredkv", *words, "--disk-dir", str(folder), "--json"]
+    start = time.perf_counter()
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL)
+        first_s = None
+        while process.poll() is None:
+            if first_s is None and os.fstat(out.fileno()).st_size:
+                first_s = time.perf_counter() - start
+            time.sleep(0.01)
+        seconds = time.perf_counter() - start
+        out.seek(0)
+        answer = json.loads(out.read())
+    chains = answer.pop("chains", None)
+    found = {"seconds": seconds, "first_output_s": first_s, "exit": process.returncode}
+    if chains is not None:
+        return found | {"chains": len(chains), "ids": [each["id"] for each in chains[:2000]]}
+    return found | {k: v for k, v in answer.items() if isinstance(v, int | dict) and k != "disk"}
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[StoreClient, dict[str, Any]]]:
+    """Have a worker serve the store; how long its start took and what it read for it."""
+    arena, start = HostArena(64, 4096), time.perf_counter()
+    client = StoreClient(StoreOptions(path=str(folder), sync="none"), arena)
+    seconds = time.perf_counter() - start
+    assert client.pid is not None
+    with closing(arena), closing(client):
+        yield client, {"seconds": seconds, "memory_MiB": memory_MiB(client.pid)}
+
+
+def measure(folder: Path) -> dict[str, Any]:
+    """Run each verb on the live and on the stopped store."""
+    report: dict[str, Any] = {}
+    some = [record.block_hash for record in itertools.islice(records(2000, 20, 0.0), 256)]
+    with serving(folder) as (client, start):
+        report["restart"] = start
+        pid = client.pid
+        assert pid is not None
+        with closing(Lookups(client, some)) as lookups:
+
+            def live(name: str, *words: str) -> dict[str, Any]:
+                lookups.taken_ms()
+                found = run(folder, *words)
+                found |= {"lookup_ms": lookups.taken_ms(), "worker_MiB": memory_MiB(pid)}
+                report[name] = {key: value for key, value in found.items() if key != "ids"}
+                click.echo(f"{name}: {report[name]}", err=True)
+                return found
+
+            time.sleep(5)
+            report["lookup_ms_alone"] = lookups.taken_ms()
+            live("df_live", "df")
+            live("ls_first_20_live", "ls", "--limit", "20")
+            ids = live("ls_live", "ls")["ids"]
+            live("verify_live", "verify")
+            live("evict_1_id_live", "evict", "-y", ids[0])
+            live("evict_1000_ids_live", "evict", "-y", *ids[1:1001])
+            live("evict_older_live", "evict", "-y", "--older-than", "30m")
+    for name, words in (("df", ["df"]), ("ls_first_20", ["ls", "--limit", "20"])):
+        report[f"{name}_stopped"] = run(folder, *words)
+        report[f"{name}_stopped"].pop("ids", None)
+        click.echo(f"{name}_stopped: {report[f'{name}_stopped']}", err=True)
+    shutil.rmtree(folder / "index")
+    with serving(folder) as (client, start):
+        report["index_remade"] = start | {"blocks": client.stats().blocks}
+    return report
+
+
+@click.command(help=__doc__)
+@click.option("--dir", "where", type=click.Path(path_type=Path), required=True)
+@click.option("--blocks", default=1_000_000, show_default=True)
+@click.option("--chain-length", default=20, show_default=True, help="Of a tenant's conversation.")
+@click.option("--commit")
+def main(where: Path, blocks: int, chain_length: int, commit: str | None) -> None:
+    report = raw.head(commit, "python -m tests.stress.many_blocks")
+    report |= {"blocks": blocks, "chain_length": chain_length, "load": os.getloadavg()[0]}
+    with tempfile.TemporaryDirectory(dir=where) as path:
+        folder = Path(path) / "store"
+        report["stored"] = build(folder, blocks, chain_length)
+        click.echo(f"{report['stored']}", err=True)
+        report |= measure(folder)
+    click.echo(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""Limits of this process that a store meets, each said in one sentence with its value.
+
+It knows `ulimit`; it does not know what a store does, nor what the machine has.
+"""
+
+import errno
+import os
+import resource
+
+from tieredkv.errors import StorageError
+from tieredkv.units import format_bytes
+
+_NAMES = {
+    resource.RLIMIT_AS: "address space (`ulimit -v`)",
+    resource.RLIMIT_FSIZE: "the size of a file (`ulimit -f`)",
+    resource.RLIMIT_NOFILE: "open files (`ulimit -n`)",
+    resource.RLIMIT_NPROC: "processes and threads (`ulimit -u`)",
+}
+_BEHIND = {
+    errno.ENOMEM: resource.RLIMIT_AS,
+    errno.EFBIG: resource.RLIMIT_FSIZE,
+    errno.EMFILE: resource.RLIMIT_NOFILE,
+    errno.EAGAIN: resource.RLIMIT_NPROC,
+}
+
+
+def described(error: OSError) -> str:
+    """Return what the system says of an error, and the limit behind it, if there is one."""
+    text = error.strerror or str(error)
+    limit = _BEHIND.get(error.errno or 0)
+    if limit is None or (value := resource.getrlimit(limit)[0]) == resource.RLIM_INFINITY:
+        return text
+    shown = format_bytes(value) if limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE) else value
+    return f"{text}: the limit of {_NAMES[limit]} is {shown}; raise it"
+
+
+def check_address_space(what: str, map_bytes: int) -> None:
+    """Refuse a limit of address space that a map of so many bytes does not fit into.
+
+    Raises:
+        StorageError: with both sizes.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    with open("/proc/self/statm") as file:
+        used_bytes = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    if limit != resource.RLIM_INFINITY and used_bytes + map_bytes > limit:
+        raise StorageError(
+            f"{what} is mapped into {format_bytes(map_bytes)} of address space, and the limit of "
+            f"{_NAMES[resource.RLIMIT_AS]} is {format_bytes(limit)}\n"
+            f"hint: raise it to {format_bytes(2 * map_bytes)} or `unlimited`; the map takes no "
+            "memory"
+        )
+
+
+def check_file_size(path: str, most_bytes: int) -> None:
+    """Refuse a limit of the size of files that those of a store would meet.
+
+    Raises:
+        StorageError: with both sizes.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if limit != resource.RLIM_INFINITY and most_bytes > limit:
+        raise StorageError(
+            f"the files of `{path}` may become as large as {format_bytes(most_bytes)}, and the "
+            f"limit of {_NAMES[resource.RLIMIT_FSIZE]} is {format_bytes(limit)}\n"
+            "hint: raise it, or set a smaller `disk_size`"
+        )
