@@ -143,8 +143,8 @@ class TieredCache:
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
-            if not self.is_room_coming(prefix):
-                prefix.refused_at = device.num_free, device.num_cached, num_blocks, is_alone
+            refused_at = device.num_free, device.num_cached, num_blocks, is_alone
+            prefix.refused_at = None if self.is_room_coming(prefix) else refused_at
             return False
         prefix.refused_at, rest = None, iter(fresh)
         if len(found) == len(prefix.hashes) and all(block.is_ready for block in found):
