@@ -180,7 +180,7 @@ class TieredCache:
             index = prefix.num_present  # had it been there, a hit could have ended behind it
         block_hash = prefix.hashes[index]
         if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
-            return "slower_than_recomputing"
+            return "loads_off"
         return tiers.catalog.why_departed(block_hash, tiers.clock.now())
 
     # Completion
