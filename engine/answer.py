@@ -4,6 +4,7 @@ Used by whoever makes text: the server, or `LLM` in the user's process.
 """
 
 import time
+from collections import deque
 
 from transformers import PreTrainedTokenizerBase
 
@@ -15,7 +16,9 @@ class Answer(Detokenizer):
     """What a request has become so far; its text as far as that is certain.
 
     Attributes:
-        logprobs: one entry a token where the request asked for them, the prompt's first.
+        logprobs: one entry for each token of the text, as far as that is certain, where the request
+            asked for them; those of the prompt's tokens come first. A token that the text leaves
+            out, such as the one that ends it or those of a stop string, has no entry.
         usage: where the prompt's tokens came from, once the engine has told.
         ttft_s: seconds from the making of this object to the first token, 0 before it.
         finish_reason: why the text has ended, None while it goes on.
@@ -27,6 +30,7 @@ class Answer(Detokenizer):
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self._held_logprobs: deque[tuple[int, TokenLogprob]] = deque()  # and where its text begins
         self.usage = RequestUsage(prompt_tokens=len(request.prompt_token_ids))
         self.ttft_s = 0.0
         self.finish_reason: str | None = None
@@ -37,10 +41,25 @@ class Answer(Detokenizer):
         if output.token_ids and not self.token_ids:
             self.ttft_s = time.perf_counter() - self._made_at
         self.token_ids += output.token_ids
-        self.logprobs += output.logprobs or ()
         self.usage = output.usage or self.usage
-        text = self.feed(output.token_ids)
+        if output.logprobs is None:
+            text = self.feed(output.token_ids)
+        else:
+            text = self._feed_scored(output.token_ids, output.logprobs)
         if output.finish_reason is not None:
             text += self.finish()
+        while self._held_logprobs and self._held_logprobs[0][0] < len(self.text):
+            self.logprobs.append(self._held_logprobs.popleft()[1])
         self.finish_reason = output.finish_reason if self.stopped_by is None else "stop"
+        return text
+
+    def _feed_scored(self, token_ids: list[int], logprobs: list[TokenLogprob]) -> str:
+        """Feed tokens one by one, and hold each entry back until the text of its token is given."""
+        num_of_prompt = len(logprobs) - len(token_ids)
+        self.logprobs += logprobs[:num_of_prompt]
+        text = ""
+        for token_id, logprob in zip(token_ids, logprobs[num_of_prompt:], strict=True):
+            if not self.leaves_out(token_id):
+                self._held_logprobs.append((self.num_decoded, logprob))
+            text += self.feed([token_id])
         return text

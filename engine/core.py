@@ -22,7 +22,7 @@ import xxhash
 
 from tieredkv.block_pool import BlockPool
 from tieredkv.block_transfer import BlockTransfer
-from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.prefix import BlockClaim, Prefix
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
@@ -297,18 +297,28 @@ class EngineCore:
         """Drop blocks from VRAM and host memory; count them.
 
         Args:
-            wanted: which of them.
+            wanted: which of them; a dry run only counts.
             following: further blocks that it names; see `Catalog.chains`.
             before: further blocks that are before those.
         """
         now = self.tiers.clock.now()
         chains = self.tiers.catalog.chains(wanted.ids, following, before)
-        return self.cache.evict(
-            lambda entry: (
-                (not wanted.ids or entry.block_hash in chains)
-                and wanted.matches(entry.namespace, entry.last_used, now)
-            )
-        )
+
+        def is_wanted(entry: Entry) -> bool:
+            is_of_chains = not wanted.ids or entry.block_hash in chains
+            return is_of_chains and wanted.matches(entry.namespace, entry.last_used, now)
+
+        if wanted.dry_run:
+            return sum(map(is_wanted, self.tiers.catalog.entries()))
+        return self.cache.evict(is_wanted)
+
+    def evict_verb(self, wanted: EvictFilter) -> dict[str, Any]:
+        """Carry out an operator's `evict` where there is no disk tier; return its answer."""
+        unknown_ids = self.tiers.catalog.unknown_ids(wanted.ids)
+        evicted = self.evict(wanted)
+        freed_bytes = evicted * self.kv_spec.block_bytes
+        sums = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
+        return {**sums, "unknown_ids": unknown_ids, "disk": None}
 
     def kv_digest(self, request: EngineRequest) -> str | None:
         """Return the xxh3_128 digest of the keys and values of a prompt's full blocks in VRAM.

@@ -43,6 +43,7 @@ class Detokenizer:
         self.text = ""
         self.stopped_by: str | None = None
         self._decode = _decoder(tokenizer, skip_special_tokens=not shows_special)
+        self._decode_all = _decoder(tokenizer, skip_special_tokens=False)
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._num_tokens = 0
@@ -57,6 +58,15 @@ class Detokenizer:
             self._num_tokens += 1
             given += self._release(self._decode_next(token_id))
         return given
+
+    @property
+    def num_decoded(self) -> int:
+        """Characters of the text so far, those included that are held back for a stop string."""
+        return len(self.text) + len(self._pending)
+
+    def leaves_out(self, token_id: int) -> bool:
+        """Return whether a token is special, so that the text does not show it."""
+        return not self._decode([token_id]) and bool(self._decode_all([token_id]))
 
     def finish(self) -> str:
         """End the text and give what was held back; an unfinished character becomes U+FFFD."""

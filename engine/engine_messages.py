@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from tieredkv.config import Settings
 from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.errors import RequestError
+from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import Refused
 from tieredkv.types import Tier
 
@@ -191,9 +192,23 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress
     total: int
 
 
+class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
+    """An operator wants blocks gone from VRAM and host memory; answered by `Evicted`."""
+
+    id: int
+    wanted: EvictFilter
+
+
+class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
+    """What an `Evict` has done, as `EngineCore.evict_verb` returns it."""
+
+    id: int
+    body: dict[str, Any]
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
-ToEngine = Start | EngineRequest | Abort | Shares | Shutdown
-ToServer = StepOutputs | EngineInfo | Refused | ProgressReport
+ToEngine = Start | EngineRequest | Abort | Shares | Evict | Shutdown
+ToServer = StepOutputs | EngineInfo | Refused | ProgressReport | Evicted

@@ -132,6 +132,8 @@ class EngineProcess:
                 core.abort(request_id)
             case messages.Shares(of_tenants):
                 core.give_shares(of_tenants)
+            case messages.Evict(id, wanted):
+                self._channel.send(messages.Evicted(id, core.evict_verb(wanted)))
             case Shutdown():
                 self._is_stopping = True
         return 0

@@ -46,6 +46,7 @@ class Server:
         model: what it serves.
         base: the flags that most tests share.
         clock_offset_file: turns its clock.
+        has_disk: whether it has a disk tier.
     """
 
     def __init__(
@@ -55,15 +56,17 @@ class Server:
         model: str = "tiny-random",
         base: Sequence[str] = SMALL,
         clock_offset_file: Path | None = None,
+        has_disk: bool = True,
     ) -> None:
         self.disk_dir = folder / "store"
         self._log = folder / f"log-{time.monotonic_ns()}"
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
         if clock_offset_file is not None:
             environ["TIEREDKV_TEST_CLOCK_OFFSET_FILE"] = str(clock_offset_file)
+        where = ("--disk-dir", str(self.disk_dir))
         with self._log.open("w") as log:
             self.process = subprocess.Popen(
-                [*COMMAND, "serve", model, "--disk-dir", str(self.disk_dir), *base, *flags],
+                [*COMMAND, "serve", model, *(where if has_disk else ()), *base, *flags],
                 stdout=subprocess.DEVNULL,
                 stderr=log,
                 env=environ,

@@ -49,11 +49,17 @@ class Block:
 
 
 class Part(OrderedDict[Block, None]):
-    """Some of an order's blocks; taking one out of the middle, as every hit does, is O(1)."""
+    """Some of an order's blocks; taking one out of the middle, as every hit does, is O(1).
 
-    def __init__(self, order: "EvictionOrder") -> None:
+    Attributes:
+        order: whose part it is.
+        is_open: whether its blocks are, or will be, free to be evicted by any tenant.
+    """
+
+    def __init__(self, order: "EvictionOrder", *, is_open: bool = False) -> None:
         super().__init__()
         self.order = order
+        self.is_open = is_open
 
 
 _Ranked = list[tuple[int, Block]]
@@ -70,7 +76,7 @@ class EvictionOrder:
         clean    it can be evicted now
         dirty    its eviction would lose something; it waits for somebody to start a copy
         moving   a copy reads it
-        kept     it can be evicted, but it is within the floor of its tenant
+        kept     it is within the floor of its tenant, so that the others cannot have it
 
     Invariants (`check`): every block is in the part that its `part` names; those of `moving` are
     pinned, those of `dirty` are not; every clean and every kept block has one entry in its heap.
@@ -78,14 +84,17 @@ class EvictionOrder:
     Attributes:
         can_evict: whether evicting a block loses nothing.
         num_of: blocks by tenant, None while nobody has to know.
+        num_open_of: those in open parts.
     """
 
     def __init__(self) -> None:
         self.can_evict: Callable[[Block], bool] = lambda _block: True
         self.num_of: Counter[bytes] | None = None
-        self.unseen = Part(self)
-        self._clean, self._dirty = Part(self), Part(self)
-        self._moving, self._kept = Part(self), Part(self)
+        self.num_open_of: Counter[bytes] = Counter()
+        self.unseen, self._kept = Part(self), Part(self)
+        self._clean = Part(self, is_open=True)
+        self._dirty = Part(self, is_open=True)
+        self._moving = Part(self, is_open=True)
         self._seen = (self._clean, self._dirty, self._moving, self._kept)
         self._to_evict: _Ranked = []
         self._of_floors: dict[bytes, _Ranked] = {}
@@ -113,6 +122,7 @@ class EvictionOrder:
     def count_tenants(self, is_wanted: bool) -> None:
         """Begin to count blocks by tenant, or stop it."""
         if is_wanted != (self.num_of is not None):
+            self.forget_looks()
             self.num_of = Counter(block.tenant for block in self) if is_wanted else None
 
     def choose(self, count: int, spare: dict[bytes, int], most_looks: int) -> list[Block]:
@@ -124,29 +134,28 @@ class EvictionOrder:
             most_looks: how many of the blocks that nobody has looked at yet are looked at.
         """
         for tenant, heap in self._of_floors.items():
-            for _ in range(min(count, spare.get(tenant, count))):
+            for _ in range(min(count, spare.get(tenant, count)) - self.num_open_of[tenant]):
                 block = _pop(heap, self._kept)
                 if block is None:
                     break
-                self._put(block, self._clean)
+                self._put(block, self._part_for(block))
         chosen: list[Block] = []
         while len(chosen) < count:
             block = _pop(self._to_evict, self._clean)
-            if block is not None:
-                part = self._part_for(block)
-                if part is not self._clean:
-                    self._put(block, part)
-                    continue
-            else:
-                while most_looks > 0 and self.unseen and block is None:
-                    most_looks -= 1
-                    looked_at = self._look()
-                    block = looked_at if looked_at.part is self._clean else None
-                if block is None:
+            if block is None:
+                if not self.unseen or not most_looks:
                     break
+                most_looks -= 1
+                block = self._take_unseen()
             if spare.get(block.tenant, 1) <= 0:
                 self._put(block, self._kept)
                 continue
+            part = self._part_for(block)
+            if part is not self._clean:
+                self._put(block, part)
+                continue
+            if block.part is not part:
+                self._move(block, part)
             if block.tenant in spare:
                 spare[block.tenant] -= 1
             chosen.append(block)
@@ -160,9 +169,8 @@ class EvictionOrder:
         """Look at the oldest blocks until so many are known, those within floors not counted."""
         num_known = len(self._clean) + len(self._dirty) + len(self._moving)
         for _ in range(min(num_ahead - num_known, most_looks, len(self.unseen))):
-            block = self._look()
-            if block.part is self._clean:
-                self._queue(block)
+            block = self._take_unseen()
+            self._put(block, self._part_for(block))
 
     def dirty(self, at_most: int) -> list[Block]:
         """Return the first blocks that wait for a copy."""
@@ -188,6 +196,7 @@ class EvictionOrder:
             self.unseen.move_to_end(block, last=False)
         self._to_evict.clear()
         self._of_floors.clear()
+        self.num_open_of.clear()
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
@@ -207,7 +216,10 @@ class EvictionOrder:
         )
         if entries != Counter(chain(self._clean, self._kept)):
             raise IntegrityError("a block that can be evicted is not queued for it, or twice")
-        if self.num_of is not None and +self.num_of != Counter(block.tenant for block in self):
+        if self.num_of is None:
+            return
+        is_open = Counter(block.tenant for part in self._seen if part.is_open for block in part)
+        if +self.num_of != Counter(block.tenant for block in self) or +self.num_open_of != is_open:
             raise IntegrityError("the blocks of the order are not counted to their tenants")
 
     def _part_for(self, block: Block) -> Part:
@@ -215,21 +227,26 @@ class EvictionOrder:
             return self._moving
         return self._clean if self.can_evict(block) else self._dirty
 
-    def _look(self) -> Block:
-        """Look at the oldest unseen block; the caller queues it if it is clean."""
-        block, _ = self.unseen.popitem(last=False)
+    def _take_unseen(self) -> Block:
+        """Give the oldest block that nobody has looked at its rank; the caller moves it."""
+        block = next(iter(self.unseen))
         self._num_looks += 1
         block.rank = self._num_looks
-        block.part = part = self._part_for(block)
-        part[block] = None
         return block
 
-    def _put(self, block: Block, part: Part) -> None:
-        """Move a block that is in the order to another part, or queue it anew in its own."""
-        assert block.part is not None, block
-        del block.part[block]
+    def _move(self, block: Block, part: Part) -> None:
+        """Move a block that is in the order to another part."""
+        before = block.part
+        assert before is not None, block
+        if self.num_of is not None:
+            self.num_open_of[block.tenant] += part.is_open - before.is_open
+        del before[block]
         part[block] = None
         block.part = part
+
+    def _put(self, block: Block, part: Part) -> None:
+        """Move a block to a part and queue it there."""
+        self._move(block, part)
         if part is self._clean:
             self._queue(block)
         elif part is self._kept:
@@ -256,6 +273,7 @@ def remove(block: Block) -> None:
     block.queued_rank = 0
     if (num_of := part.order.num_of) is not None:
         num_of[block.tenant] -= 1
+        part.order.num_open_of[block.tenant] -= part.is_open
 
 
 def _is_valid(rank: int, block: Block, part: Part) -> bool:

@@ -104,6 +104,18 @@ def test_flipped_bytes_on_disk_are_corrupt(tmp_path: Path) -> None:
         assert missed(serve(llm, prompt(1, 100))) == ("corrupt", 0)
 
 
+def test_what_came_too_late_or_may_not_be_loaded_is_not_said_to_be_slow(tmp_path: Path) -> None:
+    folder: dict[str, Any] = {"retention": "24h", "disk_dir": str(tmp_path / "store")}
+    with LLM("tiny-random", **folder, **SMALL, load_timeout=1e-9) as llm:
+        serve(llm, prompt(1, 100))
+        assert llm.demote("disk")
+        assert missed(serve(llm, prompt(1, 100))) == ("load_timeout", 0)
+    with LLM("tiny-random", **{**SMALL, "restore": "compute"}) as llm:
+        serve(llm, prompt(1, 100))
+        assert llm.demote("host")
+        assert missed(serve(llm, prompt(1, 100))) == ("loads_off", 0)
+
+
 @pytest.mark.parametrize("tier", [Tier.HOST, Tier.DISK])
 def test_what_an_operator_evicted_says_so(tmp_path: Path, tier: Tier) -> None:
     store = tmp_path / "store"

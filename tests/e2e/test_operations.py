@@ -159,6 +159,24 @@ def test_operators_use_the_verbs_of_the_command_line(server: Server) -> None:
     assert http.post(f"{url}/df").json()["disk"]["blocks"] == 0
 
 
+def test_an_operator_evicts_on_a_server_without_a_disk(tmp_path: Path) -> None:
+    with running(tmp_path, has_disk=False) as server:
+        url = f"{server.root}/admin/cache"
+        assert complete(server, f"evict {TEXT}").status_code == 200
+        assert http.post(f"{url}/df").json()["disk"] is None
+        for body in ({}, {"al": True}, {"dry_run": True}, {"ids": [[]]}):
+            assert http.post(f"{url}/evict", json=body).status_code == 400, body
+        would = http.post(f"{url}/evict", json={"all": True, "dry_run": True}).json()
+        assert would["evicted_blocks"] > 0
+        unknown = http.post(f"{url}/evict", json={"ids": ["00ff"]}).json()
+        assert (unknown["evicted_blocks"], unknown["unknown_ids"]) == (0, ["00ff"])
+        told = http.post(f"{url}/evict", json={"all": True}).json()
+        assert told == would and told["freed_bytes"] > 0
+        again = complete(server, f"evict {TEXT}").json()["usage"]
+        assert again["prompt_tokens_details"]["cached_tokens"] == 0
+        assert again["prompt_tokens_details"]["tieredkv"]["miss"]["reason"] == "admin"
+
+
 def test_long_headers_are_refused(server: Server) -> None:
     for headers in ({"x": "a" * 70_000}, {f"x{i}": "a" * 1000 for i in range(90)}):
         refused = http.post(f"{server.url}/completions", json=GREEDY, headers=headers)

@@ -248,7 +248,7 @@ def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:
     assert metrics.labels_of("late", {"route": "late"}) == ("other", "other")
 
 
-@pytest.mark.parametrize("verb", ["ls", "evict", "verify"])
+@pytest.mark.parametrize("verb", ["ls", "verify"])
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
     with pytest.raises(RequestError, match=f"`{verb}` is for the disk tier") as caught:

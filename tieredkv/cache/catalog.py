@@ -204,8 +204,8 @@ class Catalog:
         """Return why a block is in no tier; of the last to leave, others count as `never_seen`.
 
         `expired`, `evicted_device`, `evicted_host`, `evicted_disk` (from which tier last),
-        `corrupt`, `admin` (evicted by an operator) or `slower_than_recomputing` (its load was given
-        up). What left for the disk stays there until its time there has come, as far as is known.
+        `corrupt`, `admin` (evicted by an operator) or `load_timeout` (it took too long to load, so
+        that it was computed). What left for the disk stays there until its time there has come, as far as is known.
         """
         reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
         return "expired" if reason == "evicted_disk" and until <= now else reason

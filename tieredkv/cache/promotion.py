@@ -240,7 +240,7 @@ class Promoter:
             for block, give_up_at in list(read.waiting.items()):
                 is_late = give_up_at <= now
                 if block.ref_count > 1 and is_late:
-                    self._tiers.catalog.note_departed(read.block_hash, "slower_than_recomputing")
+                    self._tiers.catalog.note_departed(read.block_hash, "load_timeout")
                     self._count_failure("timeout")
                 if block.ref_count == 1 or is_late:
                     del read.waiting[block]

@@ -143,8 +143,8 @@ class TieredCache:
         fresh = self._allocate(prefix, num_blocks - len(found), is_alone)
         if fresh is None:
             device.release(found[::-1])
-            if not self.is_room_coming(prefix):
-                prefix.refused_at = device.num_free, device.num_cached, num_blocks, is_alone
+            refused_at = device.num_free, device.num_cached, num_blocks, is_alone
+            prefix.refused_at = None if self.is_room_coming(prefix) else refused_at
             return False
         prefix.refused_at, rest = None, iter(fresh)
         if len(found) == len(prefix.hashes) and all(block.is_ready for block in found):
@@ -180,7 +180,7 @@ class TieredCache:
             index = prefix.num_present  # had it been there, a hit could have ended behind it
         block_hash = prefix.hashes[index]
         if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
-            return "slower_than_recomputing"
+            return "loads_off"
         return tiers.catalog.why_departed(block_hash, tiers.clock.now())
 
     # Completion

@@ -5,6 +5,7 @@ It knows frames and process ids, no HTTP and no text. Everything runs on the ser
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.engine_messages import EngineInfo, EngineRequest, TokenOutput, ToServer
 from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
+from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import Refused
 from tieredkv.storage.worker_process import bury, start_process
 from tieredkv.types import Progress
@@ -52,6 +54,8 @@ class EngineClient:
     ) -> None:
         self._on_progress = on_progress
         self._takers: dict[str, Take] = {}
+        self._ids = itertools.count(1)
+        self._evictions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
@@ -99,6 +103,23 @@ class EngineClient:
         """Give tenants their shares of every tier, in place of those before."""
         self._tell(messages.Shares(shares))
 
+    async def evict(self, wanted: EvictFilter) -> dict[str, Any]:
+        """Drop blocks from VRAM and host memory, and return what the verb `evict` answers.
+
+        Raises:
+            RequestError: the engine is dead, or stops.
+        """
+        id = next(self._ids)
+        answer = self._evictions[id] = self._loop.create_future()
+        if self._is_stopping or not self.is_alive:
+            answer.set_exception(_death())
+        else:
+            self._channel.send(messages.Evict(id, wanted))
+        try:
+            return await answer
+        finally:
+            del self._evictions[id]
+
     def stop(self) -> None:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
         self._tell(messages.Shutdown())
@@ -140,6 +161,9 @@ class EngineClient:
                         take(output)
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
+            case messages.Evicted(id, body):
+                if (answer := self._evictions.get(id)) is not None and not answer.done():
+                    answer.set_result(body)
             case EngineInfo():
                 self.info = message
                 if not self._ready.done():
@@ -158,11 +182,18 @@ class EngineClient:
         for request_id, take in self._takers.items():
             take(_death_of(request_id))
         self._takers.clear()
+        for answer in self._evictions.values():
+            if not answer.done():
+                answer.set_exception(_death())
+
+
+def _death() -> RequestError:
+    text = "The engine has stopped; restart the server"
+    return RequestError(text, code="engine_dead", status=503)
 
 
 def _death_of(request_id: str) -> TokenOutput:
-    error = RequestError("The engine has stopped; restart the server", code="engine_dead")
-    return messages.failed(request_id, error)
+    return messages.failed(request_id, _death())
 
 
 STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}

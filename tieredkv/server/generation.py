@@ -109,12 +109,15 @@ class Generation:
             self._put(error_of(output))
             return
         answer = self.answers[index]
+        num_before = len(answer.logprobs)
         text = answer.take(output)
         if answer.finish_reason is not None:
             self._end(index, answer.finish_reason)
             if output.finish_reason is None:
                 self._engine.abort(output.request_id)
-        self._put(Piece(index, len(answer.token_ids), text, output.logprobs, answer.finish_reason))
+        logprobs = answer.logprobs[num_before:] or None
+        num_tokens = len(answer.token_ids)
+        self._put(Piece(index, num_tokens, text, logprobs, answer.finish_reason))
 
     def _put(self, piece: Piece | Exception) -> None:
         self._first = self._first or piece
