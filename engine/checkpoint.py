@@ -5,6 +5,7 @@ The server reads these without what it takes to run a model.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
@@ -13,6 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from tieredkv.engine import tiny
+from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.errors import ModelError
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -32,6 +34,17 @@ class _Config(msgspec.Struct):
     """What must stand in a config.json for transformers not to guess."""
 
     model_type: str
+
+
+class _Generation(msgspec.Struct):
+    """What is used of a generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 def refused(name: str, reason: object) -> ModelError:
@@ -101,6 +114,42 @@ def check_folder(name: str, folder: Path) -> None:
         if (folder / file).is_file():
             where = f"`{folder / file}` lies beside them"
             raise refused(name, f"its weights are quantized, which is not supported yet: {where}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """What a model's authors recommend for its answers.
+
+    Attributes:
+        choice: how tokens are chosen where a request does not say.
+        eos_token_id: tokens that end an answer.
+    """
+
+    choice: TokenChoice = TokenChoice()
+    eos_token_id: tuple[int, ...] = ()
+
+
+def read_generation_config(name: str, folder: Path) -> GenerationConfig:
+    """Read a checkpoint's generation_config.json, if it has one.
+
+    Like other servers this uses the parameters of `TokenChoice` and the end tokens, and no other
+    field: `do_sample`, `max_new_tokens` and the rest are for `generate` of transformers.
+
+    Raises:
+        ModelError: it cannot be read, or a value is out of range.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return GenerationConfig()
+    with refusing(name, f"`{file}` cannot be read"):
+        read = msgspec.json.decode(file.read_bytes(), type=_Generation)
+    ends = read.eos_token_id
+    given = {field: getattr(read, field) for field in TokenChoice.__slots__}
+    with refusing(name, f"`{file}` cannot be used"):
+        choice = TokenChoice(**{field: it for field, it in given.items() if it is not None})
+    return GenerationConfig(
+        choice=choice, eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends or ())
+    )
 
 
 def find_folder(name: str, more: Sequence[str] = ()) -> Path:

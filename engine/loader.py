@@ -6,6 +6,7 @@ requests, batches or blocks.
 """
 
 import logging
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,19 @@ from tieredkv.config import Dtype, Fingerprint
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.checkpoint import (
+    GenerationConfig,
     check_folder,
     drawn_config,
     find_folder,
     load_tokenizer,
     max_model_len,
     read_config,
+    read_generation_config,
     refused,
 )
 from tieredkv.engine.fingerprint import file_state, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
+from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.engine.weights import find_weight_files, load_weights
 from tieredkv.errors import ConfigError
@@ -57,6 +61,7 @@ class FoundModel:
         shape: of the attention layers.
         dtype: of weights and of keys and values: `float32`, `bfloat16` or `float16`.
         device: where it lies, or will.
+        max_model_len: tokens of its longest context.
         folder: where its files are, None for a model with drawn weights.
     """
 
@@ -65,17 +70,13 @@ class FoundModel:
     shape: AttentionShape
     dtype: str
     device: torch.device
+    max_model_len: int
     folder: Path | None
 
     @property
     def vocab_size(self) -> int:
         """Number of logits."""
         return int(self.config.vocab_size)
-
-    @property
-    def max_model_len(self) -> int:
-        """Positions that the model was made for."""
-        return max_model_len(self.config)
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Describe the keys and values of this model in blocks of `block_size` tokens."""
@@ -102,7 +103,9 @@ class FoundModel:
             model = _draw_weights(self)
             progress("drawing weights", 1, 1)
             digest, ends = parameters_fingerprint(table, model), tiny.stop_token_ids()
+            generation = GenerationConfig()
         else:
+            generation = read_generation_config(self.name, folder)
             files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
             states = [*map(file_state, files)]
             progress("loading weights", 0, 1)
@@ -114,7 +117,7 @@ class FoundModel:
             )
             if [*map(file_state, files)] != states:
                 raise refused(self.name, "its weight files changed while they were loaded")
-            ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
+            ends = _eos_token_ids(self.config, generation, tokenizer)
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
@@ -126,6 +129,7 @@ class FoundModel:
             model=model,
             tokenizer=tokenizer,
             fingerprint=digest,
+            choice=generation.choice,
             eos_token_ids=frozenset(i for i in ends if 0 <= i < self.vocab_size),
             fused=FusedModel.from_model(model, self.config),
         )
@@ -139,6 +143,7 @@ class LoadedModel(FoundModel):
         model: transformers' causal language model, in eval mode on its device, with our attention.
         tokenizer: its tokenizer.
         fingerprint: digest of config and weights, 32 bytes.
+        choice: how tokens are chosen where a request does not say, as the checkpoint recommends.
         eos_token_ids: tokens that end an answer, all of them in the vocabulary.
         fused: the same weights in fewer and larger steps, None for a family without.
     """
@@ -146,11 +151,14 @@ class LoadedModel(FoundModel):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprint: bytes
+    choice: TokenChoice
     eos_token_ids: frozenset[int]
     fused: FusedModel | None
 
 
-def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> FoundModel:
+def find_model(
+    name: str, *, dtype: Dtype = "auto", device: str = "auto", max_context_len: int | None = None
+) -> FoundModel:
     """Find a model and refuse what cannot be served.
 
     Args:
@@ -159,6 +167,8 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
         dtype: `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16 where it
             does not say.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
+        max_context_len: no context will be longer than so many tokens; None where only the model
+            bounds it, which it does in any case.
 
     Raises:
         ModelError: the model cannot be found, read, or served.
@@ -170,7 +180,8 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
         folder = find_folder(name)
         check_folder(name, folder)
         config = read_config(name, folder)
-    check_config(name, config)
+    context_len = min(max_model_len(config), max_context_len or sys.maxsize)
+    check_config(name, config, context_len)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
         find_weight_files(name, folder)
@@ -181,9 +192,10 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
     return FoundModel(
         name=name,
         config=config,
-        shape=probe_attention(name, config),
+        shape=probe_attention(name, config, context_len),
         dtype=_resolve_dtype(dtype, config, target),
         device=target,
+        max_model_len=context_len,
         folder=folder,
     )
 
