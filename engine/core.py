@@ -124,7 +124,9 @@ class EngineCore:
         store = self._open_store(arena, stack)
         self.model: LoadedModel = found.load(progress=progress, fingerprint=settings.fingerprint)
         is_recommended = settings.generation_config == "auto"
-        self._choice = self.model.choice if is_recommended else TokenChoice()
+        self._choice = found.generation.choice if is_recommended else TokenChoice()
+        if self._choice != TokenChoice():
+            logger.info("sampling defaults of the model's generation_config.json: %s", self._choice)
         if device_size is None:
             progress("profiling", 0, 1)
             share = settings.gpu_memory_utilization

@@ -35,7 +35,6 @@ from tieredkv.engine.checkpoint import (
 )
 from tieredkv.engine.fingerprint import file_state, files_fingerprint, parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
-from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.suitability import AttentionShape, check_config, probe_attention
 from tieredkv.engine.weights import find_weight_files, load_weights
 from tieredkv.errors import ConfigError
@@ -63,6 +62,7 @@ class FoundModel:
         device: where it lies, or will.
         max_model_len: tokens of its longest context.
         folder: where its files are, None for a model with drawn weights.
+        generation: what its authors recommend for its answers.
     """
 
     name: str
@@ -72,6 +72,7 @@ class FoundModel:
     device: torch.device
     max_model_len: int
     folder: Path | None
+    generation: GenerationConfig
 
     @property
     def vocab_size(self) -> int:
@@ -103,9 +104,7 @@ class FoundModel:
             model = _draw_weights(self)
             progress("drawing weights", 1, 1)
             digest, ends = parameters_fingerprint(table, model), tiny.stop_token_ids()
-            generation = GenerationConfig()
         else:
-            generation = read_generation_config(self.name, folder)
             files, cache = find_weight_files(self.name, folder), CACHE_DIR.expanduser()
             states = [*map(file_state, files)]
             progress("loading weights", 0, 1)
@@ -117,7 +116,7 @@ class FoundModel:
             )
             if [*map(file_state, files)] != states:
                 raise refused(self.name, "its weight files changed while they were loaded")
-            ends = _eos_token_ids(self.config, generation, tokenizer)
+            ends = _eos_token_ids(self.config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
@@ -129,7 +128,6 @@ class FoundModel:
             model=model,
             tokenizer=tokenizer,
             fingerprint=digest,
-            choice=generation.choice,
             eos_token_ids=frozenset(i for i in ends if 0 <= i < self.vocab_size),
             fused=FusedModel.from_model(model, self.config),
         )
@@ -143,7 +141,6 @@ class LoadedModel(FoundModel):
         model: transformers' causal language model, in eval mode on its device, with our attention.
         tokenizer: its tokenizer.
         fingerprint: digest of config and weights, 32 bytes.
-        choice: how tokens are chosen where a request does not say, as the checkpoint recommends.
         eos_token_ids: tokens that end an answer, all of them in the vocabulary.
         fused: the same weights in fewer and larger steps, None for a family without.
     """
@@ -151,7 +148,6 @@ class LoadedModel(FoundModel):
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     fingerprint: bytes
-    choice: TokenChoice
     eos_token_ids: frozenset[int]
     fused: FusedModel | None
 
@@ -175,11 +171,12 @@ def find_model(
         ConfigError: `device` asks for a GPU that is not there.
     """
     target = _resolve_device(device)
-    config, folder = drawn_config(name), None
+    config, folder, generation = drawn_config(name), None, GenerationConfig()
     if config is None:
         folder = find_folder(name)
         check_folder(name, folder)
         config = read_config(name, folder)
+        generation = read_generation_config(name, folder)
     context_len = min(max_model_len(config), max_context_len or sys.maxsize)
     check_config(name, config, context_len)
     if folder is not None:
@@ -197,6 +194,7 @@ def find_model(
         device=target,
         max_model_len=context_len,
         folder=folder,
+        generation=generation,
     )
 
 

@@ -118,7 +118,7 @@ def make_config(model_type: str, changes: dict[str, Any]) -> PreTrainedConfig:
 
 
 def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
-    """Write a checkpoint whose parameters and stored buffers are all drawn, norms and biases too."""
+    """Write a checkpoint of which everything is drawn, norms, biases and stored buffers too."""
     auto: Any = AutoModelForCausalLM
     with torch.random.fork_rng():
         model = auto.from_config(config, dtype=torch.float32)
@@ -173,7 +173,7 @@ def accepted(model_type: str) -> list[PreTrainedConfig]:
             config = make_config(model_type, changes)
             check_config(model_type, config, CONTEXT_LEN)
             probe_attention(model_type, copy.deepcopy(config), CONTEXT_LEN)
-        except Exception:  # configs that a type does not know raise anything  # noqa: S112
+        except Exception:  # configs that a type does not know raise anything
             continue
         configs.append(config)
     return configs
