@@ -6,12 +6,22 @@ The server reads these without what it takes to run a model.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import msgspec
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as transformers_version
 
 from tieredkv.engine import tiny
 from tieredkv.engine.sampling_params import TokenChoice
@@ -25,6 +35,7 @@ RANDOM_PREFIX = "random:"
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER_FILE = "adapter_config.json"
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """What tools write beside weights that they have quantized, instead of a line in config.json."""
@@ -34,6 +45,7 @@ class _Config(msgspec.Struct):
     """What must stand in a config.json for transformers not to guess."""
 
     model_type: str
+    auto_map: object = None
 
 
 class _Generation(msgspec.Struct):
@@ -62,11 +74,32 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if config is not None:
         return tiny.byte_tokenizer(config.vocab_size, max_model_len(config))
     folder = find_folder(name)
-    with refusing(name, "its tokenizer cannot be loaded"):
+    with refusing(name, "its tokenizer cannot be loaded", partial(_tokenizer_reason, folder)):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     return tokenizer
+
+
+def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
+    """Say which of a tokenizer's files is at fault, if it can be told."""
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        files = f"`{folder}` has no tokenizer.json"
+        return f"{files}; copy the tokenizer's files of the original model into it"
+    fast, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    for file in filter(Path.is_file, (settings, fast)):
+        try:
+            table = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            if file == fast:
+                Tokenizer.from_file(str(file))
+        except Exception as cause:  # tokenizers raises nothing narrower
+            return f"`{file}` cannot be read: {_first_line(cause)}"
+        if "auto_map" in table:
+            return f"`{file}` names code of its own (`auto_map`), which is never run"
+    if not fast.is_file():
+        way_out = "save it as tokenizer.json with `save_pretrained` of transformers"
+        return f"`{folder}` has no tokenizer.json ({_first_line(error)}); {way_out}"
+    return None
 
 
 def drawn_config(name: str) -> PreTrainedConfig | None:
@@ -92,8 +125,14 @@ def read_config(name: str, path: Path) -> PreTrainedConfig:
     if not file.is_file():
         raise refused(name, f"`{path}` has no config.json")
     with refusing(name, f"`{file}` cannot be read"):
-        msgspec.json.decode(file.read_bytes(), type=_Config)
-    with refusing(name, "transformers cannot read its config"):
+        read = msgspec.json.decode(file.read_bytes(), type=_Config)
+    if read.model_type not in CONFIG_MAPPING:
+        what = (
+            f"transformers {transformers_version} does not know models of type `{read.model_type}`"
+        )
+        own = "the code that its `auto_map` names is never run"
+        raise refused(name, f"{what}, and {own}" if read.auto_map else what)
+    with refusing(name, f"`{file}` cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
     return config
 
@@ -202,5 +241,9 @@ def refusing(
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    """Return an error's first line, and the one behind it if the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".")
