@@ -5,14 +5,26 @@ The server reads these without what it takes to run a model.
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import msgspec
 from huggingface_hub.errors import HFValidationError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers import __version__ as transformers_version
 
 from tieredkv.engine import tiny
+from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.errors import ModelError
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -23,6 +35,7 @@ RANDOM_PREFIX = "random:"
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
 
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER_FILE = "adapter_config.json"
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 """What tools write beside weights that they have quantized, instead of a line in config.json."""
@@ -32,6 +45,18 @@ class _Config(msgspec.Struct):
     """What must stand in a config.json for transformers not to guess."""
 
     model_type: str
+    auto_map: object = None
+
+
+class _Generation(msgspec.Struct):
+    """What is used of a generation_config.json."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    eos_token_id: int | list[int] | None = None
 
 
 def refused(name: str, reason: object) -> ModelError:
@@ -49,11 +74,32 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     if config is not None:
         return tiny.byte_tokenizer(config.vocab_size, max_model_len(config))
     folder = find_folder(name)
-    with refusing(name, "its tokenizer cannot be loaded"):
+    with refusing(name, "its tokenizer cannot be loaded", partial(_tokenizer_reason, folder)):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
     return tokenizer
+
+
+def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
+    """Say which of a tokenizer's files is at fault, if it can be told."""
+    if not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        files = f"`{folder}` has no tokenizer.json"
+        return f"{files}; copy the tokenizer's files of the original model into it"
+    fast, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    for file in filter(Path.is_file, (settings, fast)):
+        try:
+            table = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+            if file == fast:
+                Tokenizer.from_file(str(file))
+        except Exception as cause:  # tokenizers raises nothing narrower
+            return f"`{file}` cannot be read: {_first_line(cause)}"
+        if "auto_map" in table:
+            return f"`{file}` names code of its own (`auto_map`), which is never run"
+    if not fast.is_file():
+        way_out = "save it as tokenizer.json with `save_pretrained` of transformers"
+        return f"`{folder}` has no tokenizer.json ({_first_line(error)}); {way_out}"
+    return None
 
 
 def drawn_config(name: str) -> PreTrainedConfig | None:
@@ -79,8 +125,14 @@ def read_config(name: str, path: Path) -> PreTrainedConfig:
     if not file.is_file():
         raise refused(name, f"`{path}` has no config.json")
     with refusing(name, f"`{file}` cannot be read"):
-        msgspec.json.decode(file.read_bytes(), type=_Config)
-    with refusing(name, "transformers cannot read its config"):
+        read = msgspec.json.decode(file.read_bytes(), type=_Config)
+    if read.model_type not in CONFIG_MAPPING:
+        what = (
+            f"transformers {transformers_version} does not know models of type `{read.model_type}`"
+        )
+        own = "the code that its `auto_map` names is never run"
+        raise refused(name, f"{what}, and {own}" if read.auto_map else what)
+    with refusing(name, f"`{file}` cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)
     return config
 
@@ -101,6 +153,42 @@ def check_folder(name: str, folder: Path) -> None:
         if (folder / file).is_file():
             where = f"`{folder / file}` lies beside them"
             raise refused(name, f"its weights are quantized, which is not supported yet: {where}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationConfig:
+    """What a model's authors recommend for its answers.
+
+    Attributes:
+        choice: how tokens are chosen where a request does not say.
+        eos_token_id: tokens that end an answer.
+    """
+
+    choice: TokenChoice = TokenChoice()
+    eos_token_id: tuple[int, ...] = ()
+
+
+def read_generation_config(name: str, folder: Path) -> GenerationConfig:
+    """Read a checkpoint's generation_config.json, if it has one.
+
+    Like other servers this uses the parameters of `TokenChoice` and the end tokens, and no other
+    field: `do_sample`, `max_new_tokens` and the rest are for `generate` of transformers.
+
+    Raises:
+        ModelError: it cannot be read, or a value is out of range.
+    """
+    file = folder / "generation_config.json"
+    if not file.is_file():
+        return GenerationConfig()
+    with refusing(name, f"`{file}` cannot be read"):
+        read = msgspec.json.decode(file.read_bytes(), type=_Generation)
+    ends = read.eos_token_id
+    given = {field: getattr(read, field) for field in TokenChoice.__slots__}
+    with refusing(name, f"`{file}` cannot be used"):
+        choice = TokenChoice(**{field: it for field, it in given.items() if it is not None})
+    return GenerationConfig(
+        choice=choice, eos_token_id=(ends,) if isinstance(ends, int) else tuple(ends or ())
+    )
 
 
 def find_folder(name: str, more: Sequence[str] = ()) -> Path:
@@ -153,5 +241,9 @@ def refusing(
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__
+    """Return an error's first line, and the one behind it if the first only announces it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text.rstrip(".")

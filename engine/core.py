@@ -34,6 +34,7 @@ from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, StepOutput
 from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
+from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
 from tieredkv.errors import ConfigError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
@@ -97,7 +98,12 @@ class EngineCore:
         self._stack.callback(gc.unfreeze)
 
     def _build(self, settings: Settings, progress: Progress, stack: contextlib.ExitStack) -> None:
-        found = find_model(settings.model, dtype=settings.dtype, device=settings.device)
+        found = find_model(
+            settings.model,
+            dtype=settings.dtype,
+            device=settings.device,
+            max_context_len=settings.max_model_len,
+        )
         device = found.device
         spec = self.kv_spec = found.kv_spec(settings.block_size)
         num_batched_tokens = settings.resolve_max_num_batched_tokens(device.type)
@@ -117,14 +123,17 @@ class EngineCore:
         stack.callback(arena.close)
         store = self._open_store(arena, stack)
         self.model: LoadedModel = found.load(progress=progress, fingerprint=settings.fingerprint)
+        is_recommended = settings.generation_config == "auto"
+        self._choice = found.generation.choice if is_recommended else TokenChoice()
+        if self._choice != TokenChoice():
+            logger.info("sampling defaults of the model's generation_config.json: %s", self._choice)
         if device_size is None:
             progress("profiling", 0, 1)
             share = settings.gpu_memory_utilization
             num_blocks = model_runner.num_device_blocks(self.model, spec, share, **limits)
             progress("profiling", 1, 1)
         pool = model_runner.make_kv_pool(spec, num_blocks, device)
-        longest = min(settings.max_model_len or sys.maxsize, self.model.max_model_len)
-        self._max_model_len = min(longest, num_blocks * spec.block_size)
+        self._max_model_len = min(self.model.max_model_len, num_blocks * spec.block_size)
         self._runner = ModelRunner(
             self.model, pool, spec, max_context_len=self._max_model_len, **limits
         )
@@ -190,6 +199,7 @@ class EngineCore:
         sampler = SamplerState(
             asked.params,
             self._seeds.getrandbits(63),
+            defaults=self._choice,
             eos_token_ids=self.model.eos_token_ids,
             prompt_token_ids=packed,
         )

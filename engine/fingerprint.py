@@ -20,7 +20,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers import __version__ as TRANSFORMERS_VERSION
+from transformers import __version__ as transformers_version
 
 from tieredkv.config import Fingerprint
 from tieredkv.errors import ModelError
@@ -45,13 +45,12 @@ _Hex = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _IRRELEVANT_KEYS = frozenset(
     {
         *("_name_or_path", "_commit_hash", "_attn_implementation", "transformers_version"),
-        *("architectures", "dtype", "torch_dtype", "use_cache", "return_dict", "problem_type"),
-        *("output_attentions", "output_hidden_states", "id2label", "label2id"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout"),
-        *("chunk_size_feed_forward", "initializer_range", "pretraining_tp"),
+        *("dtype", "torch_dtype", "use_cache", "return_dict", "output_attentions"),
+        *("output_hidden_states", "id2label", "label2id", "bos_token_id", "eos_token_id"),
+        *("attention_dropout", "initializer_range"),
     }
 )
-"""Config keys that say nothing about the keys and values that a model computes."""
+"""Config keys that say nothing, in any family, about the keys and values that a model computes."""
 
 
 def config_digest(config: Mapping[str, Any]) -> bytes:
@@ -63,7 +62,7 @@ def config_digest(config: Mapping[str, Any]) -> bytes:
 
 def _code_version() -> bytes:
     """Name the code that computes keys and values."""
-    return f"transformers {TRANSFORMERS_VERSION}, tieredkv {_OWN_CODE}".encode()
+    return f"transformers {transformers_version}, tieredkv {_OWN_CODE}".encode()
 
 
 def files_fingerprint(

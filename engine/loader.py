@@ -6,6 +6,7 @@ requests, batches or blocks.
 """
 
 import logging
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from tieredkv.config import Dtype, Fingerprint
 from tieredkv.engine import tiny
 from tieredkv.engine.attention import ATTENTION_NAME
 from tieredkv.engine.checkpoint import (
+    GenerationConfig,
     check_folder,
     drawn_config,
     find_folder,
     load_tokenizer,
     max_model_len,
     read_config,
+    read_generation_config,
     refused,
 )
 from tieredkv.engine.fingerprint import file_state, files_fingerprint, parameters_fingerprint
@@ -57,7 +60,9 @@ class FoundModel:
         shape: of the attention layers.
         dtype: of weights and of keys and values: `float32`, `bfloat16` or `float16`.
         device: where it lies, or will.
+        max_model_len: tokens of its longest context.
         folder: where its files are, None for a model with drawn weights.
+        generation: what its authors recommend for its answers.
     """
 
     name: str
@@ -65,17 +70,14 @@ class FoundModel:
     shape: AttentionShape
     dtype: str
     device: torch.device
+    max_model_len: int
     folder: Path | None
+    generation: GenerationConfig
 
     @property
     def vocab_size(self) -> int:
         """Number of logits."""
         return int(self.config.vocab_size)
-
-    @property
-    def max_model_len(self) -> int:
-        """Positions that the model was made for."""
-        return max_model_len(self.config)
 
     def kv_spec(self, block_size: int) -> KVSpec:
         """Describe the keys and values of this model in blocks of `block_size` tokens."""
@@ -114,7 +116,7 @@ class FoundModel:
             )
             if [*map(file_state, files)] != states:
                 raise refused(self.name, "its weight files changed while they were loaded")
-            ends = _eos_token_ids(self.config, model.generation_config, tokenizer)
+            ends = _eos_token_ids(self.config, self.generation, tokenizer)
         model.eval().requires_grad_(False)
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         found["device"] = next(model.parameters()).device
@@ -150,7 +152,9 @@ class LoadedModel(FoundModel):
     fused: FusedModel | None
 
 
-def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> FoundModel:
+def find_model(
+    name: str, *, dtype: Dtype = "auto", device: str = "auto", max_context_len: int | None = None
+) -> FoundModel:
     """Find a model and refuse what cannot be served.
 
     Args:
@@ -159,18 +163,22 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
         dtype: `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16 where it
             does not say.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
+        max_context_len: no context will be longer than so many tokens; None where only the model
+            bounds it, which it does in any case.
 
     Raises:
         ModelError: the model cannot be found, read, or served.
         ConfigError: `device` asks for a GPU that is not there.
     """
     target = _resolve_device(device)
-    config, folder = drawn_config(name), None
+    config, folder, generation = drawn_config(name), None, GenerationConfig()
     if config is None:
         folder = find_folder(name)
         check_folder(name, folder)
         config = read_config(name, folder)
-    check_config(name, config)
+        generation = read_generation_config(name, folder)
+    context_len = min(max_model_len(config), max_context_len or sys.maxsize)
+    check_config(name, config, context_len)
     if folder is not None:
         folder = find_folder(name, ["*.safetensors"])
         find_weight_files(name, folder)
@@ -181,10 +189,12 @@ def find_model(name: str, *, dtype: Dtype = "auto", device: str = "auto") -> Fou
     return FoundModel(
         name=name,
         config=config,
-        shape=probe_attention(name, config),
+        shape=probe_attention(name, config, context_len),
         dtype=_resolve_dtype(dtype, config, target),
         device=target,
+        max_model_len=context_len,
         folder=folder,
+        generation=generation,
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tieredkv.engine.engine_messages import TokenLogprob
-from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.sampling_params import SamplingParams, TokenChoice
 from tieredkv.kernels.small_copies import to_device, to_host
 
 _MAX_GROUP_NUMEL = 1 << 22
@@ -39,6 +39,7 @@ class SamplerState:
 
     Attributes:
         params: as the user asked.
+        choice: how tokens are chosen, by the model's defaults where the user did not say.
         seed: the user's, or one drawn for the request.
         end_token_ids: tokens that end the output, not to be chosen before `min_tokens`.
         seen_token_ids: tokens of prompt and output, kept if `repetition_penalty` is set.
@@ -51,14 +52,15 @@ class SamplerState:
         params: SamplingParams,
         request_seed: int,
         *,
+        defaults: TokenChoice = TokenChoice(),  # noqa: B008 (it never changes)
         eos_token_ids: Collection[int] = (),
         prompt_token_ids: Iterable[int] = (),
     ) -> None:
         """Begin a request; `request_seed` counts if the parameters have no seed."""
-        self.params = params
+        self.params, self.choice = params, params.choice(defaults)
         self.seed = request_seed if params.seed is None else params.seed
         self.end_token_ids = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
-        self.seen_token_ids = set(prompt_token_ids if params.repetition_penalty != 1.0 else ())
+        self.seen_token_ids = set(prompt_token_ids if self.choice.repetition_penalty != 1.0 else ())
         self.output_counts = Counter[int]()
         self.num_output_tokens = 0
 
@@ -67,19 +69,20 @@ class SamplerState:
         """Whether the next token cannot be chosen before the host has seen the last one."""
         params = self.params
         is_penalised = params.presence_penalty or params.frequency_penalty
-        return bool(is_penalised) or params.repetition_penalty != 1.0
+        return bool(is_penalised) or self.choice.repetition_penalty != 1.0
 
     @property
     def is_filtered(self) -> bool:
         """Whether tokens are drawn by rank, for `top_k` or `top_p`."""
-        return self.params.top_p < 1.0 or self.params.top_k > 0
+        return self.choice.top_p < 1.0 or self.choice.top_k > 0
 
     @property
     def takes_most_likely(self) -> bool:
         """Whether the next token is the most likely one by the model's own logits."""
         params = self.params
         is_adjusted = params.logit_bias or self.needs_history
-        return params.is_greedy and not is_adjusted and self.num_output_tokens >= params.min_tokens
+        is_free = self.num_output_tokens >= params.min_tokens
+        return self.choice.is_greedy and not is_adjusted and is_free
 
     def append(self, token_id: int) -> None:
         """Note what was chosen; `Sampling.tokens` does it."""
@@ -156,7 +159,7 @@ def _choose(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     A row is drawn the same way whatever the other rows need.
     """
     chosen = logits.argmax(dim=-1)
-    drawn_rows = [i for i, state in enumerate(states) if not state.params.is_greedy]
+    drawn_rows = [i for i, state in enumerate(states) if not state.choice.is_greedy]
     filtered = [i for i in drawn_rows if states[i].is_filtered]
     plain = [i for i in drawn_rows if not states[i].is_filtered]
     for rows, draw in ((plain, _draw_plain), (filtered, _draw_filtered)):
@@ -218,9 +221,9 @@ def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     scaled = _Cells()
     shifted = _Cells()
     for row, state in enumerate(states):
-        params = state.params
-        if params.repetition_penalty != 1.0:
-            scaled.add(row, dict.fromkeys(state.seen_token_ids, params.repetition_penalty))
+        params, factor = state.params, state.choice.repetition_penalty
+        if factor != 1.0:
+            scaled.add(row, dict.fromkeys(state.seen_token_ids, factor))
         shifts = dict(params.logit_bias or {})
         if params.presence_penalty != 0.0 or params.frequency_penalty != 0.0:
             for token_id, count in state.output_counts.items():
@@ -233,9 +236,9 @@ def _adjust(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
         return logits
     adjusted = logits.clone()
     if scaled.values:
-        at, factor = scaled.upload(logits)
+        at, factors = scaled.upload(logits)
         seen = adjusted[at]
-        adjusted[at] = torch.where(seen > 0, seen / factor, seen * factor)
+        adjusted[at] = torch.where(seen > 0, seen / factors, seen * factors)
     if shifted.values:
         at, value = shifted.upload(logits)
         adjusted[at] += value
@@ -271,10 +274,10 @@ def _probabilities(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
 
     Logits are taken relative to the largest first, so that a tiny temperature cannot overflow.
     """
-    temperature = _column([state.params.temperature for state in states], logits.device)
+    temperature = _column([state.choice.temperature for state in states], logits.device)
     relative = logits.double() - logits.max(dim=-1, keepdim=True).values
     probabilities = (relative / temperature).softmax(dim=-1)
-    min_p = _column([state.params.min_p for state in states], logits.device)
+    min_p = _column([state.choice.min_p for state in states], logits.device)
     floor = probabilities.max(dim=-1, keepdim=True).values * min_p
     return probabilities.masked_fill(probabilities < floor, 0.0)
 
@@ -288,11 +291,11 @@ def _draw_filtered(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
     probabilities, order = _probabilities(logits, states).sort(dim=-1, descending=True, stable=True)
     vocab_size = logits.shape[-1]
     top_k = _column(
-        [s.params.top_k if s.params.top_k > 0 else vocab_size for s in states], logits.device
+        [s.choice.top_k if s.choice.top_k > 0 else vocab_size for s in states], logits.device
     )
     rank = torch.arange(vocab_size, device=logits.device)
     probabilities = probabilities.masked_fill(rank >= top_k, 0.0)
-    top_p = _column([state.params.top_p for state in states], logits.device)
+    top_p = _column([state.choice.top_p for state in states], logits.device)
     reached = probabilities.cumsum(dim=-1) - probabilities
     limit = top_p * probabilities.sum(dim=-1, keepdim=True)
     # The most likely token stays, and top_p = 1 takes all whatever the sums round to.

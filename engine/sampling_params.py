@@ -1,6 +1,6 @@
 """How one request wants its tokens chosen; checked when it is made, never changed after."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, with_config
@@ -22,6 +22,11 @@ def several(value: Any) -> Any:
 
 
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
+TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
+TopK = Annotated[int, Field(ge=-1, le=2**31 - 1)]
+MinP = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 StopStrings = Annotated[
     tuple[Annotated[str, Field(min_length=1)], ...],
@@ -38,15 +43,45 @@ Biases = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoice:
+    """How a token is chosen; a model's authors may recommend other defaults than these.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_p: the smallest set of tokens whose probabilities reach it; 1 takes all.
+        top_k: the so many most likely tokens; 0 or -1 takes all.
+        min_p: tokens at least so likely relative to the most likely one.
+        repetition_penalty: divides (multiplies, if negative) the logit of a token in the prompt or
+            the output.
+    """
+
+    temperature: Temperature = 1.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every value against its range."""
+        _bring_to_types(self, _CHOICE)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request, in OpenAI's terms and ranges.
 
     Attributes:
         max_tokens: at most so many output tokens; 0 only computes the prompt.
-        temperature: 0 takes the most likely token.
-        top_p: the smallest set of tokens whose probabilities reach it; 1 takes all.
-        top_k: the so many most likely tokens; 0 or -1 takes all.
-        min_p: tokens at least so likely relative to the most likely one.
+        temperature: this and the next three are as in `TokenChoice`, `repetition_penalty` too;
+            None leaves them to the model's generation_config.json, or else to `TokenChoice`.
+        top_p: see `temperature`.
+        top_k: see `temperature`.
+        min_p: see `temperature`.
         seed: equal seeds give equal tokens, whatever else is in the batch; None draws one.
         stop: text that ends the output and is not part of it; a string or several.
         stop_token_ids: tokens that end the output, as the model's end token does.
@@ -55,16 +90,15 @@ class SamplingParams:
         logprobs: report the chosen token's log probability and so many alternatives.
         presence_penalty: subtracted from the logit of a token that is in the output.
         frequency_penalty: subtracted once per occurrence in the output.
-        repetition_penalty: divides (multiplies, if negative) the logit of a token in the prompt or
-            the output.
+        repetition_penalty: see `temperature`.
         logit_bias: added to the logits of these token ids.
     """
 
     max_tokens: Annotated[int, Field(ge=0)] = 16
-    temperature: Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] = 0
-    min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = 0.0
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
     seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: StopStrings = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], BeforeValidator(several)] = ()
@@ -73,26 +107,19 @@ class SamplingParams:
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    repetition_penalty: RepetitionPenalty | None = None
     logit_bias: Biases | None = None
 
     def __post_init__(self) -> None:
         """Check every value against its range and bring it to its field's type."""
-        try:
-            checked = _FIELDS.validate_python(
-                {name: getattr(self, name) for name in self.__slots__}
-            )
-        except ValidationError as error:
-            raise in_openai_words(error) from None
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+        _bring_to_types(self, _PARAMS)
         if self.min_tokens > self.max_tokens:
             raise out_of_bounds("min_tokens", "le", self.max_tokens, self.min_tokens)
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
+    def choice(self, defaults: TokenChoice) -> TokenChoice:
+        """Return how this request's tokens are chosen, by the defaults where it does not say."""
+        asked = {field.name: getattr(self, field.name) for field in fields(TokenChoice)}
+        return replace(defaults, **{name: it for name, it in asked.items() if it is not None})
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids that the model does not have.
@@ -109,6 +136,24 @@ class SamplingParams:
                     raise RequestError(text, param=param)
 
 
-_FIELDS = TypeAdapter[dict[str, Any]](
-    with_config(strict=True)(TypedDict("_Fields", SamplingParams.__annotations__))  # type: ignore
-)
+def _adapter(of: type) -> TypeAdapter[dict[str, Any]]:
+    """Return what checks the fields of a class, all at once."""
+    strict = with_config(strict=True)
+    return TypeAdapter(strict(TypedDict("_Fields", of.__annotations__)))  # type: ignore
+
+
+_CHOICE, _PARAMS = _adapter(TokenChoice), _adapter(SamplingParams)
+
+
+def _bring_to_types(it: TokenChoice | SamplingParams, adapter: TypeAdapter[dict[str, Any]]) -> None:
+    """Check every field of a new object and bring it to the field's type, in place.
+
+    Raises:
+        RequestError: a value is of another type or out of range.
+    """
+    try:
+        checked = adapter.validate_python({name: getattr(it, name) for name in it.__slots__})
+    except ValidationError as error:
+        raise in_openai_words(error) from None
+    for name, value in checked.items():
+        object.__setattr__(it, name, value)

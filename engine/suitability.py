@@ -27,6 +27,10 @@ _HARMLESS_OPTIONS = frozenset(
 )
 
 
+_WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+"""Kinds of layers that see only part of a long context, and the fields that say how much."""
+
+
 class AttentionShape(NamedTuple):
     """The attention layers of a model."""
 
@@ -40,13 +44,18 @@ Reasons = Iterator[tuple[object, str]]
 """What can be said against a model: whether it holds, and how it is told."""
 
 
-def check_config(name: str, config: PreTrainedConfig) -> None:
+def check_config(name: str, config: PreTrainedConfig, context_len: int) -> None:
     """Refuse a model whose config tells that its attention cannot be paged.
+
+    Args:
+        name: of the model.
+        config: of the model.
+        context_len: the longest context; a window that is at least as long hides nothing.
 
     Raises:
         ModelError: names the model and the reason.
     """
-    check_reasons(name, _config_reasons(config, config.model_type))
+    check_reasons(name, _config_reasons(config, config.model_type, context_len))
 
 
 def check_reasons(name: str, reasons: Reasons) -> None:
@@ -60,7 +69,7 @@ def check_reasons(name: str, reasons: Reasons) -> None:
             raise refused(name, reason)
 
 
-def _config_reasons(config: PreTrainedConfig, kind: str) -> Reasons:
+def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Reasons:
     def told(field: str) -> Any:
         return getattr(config, field, None)
 
@@ -75,13 +84,24 @@ def _config_reasons(config: PreTrainedConfig, kind: str) -> Reasons:
     yield files, f"`transformers_weights` = {files} in config.json is not supported"
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
     for layers in sorted(set(told("layer_types") or ()) - {"full_attention"}):
-        yield True, f"it has `{layers}` layers, and only full attention is paged"
+        size = told(_WINDOWS.get(layers, ""))
+        what = f"it has `{layers}` layers, and only full attention is paged"
+        if layers in _WINDOWS and size:
+            what += f" (`{_WINDOWS[layers]}` = {size} is below its context of {context_len} tokens)"
+        yield not _is_wide(size, context_len), what
     # Where the config lists its layers they are full ones by now; the probe sees what they ask for.
-    window = not told("layer_types") and told("use_sliding_window") is not False
-    size = told("sliding_window")
-    yield window and size, f"it uses sliding window attention (`sliding_window` = {size})"
-    for field in ("attn_logit_softcapping", "attention_chunk_size"):
-        yield told(field), f"its attention is changed by `{field}` = {told(field)}"
+    if not told("layer_types"):
+        for field in _WINDOWS.values():
+            size = told(field)
+            is_used = size and not (
+                field == "sliding_window" and told("use_sliding_window") is False
+            )
+            what = (
+                f"it attends within a window (`{field}` = {size}), and only full attention is paged"
+            )
+            yield is_used and not _is_wide(size, context_len), what
+    size = told("attn_logit_softcapping")
+    yield size, f"its attention is changed by `attn_logit_softcapping` = {size}"
     is_causal = told("is_causal") is not False and not told("use_bidirectional_attention")
     yield not is_causal, "its attention is not causal"
     rope = told("rope_parameters")
@@ -93,8 +113,18 @@ def _config_reasons(config: PreTrainedConfig, kind: str) -> Reasons:
         yield rope_type not in _STATIC_ROPES, what
 
 
-def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
+def _is_wide(size: object, context_len: int) -> bool:
+    """Whether a window of this size hides nothing: the last token, too, sees the first one."""
+    return isinstance(size, int) and size >= context_len
+
+
+def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> AttentionShape:
     """Run the model once without weights and find the shape of its attention layers.
+
+    Args:
+        name: of the model.
+        config: of the model.
+        context_len: as in `check_config`.
 
     Raises:
         ModelError: it does not go through the attention interface in every layer, or asks for
@@ -113,7 +143,7 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
     except Exception as error:  # modelling code may raise anything when it meets what it cannot do
         failed = f"a run of `{config.model_type}` without weights failed: {error!r}"
         raise refused(name, error if isinstance(error, ModelError) else failed) from error
-    check_reasons(name, _probe_reasons(config, config.model_type, calls, tuple(logits.shape)))
+    check_reasons(name, _probe_reasons(config, context_len, calls, tuple(logits.shape)))
     if config.model_type not in TESTED_MODEL_TYPES:
         tested = ", ".join(sorted(TESTED_MODEL_TYPES))
         fits = "model `%s`: `%s` fits, but only %s are tested"
@@ -123,8 +153,9 @@ def probe_attention(name: str, config: PreTrainedConfig) -> AttentionShape:
 
 
 def _probe_reasons(
-    config: PreTrainedConfig, kind: str, calls: list[AttentionCall], logits: tuple[int, ...]
+    config: PreTrainedConfig, context_len: int, calls: list[AttentionCall], logits: tuple[int, ...]
 ) -> Reasons:
+    kind = config.model_type
     yield not calls, f"`{kind}` does not use transformers' attention interface"
     layers, num_layers = [call.layer for call in calls], config.num_hidden_layers
     yield layers != list(range(len(calls))), "its layers do not attend one by one"
@@ -143,6 +174,7 @@ def _probe_reasons(
         yield not call.is_causal, f"the attention of {layer} is not causal"
         for option, value in call.options.items():
             is_asked = option not in _HARMLESS_OPTIONS and value is not None and value is not False
-            yield is_asked, f"{layer} asks for `{option}`, which is not paged"
+            is_wide = option in _WINDOWS.values() and _is_wide(value, context_len)
+            yield is_asked and not is_wide, f"{layer} asks for `{option}`, which is not paged"
     what = f"`{kind}` does not give logits of chosen tokens only"
     yield logits != (1, 1, config.vocab_size), what

@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def load_weights(
         tensors = _open_tensors(name, files, stack)
         options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
         stack.enter_context(_quiet_transformers())
-        with refusing(name, "its weights do not fit its config", _translate):
+        with refusing(name, "its weights do not fit its config", _merge_reason):
             model, info = type(empty).from_pretrained(
                 None,  # no folder: nothing is read but these tensors
                 config=config,
@@ -112,13 +113,24 @@ def _open_tensors(name: str, files: Sequence[Path], stack: contextlib.ExitStack)
     """
     tensors: dict[str, Any] = {}
     for path in files:
-        with refusing(name, f"`{path}` cannot be read"):
+        with refusing(name, f"`{path}` cannot be read", partial(_file_reason, path)):
             file = stack.enter_context(safe_open(path, framework="pt"))
         for key in file.keys():  # noqa: SIM118 (it is no dictionary)
             if key in tensors:
                 raise refused(name, f"tensor `{key}` is in two of its weight files")
             tensors[key] = file.get_slice(key)
     return tensors
+
+
+def _file_reason(path: Path, error: Exception) -> str | None:
+    """Say what a file is that safetensors cannot read."""
+    if isinstance(error, OSError):
+        return None
+    with path.open("rb") as file:
+        start = file.read(32)
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS; fetch the weights with `git lfs pull`"
+    return f"it was cut short, or is no safetensors file ({error})"
 
 
 def _tensor_reasons(
@@ -180,7 +192,7 @@ def _are(keys: Collection[str]) -> str:
     return "are" if len(keys) > 1 else "is"
 
 
-def _translate(error: Exception) -> str | None:
+def _merge_reason(error: Exception) -> str | None:
     """Say in our own words what transformers only refers to."""
     if "CONVERSION" in str(error):
         return "tensors that the model merges, such as those of its experts, differ in shape"

@@ -31,6 +31,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cuda", "cpu"]
 IsolateBy = Literal["none", "api_key", "salt", "prompt_cache_key"]
 Fingerprint = Literal["full", "sample"]
+GenerationConfig = Literal["auto", "none"]
 DiskWrite = Literal["on_evict", "write_behind"]
 DiskSync = Literal["commit", "none"]
 DiskCompression = Literal["off", "on", "auto"]
@@ -73,6 +74,10 @@ class Settings:
     device: Device = _model("auto", "auto, cuda or cpu")
     max_model_len: int | None = _model(None, "tokens of prompt and answer; the model's if not set")
     fingerprint: Fingerprint = _model("full", "hash all bytes of the weights, or a sample of them")
+    generation_config: GenerationConfig = _model(
+        "auto",
+        "auto takes sampling defaults from the model's generation_config.json, none does not",
+    )
     served_model_name: str | None = _model(None, "name in the API; the model if not set")
     seed: int = _model(0, "seed of requests that name none")
 

@@ -71,6 +71,7 @@ def test_rope_settings_count_and_the_librarys_version_does_not() -> None:
     assert config_digest(CONFIG) == config_digest(
         CONFIG | {"transformers_version": "9", "_name_or_path": "elsewhere"}
     )
+    assert config_digest(CONFIG) != config_digest(CONFIG | {"architectures": ["OtherForCausalLM"]})
     reordered = dict(reversed(CONFIG.items()))
     assert config_digest(CONFIG) == config_digest(reordered)
 
@@ -86,7 +87,7 @@ def test_another_release_of_the_modelling_code_is_another_model(
 ) -> None:
     before = files_fingerprint(CONFIG, [weights])
     drawn = parameters_fingerprint(CONFIG, unit_layer())
-    monkeypatch.setattr(fingerprint, "TRANSFORMERS_VERSION", "5.99.0")
+    monkeypatch.setattr(fingerprint, "transformers_version", "5.99.0")
     assert files_fingerprint(CONFIG, [weights]) != before
     assert parameters_fingerprint(CONFIG, unit_layer()) != drawn
 

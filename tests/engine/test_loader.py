@@ -131,6 +131,32 @@ def damage_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
 
 
+def damage_tokenizer_settings(folder: Path) -> None:
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": ')
+
+
+def damage_no_tokenizer(folder: Path) -> None:
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def damage_old_tokenizer(folder: Path) -> None:
+    damage_no_tokenizer(folder)
+    (folder / "tokenizer.model").write_bytes(b"not of sentencepiece")
+
+
+def damage_tokenizer_code(folder: Path) -> None:
+    damage_no_tokenizer(folder)
+    (folder / "vocab.json").write_text("{}")
+    code = {"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}, "tokenizer_class": "Own"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(code))
+
+
+def damage_pointer(folder: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 9\n"
+    (folder / "model.safetensors").write_text(pointer)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
@@ -140,12 +166,23 @@ def damage_tokenizer(folder: Path) -> None:
         (damage_json, "cannot be read: Input data was truncated"),
         (damage_binary, "cannot be read"),
         (damage_type, "missing required field `model_type`"),
-        (damage_unknown_type, "transformers cannot read its config"),
-        (damage_field, "transformers cannot read its config"),
-        (damage_weights, "model.safetensors` cannot be read: Error while deserializing header"),
+        (damage_unknown_type, "does not know models of type `no-such-model`"),
+        (damage_field, "config.json` cannot be used: Validation error for field 'hidden_size': "),
+        (
+            damage_weights,
+            "model.safetensors` cannot be read: it was cut short, or is no safetensors",
+        ),
+        (damage_pointer, "it is a pointer of Git LFS; fetch the weights with `git lfs pull`"),
         (damage_index, "1 of 2 weight files are missing"),
         (damage_index_json, "cannot be read"),
-        (damage_tokenizer, "its tokenizer cannot be loaded"),
+        (damage_tokenizer, "tokenizer.json` cannot be read: "),
+        (damage_tokenizer_settings, "tokenizer_config.json` cannot be read: Input data was trunc"),
+        (damage_no_tokenizer, "has no tokenizer.json; copy the tokenizer's files of the original"),
+        (
+            damage_old_tokenizer,
+            "; save it as tokenizer.json with `save_pretrained` of transformers",
+        ),
+        (damage_tokenizer_code, "names code of its own (`auto_map`), which is never run"),
     ],
 )
 def test_a_damaged_checkpoint_is_refused_in_one_sentence(
@@ -182,7 +219,7 @@ def test_code_beside_a_checkpoint_is_never_run(folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "evil.py").write_text(f"open({str(folder / 'ran')!r}, 'w')\nclass Config: pass\n")
-    with pytest.raises(ModelError, match="cannot read its config"):
+    with pytest.raises(ModelError, match="the code that its `auto_map` names is never run"):
         load(folder)
     assert not (folder / "ran").exists()
 

@@ -24,26 +24,30 @@ SMALL = {
 FULL = ["full_attention", "full_attention"]
 
 
-def examine(model_type: str, changes: dict[str, Any]) -> None:
+def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) -> None:
     config = AutoConfig.for_model(model_type, **(SMALL | changes))
-    check_config("some/model", config)
-    probe_attention("some/model", config)
+    check_config("some/model", config, context_len)
+    probe_attention("some/model", config, context_len)
 
 
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("mistral", {"sliding_window": 4096}, "sliding window attention (`sliding_window` = 4096)"),
+        ("mistral", {"sliding_window": 255}, "attends within a window (`sliding_window` = 255)"),
         (
             "qwen2",
-            {"use_sliding_window": True, "max_window_layers": 1},
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 32},
             "`sliding_attention` layer",
         ),
         ("gemma2", {"layer_types": FULL}, "`attn_logit_softcapping` = 50.0"),
-        ("gemma3_text", {}, "`sliding_attention` layers"),
+        (
+            "gemma3_text",
+            {"sliding_window": 128},
+            "(`sliding_window` = 128 is below its context of 256",
+        ),
         ("deepseek_v3", {}, "latent attention (MLA)"),
         ("qwen3_next", {}, "`linear_attention` layers"),
-        ("llama4_text", {}, "`chunked_attention` layers"),
+        ("llama4_text", {"attention_chunk_size": 64}, "`chunked_attention` layers"),
         ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "asks for `s_aux`"),
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "does not use transformers' attention interface"),
@@ -99,12 +103,32 @@ def test_full_attention_is_accepted_however_the_config_says_it(
     examine(model_type, changes)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("mistral", {}),
+        ("starcoder2", {}),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("gemma3_text", {}),
+        ("cohere2", {}),
+    ],
+)
+def test_a_window_at_least_as_long_as_the_context_is_no_window(
+    model_type: str, changes: dict[str, Any]
+) -> None:
+    examine(model_type, changes | {"sliding_window": 256})
+    examine(model_type, changes | {"sliding_window": 100}, context_len=100)
+    for window, context_len in ((255, 256), (100, 101)):
+        with pytest.raises(ModelError, match=f"`sliding_window` = {window}"):
+            examine(model_type, changes | {"sliding_window": window}, context_len)
+
+
 @pytest.mark.parametrize("shape", sorted(file.stem for file in SHAPES.glob("*.json")))
 def test_every_known_shape_can_be_served(shape: str) -> None:
     table = json.loads((SHAPES / f"{shape}.json").read_text())
     config = AutoConfig.from_pretrained(SHAPES / f"{shape}.json")
-    check_config(shape, config)
-    found = probe_attention(shape, config)
+    check_config(shape, config, 4096)
+    found = probe_attention(shape, config, 4096)
     assert found == (
         table["num_hidden_layers"],
         table["num_attention_heads"],
@@ -116,11 +140,11 @@ def test_every_known_shape_can_be_served(shape: str) -> None:
 def test_the_probe_allocates_no_weights() -> None:
     huge = {"hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 100}
     config = AutoConfig.for_model("llama", **(SMALL | huge), head_dim=128)
-    assert probe_attention("huge", config) == (100, 4, 2, 128)
+    assert probe_attention("huge", config, 256) == (100, 4, 2, 128)
 
 
 def test_the_probe_leaves_the_config_as_it_was() -> None:
     config = find_model("tiny-random").config
     before = config.to_dict()
-    probe_attention("tiny", config)
+    probe_attention("tiny", config, 256)
     assert config.to_dict() == before

@@ -203,3 +203,11 @@ def test_an_empty_turn_and_a_breakpoint_inside_a_result_are_refused(
     for rules in (RULES, replace(RULES, is_strict=False)):
         with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
             ask(tokenization, result, rules=rules)
+
+
+def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say(
+    tokenization: Tokenization,
+) -> None:
+    params = ask(tokenization, text("one"), top_k=5).plan.params
+    assert (params.temperature, params.top_p, params.top_k) == (None, None, 5)
+    assert ask(tokenization, text("one"), temperature=1).plan.params.temperature == 1.0

@@ -106,6 +106,7 @@ def test_every_plain_setting_can_come_from_everywhere(write_toml: WriteToml) -> 
         "device": "cpu",
         "max_model_len": 4096,
         "fingerprint": "sample",
+        "generation_config": "none",
         "served_model_name": "name",
         "seed": 5,
         "block_size": 64,

@@ -22,7 +22,7 @@ from tieredkv.engine.engine_messages import (
     TokenLogprob,
 )
 from tieredkv.engine.request import pack_prompt
-from tieredkv.engine.sampling_params import SamplingParams
+from tieredkv.engine.sampling_params import SamplingParams, TokenChoice
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.fields import parse_body, read
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS
@@ -279,9 +279,19 @@ def test_a_strict_server_takes_every_field_that_says_how_to_sample() -> None:
     params = asked.params
     assert (params.temperature, params.top_k, params.logit_bias) == (0.5, 3, {7: 1.0})
     assert params.ignore_eos
-    assert completion(top_p=0, temperature=1.5).params.is_greedy
+    assert completion(top_p=0, temperature=1.5).params.temperature == 0.0
     with pytest.raises(RequestError, match="decimal above maximum value"):
         completion(top_p=0, temperature=2.5)
+
+
+def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say() -> None:
+    params = completion(top_p=None, temperature=None).params
+    assert (params.temperature, params.top_p, params.top_k, params.min_p) == (None,) * 4
+    assert params.repetition_penalty is None
+    recommended = TokenChoice(temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
+    assert params.choice(recommended) == recommended
+    chosen = completion(temperature=1.0, top_p=1.0).params.choice(recommended)
+    assert chosen == TokenChoice(top_k=20, repetition_penalty=1.05)
 
 
 def test_a_logit_bias_of_too_many_tokens_is_refused_as_an_object() -> None:

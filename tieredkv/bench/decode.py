@@ -1,8 +1,11 @@
 """`bench decode`: the time between tokens, and throughput.
 
 The limit of a step is the bytes that it must read, weights and KV, over the copy bandwidth of the
-same run; that of a prompt is its FLOPs over the rate of a large matrix product. Times are read
-when `EngineCore.step` hands tokens out. A workload's row is its median run by the wall clock.
+same run; that of a prompt is its FLOPs over the rate of a large matrix product. Of a mixture of
+experts a step reads the experts that its tokens use: as many as they are expected to if each token
+chooses at random, which is exact for one token. Tokens that prefer the same experts read fewer, so
+that a step of several requests can be faster than its limit. Times are read when
+`EngineCore.step` hands tokens out. A workload's row is its median run by the wall clock.
 """
 
 import contextlib
@@ -39,6 +42,55 @@ class Workload(NamedTuple):
     def num_tokens(self) -> int:
         """Tokens that stand in the cache in the end."""
         return self.requests * (self.given + self.made)
+
+
+class Weights(NamedTuple):
+    """How many of a model's weights a forward pass uses; embeddings are looked up, not read.
+
+    Attributes:
+        shared: values that every token uses, the output layer apart.
+        head: values of the output layer.
+        expert: values of one expert in each of the layers that have experts; 0 without any.
+        num_experts: experts of a layer, of which a token chooses some.
+        experts_per_token: how many it chooses.
+    """
+
+    shared: int
+    head: int
+    expert: int
+    num_experts: int
+    experts_per_token: int
+
+    @classmethod
+    def of(cls, model: Any) -> "Weights":
+        """Count the weights of a model of transformers, wherever they lie."""
+        ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
+        ends_numel = sum({id(weight): weight.numel() for weight in ends}.values())
+        num_body = sum(weight.numel() for weight in model.parameters()) - ends_numel
+        # transformers merges a matrix of all experts of a layer: [num_experts, rows, columns].
+        named = model.named_parameters()
+        merged = [it for name, it in named if ".experts." in name and it.ndim == 3]
+        num_experts = len(merged[0]) if merged else 0
+        names = ("num_experts_per_tok", "moe_topk")
+        told = (getattr(model.config, name, None) for name in names)
+        return cls(
+            shared=num_body - sum(weight.numel() for weight in merged),
+            head=ends[1].numel(),
+            expert=sum(weight[0].numel() for weight in merged),
+            num_experts=num_experts,
+            experts_per_token=next(filter(None, told), num_experts),
+        )
+
+    @property
+    def per_token(self) -> int:
+        """Values that one token is multiplied with, the output layer apart."""
+        return self.shared + self.experts_per_token * self.expert
+
+    def read_by(self, num_tokens: int) -> float:
+        """Return how many values a step of so many tokens is expected to read."""
+        share = self.experts_per_token / max(1, self.num_experts)
+        num_used = self.num_experts * (1 - (1 - share) ** num_tokens)
+        return self.shared + self.head + num_used * self.expert
 
 
 def parse_workload(text: str) -> Workload:
@@ -95,10 +147,8 @@ class Bench:
         self.times: dict[str, list[float]] = {}
         self.random = random.Random(0)
         model: Any = self.core.model.model
-        ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
-        ends_numel = sum({id(weight): weight.numel() for weight in ends}.values())
-        self.num_body = sum(weight.numel() for weight in model.parameters()) - ends_numel
-        self.weight_bytes = (self.num_body + ends[1].numel()) * ends[1].element_size()
+        self.weights = Weights.of(model)
+        self.element_bytes = model.get_output_embeddings().weight.element_size()
 
     def serve(self, part: str, workload: Workload, retention: str | None = None) -> Row:
         """Serve a workload of new prompts with empty RAM tiers; return what one row tells."""
@@ -111,8 +161,9 @@ class Bench:
         wall_s = max(self.times[name][-1] for name in ids) - start
         shape, spec, limits = self.core.model.shape, self.core.kv_spec, self.report["raw"]
         flops = 4 * shape.num_layers * shape.num_heads * shape.head_dim * given * (given + 1) // 2
-        flops += 2 * self.num_body * given
-        read = self.weight_bytes + requests * (given + made / 2) * spec.token_bytes
+        flops += 2 * self.weights.per_token * given
+        read = self.weights.read_by(requests) * self.element_bytes
+        read += requests * (given + made / 2) * spec.token_bytes
         gaps_ms = [1e3 * gap for name in ids for gap in np.diff(self.times[name])]
         gaps = raw.percentiles_ms("itl", gaps_ms, (50, 99))
         limit_ms = read / limits["copy_GBps"] / 1e6
@@ -146,7 +197,9 @@ class Bench:
         """Queue a request whose answer has exactly so many tokens."""
         name = f"bench-{len(self.times)}"
         self.times[name] = []
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=0.0, repetition_penalty=1.0, ignore_eos=True
+        )
         asked: Row = {"request_id": name, "prompt_token_ids": prompt, "retention": retention}
         self.core.add_request(EngineRequest(**asked, params=params))
         return name

@@ -43,7 +43,9 @@ from tieredkv.types import Progress, Tier, tracked
 TIER_OF_ARM = {"cold": None, "device": "device", "host": "host", "disk": "disk", "restart": "disk"}
 SUFFIX_TOKENS = 64
 OUTPUT_TOKENS = 8
-PARAMS = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+PARAMS = SamplingParams(
+    max_tokens=OUTPUT_TOKENS, temperature=0.0, repetition_penalty=1.0, ignore_eos=True
+)
 MIN_RAM_BYTES = 32 << 20
 MIN_DISK_BYTES = 256 << 20
 DEMOTE_TIMEOUT_S = 300.0

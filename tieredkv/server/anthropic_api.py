@@ -353,7 +353,7 @@ class MessagesRequest(Conversation):
                 if marked and len(read) > self.layout[1].index(marked[-1]):
                     read_ends.append(0)  # no place is too far back
                 caching["read_ends"] = sorted(read_ends)
-        how = self.model_dump(include={"temperature", "top_p", "top_k"})
+        how = self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
         how["max_tokens"] = min(self.max_tokens, WHOLE)
         params = SamplingParams(stop=tuple(self.stop_sequences), **how)
         return Asked(

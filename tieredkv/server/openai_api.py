@@ -128,7 +128,7 @@ class OpenAIRequest(ApiRequest):
     def params(self) -> SamplingParams:
         """How to sample the first answer to each prompt."""
         given = {key: it for key, it in self if key in SAMPLING_FIELDS and it is not None}
-        given |= {"top_p": self.top_p or 1.0, "stop": tuple(filter(None, self.stop))}
+        given |= {"top_p": self.top_p or None, "stop": tuple(filter(None, self.stop))}
         limit = self.limit
         given["max_tokens"] = min(self.default_tokens if limit is None else limit, WHOLE)
         if limit is None:  # then what it must not be beyond is no fault of the client's

@@ -1,0 +1,211 @@
+"""Every family that is accepted gives the logits of transformers' own code, or it is refused.
+
+The reference is the plain model of transformers with eager attention, which builds its own masks.
+Ours computes the same weights in chunks and single tokens over scattered blocks.
+"""
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tieredkv.engine import tiny
+from tieredkv.engine.loader import find_model
+from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.step_buffers import BatchRow
+from tieredkv.engine.suitability import check_config, probe_attention
+from tieredkv.errors import ModelError
+
+CONTEXT_LEN = 128
+SMALL: dict[str, Any] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": CONTEXT_LEN,
+    "pad_token_id": None,
+}
+MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.3,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
+FEW_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+FULL = ["full_attention", "full_attention"]
+PARTIAL_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+SHORT_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {"attention_bias": True, "mlp_bias": True}),
+    "cohere": ("cohere", {"use_qk_norm": True, "logit_scale": 0.5}),
+    "cohere2 in a wide window": ("cohere2", {"sliding_window": CONTEXT_LEN}),
+    "ernie4_5": ("ernie4_5", {"use_bias": True}),
+    "exaone4 in a wide window": ("exaone4", {"sliding_window": CONTEXT_LEN}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2 without soft caps": (
+        "gemma2",
+        {
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": 50.0,
+            "query_pre_attn_scalar": 9,
+            "sliding_window": CONTEXT_LEN,
+        },
+    ),
+    "gemma3 in a wide window": (
+        "gemma3_text",
+        {
+            "sliding_window": CONTEXT_LEN,
+            "query_pre_attn_scalar": 9,
+            "final_logit_softcapping": 50.0,
+            "num_hidden_layers": 6,
+        },
+    ),
+    "glm": ("glm", {"attention_bias": True}),
+    "glm4": ("glm4", {"attention_bias": True}),
+    "gpt2": ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2 unscaled": ("gpt2", {"scale_attn_weights": False}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_neox": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "granite": ("granite", MULTIPLIERS),
+    "granitemoe": ("granitemoe", MULTIPLIERS),
+    "hunyuan": ("hunyuan_v1_dense", {"head_dim": 16}),
+    "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama with half of its rope": ("llama", {"rope_parameters": PARTIAL_ROPE}),
+    "llama by gelu": ("llama", {"hidden_act": "gelu", "head_dim": 24}),
+    "ministral3": ("ministral3", {"rope_parameters": SHORT_ROPE, "head_dim": 16}),
+    "mistral in a wide window": ("mistral", {"sliding_window": CONTEXT_LEN}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "nanochat": ("nanochat", {"final_logit_softcapping": 2.0}),
+    "olmo": ("olmo", {"clip_qkv": 0.5}),
+    "olmo2": ("olmo2", {"attention_bias": True}),
+    "olmo3 in a wide window": ("olmo3", {"sliding_window": CONTEXT_LEN}),
+    "olmoe": ("olmoe", {"clip_qkv": 0.5, "norm_topk_prob": True}),
+    "opt": ("opt", {}),
+    "phi": ("phi", {"qk_layernorm": True}),
+    "phi3": ("phi3", {"rope_parameters": PARTIAL_ROPE, "sliding_window": CONTEXT_LEN}),
+    "qwen2 in a wide window": (
+        "qwen2",
+        {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": CONTEXT_LEN},
+    ),
+    "qwen2_moe": ("qwen2_moe", FEW_EXPERTS | {"shared_expert_intermediate_size": 48}),
+    "qwen3": ("qwen3", {"attention_bias": True, "head_dim": 16}),
+    "qwen3_moe": ("qwen3_moe", FEW_EXPERTS | {"norm_topk_prob": True, "head_dim": 16}),
+    "seed_oss": ("seed_oss", {"attention_out_bias": True, "head_dim": 16}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "starcoder2": ("starcoder2", {"use_bias": True}),
+}
+
+
+def make_config(model_type: str, changes: dict[str, Any]) -> PreTrainedConfig:
+    return AutoConfig.for_model(model_type, **(SMALL | changes))
+
+
+def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
+    """Write a checkpoint of which everything is drawn, norms, biases and stored buffers too."""
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng():
+        model = auto.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(5)
+    for tensor in model.state_dict().values():
+        if tensor.is_floating_point():
+            mean, std = (0.0, 0.2) if tensor.ndim > 1 else (0.7, 0.3)
+            tensor.normal_(mean, std, generator=generator)
+    model.save_pretrained(folder)
+    tiny.byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
+
+
+def run_paged(folder: Path, ids: list[int]) -> Tensor:
+    """Compute all logits in chunks and single tokens over scattered blocks of a poisoned pool."""
+    loaded = find_model(str(folder), device="cpu").load()
+    spec, num_blocks = loaded.kv_spec(16), -(-len(ids) // 16)
+    pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
+    table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
+    runner, parts, start = ModelRunner(loaded, pool, spec), [], 0
+    for chunk in (50, 1, 1, len(ids) - 52):
+        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
+        parts.append(runner.execute([row]).logits)
+        start += chunk
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def run_transformers(folder: Path, ids: list[int]) -> Tensor:
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits.float()
+
+
+def assert_equal_logits(folder: Path) -> None:
+    ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
+    expected = run_transformers(folder, ids)
+    assert (run_paged(folder, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_accepted_family_gives_the_logits_of_transformers(name: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, make_config(*FAMILIES[name]))
+    assert_equal_logits(tmp_path)
+
+
+def accepted(model_type: str) -> list[PreTrainedConfig]:
+    """Make configs of a type, as it is and without what may keep it from being served."""
+    configs = []
+    for changes in ({}, {"layer_types": FULL}, {"sliding_window": CONTEXT_LEN}, {"head_dim": 16}):
+        try:
+            config = make_config(model_type, changes)
+            check_config(model_type, config, CONTEXT_LEN)
+            probe_attention(model_type, copy.deepcopy(config), CONTEXT_LEN)
+        except Exception:  # configs that a type does not know raise anything
+            continue
+        configs.append(config)
+    return configs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+def test_no_family_that_transformers_offers_is_accepted_and_differs(
+    model_type: str, tmp_path: Path
+) -> None:
+    auto: Any = AutoModelForCausalLM
+    for number, config in enumerate(accepted(model_type)):
+        with torch.device("meta"):
+            model = auto.from_config(copy.deepcopy(config))
+        if sum(parameter.numel() for parameter in model.parameters()) > 1e8:
+            pytest.skip("its other sizes are too large by default")
+        folder = tmp_path / str(number)
+        write_checkpoint(folder, config)
+        assert_equal_logits(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma2", {"attn_logit_softcapping": 5.0, "sliding_window": CONTEXT_LEN}),
+        ("gpt_oss", {"sliding_window": CONTEXT_LEN, "num_local_experts": 4}),
+        ("mistral", {"sliding_window": CONTEXT_LEN - 1}),
+        ("gemma", {"use_bidirectional_attention": True}),
+    ],
+)
+def test_what_changes_attention_is_refused(model_type: str, changes: dict[str, Any]) -> None:
+    config = make_config(model_type, changes)
+    with pytest.raises(ModelError):
+        check_config(model_type, config, CONTEXT_LEN)
+        probe_attention(model_type, config, CONTEXT_LEN)
