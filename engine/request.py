@@ -157,6 +157,26 @@ class Request:
         )
 
 
+def too_long(
+    field: str, num_tokens: int | None, max_model_len: int, *, has_answer: bool = False
+) -> RequestError:
+    """Return the error for a prompt that does not fit the context.
+
+    Args:
+        field: what the prompt is called.
+        num_tokens: of the prompt; None where only that there are too many of them is known.
+        max_model_len: the longest prompt and answer together.
+        has_answer: the answer needs room, too.
+    """
+    got = f"more than {max_model_len}" if num_tokens is None else num_tokens
+    needed = " and at least one must be generated" if has_answer else ""
+    text = (
+        f"This model's maximum context length is {max_model_len} tokens. However, your "
+        f"{field} resulted in {got} tokens{needed}. Please reduce the length of the {field}."
+    )
+    return RequestError(text, param=field, code="context_length_exceeded")
+
+
 def pack_prompt(
     token_ids: Sequence[int],
     max_model_len: int,
@@ -181,13 +201,7 @@ def pack_prompt(
     if not token_ids:
         text = f"Invalid '{field}': the prompt is empty. At least one token is needed."
     elif len(token_ids) + min(max_tokens, 1) > max_model_len:
-        code = "context_length_exceeded"
-        needed = " and at least one must be generated" if max_tokens else ""
-        text = (
-            f"This model's maximum context length is {max_model_len} tokens. However, your "
-            f"{field} resulted in {len(token_ids)} tokens{needed}. "
-            f"Please reduce the length of the {field}."
-        )
+        raise too_long(field, len(token_ids), max_model_len, has_answer=max_tokens > 0)
     else:
         with contextlib.suppress(OverflowError):  # an id is negative, or far too large
             packed = array("I", token_ids)

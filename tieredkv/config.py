@@ -118,7 +118,13 @@ class Settings:
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
     api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
+    max_body_size: Bytes | None = _server(
+        None, "longest request body; 1 MiB and 32 bytes for each token of context if not set"
+    )
     canonical_tools: Switch = _server("off", "sort the keys of tools, so that equal ones share")
+    allow_special_in_content: Switch = _server(
+        "off", "take special tokens that messages spell for these tokens, not for text"
+    )
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
     cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
     api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")

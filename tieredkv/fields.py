@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 from pydantic import (
     BaseModel,
     BeforeValidator,
@@ -21,6 +22,16 @@ from pydantic_core import PydanticCustomError
 from tieredkv.errors import RequestError
 
 MAX_DEPTH = 64
+MAX_CONTAINERS = 65_536
+MAX_KEYS = 131_072
+MAX_VALUES = 262_144
+"""What a body may hold besides the token ids of one prompt: decoding it takes some 50 ms at most,
+during which no other thread runs."""
+
+MAX_TOLD_CHARACTERS = 200
+"""Of a client's key or value in an error."""
+
+_SCAN_BYTES = 1 << 20
 
 _NAMES = {
     "a string": "str string_type literal_error",
@@ -142,20 +153,76 @@ PARTS = list_of(lambda text: {"type": "text", "text": text})
 """Lets a text stand for its only part."""
 
 
-def parse_body(body: bytes) -> dict[str, Any]:
+class JsonShape(NamedTuple):
+    """How much a JSON text holds, as far as its punctuation tells.
+
+    Attributes:
+        depth: arrays and objects in each other.
+        num_containers: arrays and objects.
+        num_keys: members of objects.
+        num_values: no fewer than its strings, numbers and literals that are no keys.
+    """
+
+    depth: int
+    num_containers: int
+    num_keys: int
+    num_values: int
+
+
+def shape_of(body: bytes) -> JsonShape:
+    """Return what a JSON text holds without decoding it, which takes far more time and memory.
+
+    The interpreter lock is free most of the time. For a text that is not JSON the counts are those
+    of the part before its first fault, at least.
+    """
+    if b"\\" in body:  # then no quote but those at the ends of strings is left
+        body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
+    is_inside, depth, deepest, counts = False, 0, 0, np.zeros(3, np.int64)
+    for start in range(0, len(body), _SCAN_BYTES):
+        part = np.frombuffer(body, np.uint8, min(_SCAN_BYTES, len(body) - start), start)
+        inside = np.logical_xor.accumulate(part == ord('"'))
+        if is_inside:
+            inside = ~inside
+        is_inside = bool(inside[-1])
+        outside = part[~inside]
+        opens = (outside == ord("[")) | (outside == ord("{"))
+        closes = (outside == ord("]")) | (outside == ord("}"))
+        if outside.size:
+            depths = depth + np.cumsum(opens.astype(np.int8) - closes, dtype=np.int64)
+            deepest, depth = max(deepest, int(depths.max())), int(depths[-1])
+        marks = (opens, outside == ord(":"), outside == ord(","))
+        counts += [np.count_nonzero(each) for each in marks]
+    num_containers, num_keys, num_commas = map(int, counts)
+    return JsonShape(deepest, num_containers, num_keys, num_commas + 1)
+
+
+def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
     """Return the JSON object that a request's body is.
 
     Raises:
-        RequestError: it is none.
+        RequestError: it is none, or holds more than is worth decoding.
     """
+    # Most bodies have so little punctuation, strings included, that it need not be looked at.
+    is_worth_a_look = (
+        sum(map(body.count, b"[{")) > MAX_DEPTH
+        or body.count(b":") > MAX_KEYS
+        or body.count(b",") >= max_values
+    )
+    if is_worth_a_look:
+        shape, what = shape_of(body), "The JSON body of your request"
+        if shape.depth > MAX_DEPTH:
+            raise RequestError(f"{what} is nested more than {MAX_DEPTH} levels deep.")
+        for held, most, of_what in (
+            (shape.num_containers, MAX_CONTAINERS, "arrays and objects"),
+            (shape.num_keys, MAX_KEYS, "members of objects"),
+            (shape.num_values, max_values, "values"),
+        ):
+            if held > most:
+                raise RequestError(f"{what} has {held} {of_what}, which is more than {most}.")
     try:
         parsed = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         raise RequestError("We could not parse the JSON body of your request.") from None
-    # No deeper than its brackets are many; to count these is fast even for a million tokens.
-    if sum(map(body.count, b"[{")) > MAX_DEPTH and is_too_deep(parsed):
-        text = f"The JSON body of your request is nested more than {MAX_DEPTH} levels deep."
-        raise RequestError(text)
     if not isinstance(parsed, dict):
         raise RequestError(_wrong_type("body", "an object", parsed), code="invalid_type")
     return parsed
@@ -192,7 +259,7 @@ def read(
 def invalid_value(path: str, value: str, supported: str) -> RequestError:
     """Return the error for a string that is not one of those supported, as `'a', 'b' and 'c'`."""
     listed = f"values are: {supported}" if " and " in supported else f"value is: {supported}"
-    message = f"Invalid value: '{value}'. Supported {listed}."
+    message = f"Invalid value: '{value[:MAX_TOLD_CHARACTERS]}'. Supported {listed}."
     return RequestError(message, param=path, code="invalid_value")
 
 
@@ -219,6 +286,9 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     error: Any = errors.errors(include_url=False)[0]
     fault, value, facts = error["type"], error["input"], error.get("ctx", {})
     keys = (*error["loc"], *([facts["name"]] if "name" in facts else ()))
+    keys = tuple(key[:MAX_TOLD_CHARACTERS] if isinstance(key, str) else key for key in keys)
+    if "name" in facts:
+        facts = {**facts, "name": keys[-1]}
     if keys[-1] == "[key]":
         what = "You should only be submitting non-negative integers."
         if "max_length" in facts:

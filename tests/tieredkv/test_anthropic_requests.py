@@ -1,6 +1,5 @@
 """What `cache_control` comes to: how much of a prompt is kept, for how long, where hits end."""
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +33,7 @@ def ask(
     body = {"model": "m", "max_tokens": 4, "messages": turns, **fields}
     request = read(MessagesRequest, body, rules.refuses)
     request.check(rules)
-    return asyncio.run(request.ask(tokenization, rules))
+    return request.ask(tokenization, rules)
 
 
 def block(kind: str, ttl: str | None = None, **fields: Any) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 The tokenizer has one token a byte, so the tokens before a mark spell what is before it.
 """
 
-import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from tieredkv.engine.checkpoint import load_tokenizer
 from tieredkv.errors import RequestError
 from tieredkv.server.chat import TOOLS, Mark, Tokenization
+from tieredkv.server.threads import Stop, StoppedError
 
 LLAMA_3 = """{{ '<|bos|>' }}{% if tools %}{{ 'system' }}{% for t in tools %}{{
  t | tojson(indent=4) }}
@@ -46,10 +46,8 @@ TALK: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def tokenization() -> Iterator[Tokenization]:
-    tokenization = Tokenization(load_tokenizer("tiny-random"))
-    yield tokenization
-    tokenization.close()
+def tokenization() -> Tokenization:
+    return Tokenization(load_tokenizer("tiny-random"))
 
 
 def heads(
@@ -59,8 +57,8 @@ def heads(
     **arguments: Any,
 ) -> list[str]:
     """Return the text before each mark."""
-    encoded = asyncio.run(tokenization.encode_chat(messages, arguments, marks))
-    plain = asyncio.run(tokenization.encode_chat(messages, arguments))
+    encoded = tokenization.encode_chat(messages, arguments, marks)
+    plain = tokenization.encode_chat(messages, arguments)
     assert (encoded.token_ids, []) == plain[:2]
     return [str(tokenization.tokenizer.decode(encoded.token_ids[:end])) for end in encoded.ends]
 
@@ -108,7 +106,7 @@ def test_marks_are_at_the_ends_of_messages_where_signs_change_the_text(
     tokenization.tokenizer.chat_template = LENGTHS
     assert heads(tokenization, [(0, 0), (3, 0)]) == [
         "<You help.  \nDocs \N{SNOWMAN}\n>19",
-        str(tokenization.tokenizer.decode(asyncio.run(tokenization.encode_chat(TALK, {}))[0])),
+        str(tokenization.tokenizer.decode(tokenization.encode_chat(TALK, {})[0])),
     ]
 
 
@@ -138,12 +136,8 @@ def test_canonical_tools_give_equal_tokens() -> None:
     tokenizer = load_tokenizer("tiny-random")
     for is_canonical in (False, True):
         tokenization = Tokenization(tokenizer, has_canonical_tools=is_canonical)
-        one, two = (
-            asyncio.run(tokenization.encode_chat(TALK, {"tools": [tool]}))
-            for tool in (TOOL, swapped)
-        )
+        one, two = (tokenization.encode_chat(TALK, {"tools": [tool]}) for tool in (TOOL, swapped))
         assert (one == two) == is_canonical
-        tokenization.close()
 
 
 @pytest.mark.parametrize("is_canonical", [False, True])
@@ -153,8 +147,7 @@ def test_tools_that_are_nested_too_deep_are_refused(is_canonical: bool) -> None:
     for _ in range(2000):
         deep = {"a": deep}
     with pytest.raises(RequestError, match="template cannot render these messages"):
-        asyncio.run(tokenization.encode_chat(TALK, {"tools": [deep]}))
-    tokenization.close()
+        tokenization.encode_chat(TALK, {"tools": [deep]})
 
 
 def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
@@ -163,5 +156,81 @@ def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
     tokenization.tokenizer.chat_template = LENGTHS
     talk = [{"role": "user", "content": ["a"]}] * 200
     marks = [(i, 0) for i in range(200)]
-    ends = asyncio.run(tokenization.encode_chat(talk, {}, marks)).ends
+    ends = tokenization.encode_chat(talk, {}, marks).ends
     assert ends == [0] * 100 + [len("<a>1") * (i + 1) for i in range(100, 200)]
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{{ range(10 ** 9) | list }}", "breaks a limit of its sandbox: Range too big"),
+        ("{{ 'x' * 10 ** 12 }}", "breaks a limit of its sandbox: it makes a text or list longer"),
+        (
+            "{{ 2 ** (messages | length * 100000) }}",
+            "breaks a limit of its sandbox: it makes a number that is too",
+        ),
+        ("{{ 1 // 0 }}", "breaks a limit of its sandbox"),
+        (
+            "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+            "breaks a limit of its sandbox: it takes more than 1000000 rounds of its loops",
+        ),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
+            "breaks a limit of its sandbox: it takes more than 1000000 rounds",
+        ),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render these messages"),
+        (
+            "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
+            "{% endfor %}",
+            "breaks a limit of its sandbox: it makes a text or list longer",
+        ),
+        (
+            "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
+            "{% endfor %}",
+            "breaks a limit of its sandbox: it makes a text or list longer",
+        ),
+        (
+            "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+            "breaks a limit of its sandbox: it makes a text or list longer",
+        ),
+        ("{{ ''.__class__.__mro__ }}", "breaks a limit of its sandbox"),
+        ("{% for %}", "cannot be used"),
+    ],
+)
+def test_a_template_that_breaks_a_limit_is_refused_in_one_sentence(
+    tokenization: Tokenization, template: str, why: str
+) -> None:
+    tokenization.tokenizer.chat_template = template
+    with pytest.raises(RequestError, match=why) as caught:
+        tokenization.encode_chat(TALK, {})
+    assert caught.value.status == 400
+
+
+def test_a_template_is_given_up_where_nobody_waits_for_it(tokenization: Tokenization) -> None:
+    stop = Stop()
+    stop.set()
+    with pytest.raises(StoppedError):
+        tokenization.of("", stop).encode_chat(TALK, {})
+
+
+def test_many_marks_are_followed_in_one_rendering(tokenization: Tokenization) -> None:
+    talk = [{"role": "user", "content": [f"{i}."]} for i in range(3000)]
+    marks = [(i, 0) for i in range(3000)]
+    ends = tokenization.encode_chat(talk, {}, marks).ends
+    assert ends == sorted(set(ends))
+    assert len(ends) == 3000
+
+
+def test_a_prompt_that_cannot_fit_is_refused_as_soon_as_that_is_known() -> None:
+    tokenization = Tokenization(load_tokenizer("tiny-random"), max_model_len=100)
+    long = "a" * 5_000_000
+    for ask, field in (
+        (lambda: tokenization.encode_prompts([long]), "prompt"),
+        (lambda: tokenization.encode_prompts([[1] * 101]), "prompt"),
+        (lambda: tokenization.encode_chat([{"role": "user", "content": [long]}], {}), "messages"),
+    ):
+        with pytest.raises(RequestError, match=f"your {field} resulted in .*1.* tokens") as caught:
+            ask()
+        assert (caught.value.code, caught.value.param) == ("context_length_exceeded", field)
+    assert len(tokenization.encode_prompts(["a" * 5000], is_bounded=False)[0]) == 5000

@@ -1,6 +1,9 @@
 """Encoded piece by piece, from memory or not, a text has the ids that it has in one go."""
 
+import contextlib
+import re
 from bisect import bisect_right
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -18,7 +21,8 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from tieredkv.server import pieces
-from tieredkv.server.pieces import PieceEncoder
+from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
+from tieredkv.server.threads import Stop, StoppedError
 
 LEARNT_FROM = [
     "the quick brown fox says: hello, user!",
@@ -106,6 +110,91 @@ def test_pieces_have_the_ids_of_the_whole_text(kind: str, added: str, texts: lis
             assert ends == [bisect_right(stops, place) for place in places]
 
 
+@contextlib.contextmanager
+def short_chunks() -> Iterator[None]:
+    """Cut pieces of a few words."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in (("CHUNK", 16), ("BATCH", 40), ("WINDOW", 24), ("SCAN", 7)):
+            patch.setattr(pieces, f"{name}_CHARACTERS", size)
+        yield
+
+
+NAMES = ["the", "quick", "brown", "fox", "says", "user", "\u00e9t\u00e9", "345", "\n\n\n", "a"]
+PROSE = st.lists(st.sampled_from(NAMES) | WORDS | st.text(max_size=3), min_size=8, max_size=40).map(
+    " ".join
+)
+
+
+@pytest.mark.parametrize("added", ADDED)
+@pytest.mark.parametrize("kind", KINDS)
+@given(text=PROSE)
+def test_a_piece_that_was_cut_has_the_ids_of_the_whole(kind: str, added: str, text: str) -> None:
+    tokenizer = tokenizer_of(kind, added)
+    whole = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    places = range(len(text) + 1)
+    with short_chunks():
+        token_ids, ends = PieceEncoder(tokenizer).encode(text, places)
+    assert token_ids == whole["input_ids"]
+    stops = [stop for _, stop in whole["offset_mapping"]]
+    if stops == sorted(stops):
+        assert ends == [bisect_right(stops, place) for place in places]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "normalized"])
+def test_long_prose_is_cut(kind: str) -> None:
+    text = "the quick brown fox says hello user " * 20
+    with short_chunks():
+        assert len([*PieceEncoder(tokenizer_of(kind, "llama"))._backend.chunks(text)]) > 20
+
+
+def test_encoding_stops_once_there_are_too_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, encoded = PieceEncoder(tokenizer_of("byte level", "llama")), 0
+    encode = encoder._backend.ids
+
+    def ids(texts: list[str]) -> object:
+        nonlocal encoded
+        encoded += sum(map(len, texts))
+        return encode(texts)
+
+    monkeypatch.setattr(encoder._backend, "ids", ids)
+    for text in ("the fox " * 200_000, "<|a|>the fox " * 200_000, "x" * 2_000_000):
+        encoded = 0
+        with pytest.raises(TooLongError):
+            encoder.encode(text, limit=1000)
+        assert encoded < len(text) / 4
+        short = text[:3000]
+        assert encoder.encode(short, limit=3000)[0] == encoder.encode(short)[0]
+
+
+def test_encoding_stops_where_nobody_waits_for_it() -> None:
+    stop = Stop()
+    stop.set()
+    with pytest.raises(StoppedError):
+        PieceEncoder(tokenizer_of("byte level", "llama")).encode("a", stop=stop)
+
+
+@given(
+    texts=st.lists(st.text("ab<|", min_size=1, max_size=4), max_size=6),
+    text=st.text("ab<|", max_size=40),
+)
+def test_a_trie_finds_what_the_longest_alternative_first_does(texts: list[str], text: str) -> None:
+    longest_first = sorted(map(re.escape, texts), key=len, reverse=True)
+    plain = re.compile("|".join(sorted(longest_first, key=len, reverse=True)) or "(?!)")
+    with short_chunks():
+        found = [*Trie(texts).find(text)]
+    assert found == [match.span() for match in plain.finditer(text) if match[0] in texts]
+
+
+def test_what_is_kept_is_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder = PieceEncoder(tokenizer_of("byte level", "llama"))
+    monkeypatch.setattr(pieces, "MAX_CHARACTERS_IN_ALL", 10 * pieces.PIECE_CHARACTERS)
+    for i in range(100):
+        encoder.encode("<|a|>the fox<|a|>user", namespace=i)
+    assert sum(map(len, encoder._kept.values())) < 10
+    encoder.encode("".join(f"<|a|>{i}" for i in range(50_000)), namespace="many")
+    assert sum(map(len, encoder._kept.values())) < 10
+
+
 def test_what_was_encoded_is_not_encoded_again_but_for_another_namespace(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,7 +206,8 @@ def test_what_was_encoded_is_not_encoded_again_but_for_another_namespace(
             encoded.extend(filter(None, texts))
             return backend.encode_batch_fast(texts, **how)
 
-    backend, encoder._backend = encoder._backend, Backend()
+    backend = encoder._backend._backend
+    monkeypatch.setattr(encoder._backend, "_backend", Backend())
     first, second = "<|a|>system the fox</s>\n<|a|>user hello</s>", "<|a|>assistant hey</s>"
     encoder.encode(first, namespace="one")
     encoded.clear()

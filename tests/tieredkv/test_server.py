@@ -1,6 +1,5 @@
 """What the server accepts, what it refuses and in which words; no engine is needed for it."""
 
-import asyncio
 import contextlib
 import re
 from dataclasses import replace
@@ -243,7 +242,7 @@ def test_a_bad_conversation_is_refused_and_the_place_is_named(
     assert (str(caught.value), caught.value.param) == (message, param)
 
 
-BROKEN_BODIES = [b"", b"{", b"\xff", b'{"a": "\\ud800"}', b"[" * 100_000, b"{1:2}", b"NaN"]
+BROKEN_BODIES = [b"", b"{", b"\xff", b'{"a": "\\ud800"}', b"{1:2}", b"NaN"]
 
 
 @pytest.mark.parametrize("body", BROKEN_BODIES, ids=range(len(BROKEN_BODIES)))
@@ -375,7 +374,7 @@ def test_a_prompt_that_leaves_room_for_what_is_wanted_is_served() -> None:
     asked: dict[str, Any] = {"prompt": [1] * INFO.max_model_len, "echo": True}
     for max_tokens, is_fine in ((0, True), (1, False)):
         body = completion(**asked, max_tokens=max_tokens)
-        whole = asyncio.run(body.ask(TOKENIZATION, RULES))
+        whole = body.ask(TOKENIZATION, RULES)
         with contextlib.nullcontext() if is_fine else pytest.raises(RequestError):
             assert len(whole.engine_requests(INFO, "", RULES)) == 1
 
@@ -433,7 +432,8 @@ def test_what_a_request_says_of_caching_becomes_a_plan(
     messages = [{"role": "user", "content": [part]} for part in parts or [{**PART}]]
     asked = read(ResponsesRequest, {"model": "m", "input": messages, **fields}, RULES.refuses)
     asked.check(RULES)
-    plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))])
+    # No more are followed than a request can write.
+    plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))][-4:])
     assert [(it.end_token, it.retention, it.pin_s) for it in plan.claims] == claims
     assert plan.cacheable_tokens == cacheable
     assert plan.retention == fields.get("prompt_cache_retention")
@@ -576,7 +576,7 @@ def test_only_responses_are_prewarmed() -> None:
 
 
 def test_json_is_as_deep_as_is_allowed_and_no_deeper() -> None:
-    for depth, is_fine in ((64, True), (65, False), (900, False)):
+    for depth, is_fine in ((64, True), (65, False), (900, False), (100_000, False)):
         body = b'{"a":' * depth + b"1" + b"}" * depth
         if is_fine:
             parse_body(body)
@@ -636,7 +636,7 @@ def test_logprobs_have_the_shape_of_their_endpoint_and_no_infinity() -> None:
 
 def test_offsets_of_tokens_are_places_in_the_text() -> None:
     asked = completion(prompt="H\u00e9\u00e9 x", echo=True, logprobs=0, n=2, max_tokens=4)
-    shape: Any = asyncio.run(asked.ask(TOKENIZATION, RULES)).shape
+    shape: Any = asked.ask(TOKENIZATION, RULES).shape
     scores = [(72, None), *((each, -1.0) for each in b"\xc3\xa9\xc3\xa9 x\xe2\x98")]
     first = [TokenLogprob(token_id=id, logprob=logprob) for id, logprob in scores]
     expected = [0, 1, 1, 2, 2, 3, 4, 5, 5]
@@ -656,7 +656,7 @@ def test_different_tokens_have_different_names_though_none_has_a_text() -> None:
 def test_what_the_tokenizer_puts_before_a_text_begins_where_it_does() -> None:
     ids = [256, *b"ab"]
     for text, starts in (("ab", [0, 0, 1]), ("<|bos|>ab", [0, 7, 8])):
-        assert asyncio.run(TOKENIZATION.starts(ids, text)) == starts
+        assert TOKENIZATION.starts(ids, text) == starts
 
 
 def test_bytes_of_other_vocabularies_are_told_too() -> None:
@@ -683,8 +683,7 @@ def test_what_a_chat_template_cannot_do_is_said(template: str | None, sentence: 
     tokenizer.chat_template = template
     tokenization = Tokenization(tokenizer)
     with pytest.raises(RequestError, match=sentence):
-        asyncio.run(tokenization.encode_chat([USER], {}))
-    tokenization.close()
+        tokenization.encode_chat([USER], {})
 
 
 def test_an_open_address_needs_a_key_or_a_flag() -> None:

@@ -238,7 +238,7 @@ class Conversation(ApiRequest, Marked):
                 elif block.type == "tool_use":
                     call = {"name": block.name, "arguments": block.input}
                     call = {"id": block.id, "type": "function", "function": call}
-                    message["tool_calls"] = [*message.get("tool_calls", ()), call]
+                    message.setdefault("tool_calls", []).append(call)
                 # What has no text is marked at the end of its message.
                 mark = (len(messages) - 1, len(message["content"]) - 1 if block.texts else -1)
                 is_in_run = j > 0 and block.type == blocks[j - 1].type and block.type in _RUNS
@@ -285,10 +285,12 @@ class Conversation(ApiRequest, Marked):
                 text = f"'{place.ttl}' is not available on this server"
                 raise RequestError(f"{place.path}.cache_control.ttl: {text}")
 
-    async def encode(self, tokenization: Tokenization, marks: Sequence[Mark] = ()) -> Encoded:
+    def encode(
+        self, tokenization: Tokenization, marks: Sequence[Mark] = (), *, is_bounded: bool = True
+    ) -> Encoded:
         """Return the prompt's token ids, and the ends of marked places."""
-        tools = [tool.for_template() for tool in self.tools]
-        return await tokenization.encode_chat(self.layout[0], {"tools": tools or None}, marks)
+        tools = {"tools": [tool.for_template() for tool in self.tools] or None}
+        return tokenization.encode_chat(self.layout[0], tools, marks, is_bounded=is_bounded)
 
 
 class CountTokensRequest(Conversation, PlainRequest):
@@ -298,9 +300,9 @@ class CountTokensRequest(Conversation, PlainRequest):
     known_besides = without_effect
     refused = COUNT_TOKENS.refused
 
-    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+    def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return how long the prompt is."""
-        return {"input_tokens": len((await self.encode(tokenization)).token_ids)}
+        return {"input_tokens": len(self.encode(tokenization, is_bounded=False).token_ids)}
 
 
 class DiagnosticsOptions(_Known):
@@ -331,7 +333,7 @@ class MessagesRequest(Conversation):
             text = "This model does not support assistant message prefill."
             raise RequestError(f"{text} The conversation must end with a user message.")
 
-    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+    def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation and find its breakpoints."""
         marked, lookback = self.breakpoints, rules.settings.cache_lookback
         read = [
@@ -339,17 +341,18 @@ class MessagesRequest(Conversation):
             for place in self.layout[1]
             if any(0 <= it.position - place.position < lookback for it in marked)
         ]
-        encoded = await self.encode(tokenization, [place.mark for place in (*marked, *read)])
+        # If not all marks can be looked for, the last ones are.
+        encoded = self.encode(tokenization, [place.mark for place in (*read, *marked)])
         caching: Json = {}
         if marked or rules.settings.anthropic_implicit == "off":
-            ends = encoded.ends[: len(marked)]
+            ends = encoded.ends[len(read) :]
             caching["claims"] = [
                 Claim(end_token=end, retention=it.ttl, pin_s=parse_duration(it.ttl))
                 for it, end in zip(marked, ends, strict=True)
             ]
             caching["cacheable_tokens"] = max([0, *ends])
             if lookback:
-                read_ends = encoded.ends[len(marked) :]
+                read_ends = encoded.ends[: len(read)]
                 if marked and len(read) > self.layout[1].index(marked[-1]):
                     read_ends.append(0)  # no place is too far back
                 caching["read_ends"] = sorted(read_ends)

@@ -6,12 +6,13 @@ to `generation`.
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -24,8 +25,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tieredkv import __version__
 from tieredkv.config import Settings
+from tieredkv.engine.engine_messages import EngineRequest
 from tieredkv.errors import RequestError
-from tieredkv.fields import parse_body, read
+from tieredkv.fields import MAX_VALUES, parse_body, read
 from tieredkv.server import anthropic_api as anthropic
 from tieredkv.server.admin import respond
 from tieredkv.server.asked import ApiRequest, Asked, Json, PlainRequest, Shape
@@ -34,17 +36,21 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import Limits, read_body
+from tieredkv.server.limits import Limits, default_body_size, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
 from tieredkv.server.responses_api import ResponsesRequest
+from tieredkv.server.threads import FairThreads, Stop, StoppedError
 from tieredkv.server.tokenize_requests import DetokenizeRequest, TokenizeRequest
 
 logger = logging.getLogger(__name__)
 
 CLIENT_CLOSED_REQUEST = 499
 GONE = (ClientDisconnect, ClientGoneError)
+SHORT_BYTES = 4096
+"""Work on fewer is done at once: it takes about as long as a thread's answer would."""
+
 PING_S = 10.0
 """A stream that waits for its first token gets a ping as often; the first time, its headers."""
 
@@ -64,6 +70,14 @@ _HTTP_ERRORS = {
     405: ("Not allowed to {} on {}", "method_not_supported"),
 }
 Endpoint = Callable[[Request], Awaitable[Response]]
+Result = TypeVar("Result")
+
+
+class Prepared(NamedTuple):
+    """What a body asks for, and the requests to the engine that answer it."""
+
+    asked: Asked
+    requests: Sequence[EngineRequest]
 
 
 @dataclass
@@ -76,13 +90,19 @@ class Api:
     _keys: Keys
 
     def __post_init__(self) -> None:
-        settings = self._settings
+        settings, info = self._settings, self._engine.info
         self._metrics = Metrics(settings, self._engine)
         self._diagnoses = Diagnoses()
+        self._threads = FairThreads()
         self._told = set[str]()  # of what fields the log has said that they are ignored
         self.tenant_of = self._keys.tenant
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
+        self.max_body_bytes = settings.max_body_size or default_body_size(info.max_model_len)
         self._created = int(time.time())
+
+    def close(self) -> None:
+        """Give up the work on requests; nothing more is answered."""
+        self._threads.close()
 
     # Routes
 
@@ -142,49 +162,98 @@ class Api:
         """Return the route that answers requests of a kind; the body is checked in whole first."""
 
         async def route(request: Request) -> Response:
-            info, tenant, path = self._engine.info, request.scope["tenant"], request.scope["path"]
-            parsed = parse_body(await read_body(request))
-            if parsed.get("model") is None and not kind.model_fields["model"].is_required():
-                parsed["model"] = info.model
-            if (model := read(ApiRequest, parsed).model) != info.model:
-                raise unknown_model(model)
-            rules = self._keys.rules(tenant)
-            body = read(kind, parsed, rules.refuses)
-            body.check(rules)
-            given = {name for name, value in parsed.items() if value is not None}
-            for name in (given & kind.without_effect) - self._told:
-                logger.info("`%s` of %s has no effect on this server", name, path)
-                self._told.add(name)
-            # Whoever may find none of the other's blocks may not see what the other has encoded.
-            salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
-            tokenization = self._tokenization.of((tenant, *salts))
-            if isinstance(body, PlainRequest):
-                return JSONResponse(await body.tell(tokenization, info))
-            return await self._answer(request, await body.ask(tokenization, rules))
+            body = await read_body(request)
+            with contextlib.ExitStack() as ending:
+                gone = asyncio.create_task(_wait_until_gone(request))
+                ending.callback(gone.cancel)
+                read = functools.partial(self._read, kind, request.scope, body)
+                made = await self._run(request, gone, len(body), read)
+                if isinstance(made, Response):
+                    return made
+                return await self._answer(request, made, gone, ending)
 
         return route
 
-    async def _answer(self, request: Request, asked: Asked) -> Response:
+    def _read(
+        self, kind: type[ApiRequest], scope: Scope, content: bytes, stop: Stop
+    ) -> "Response | Prepared":
+        """Return what a body asks for, or the answer where that needs no engine.
+
+        All that grows with a body is done here: decoding, checks, rendering, encoding.
+        """
+        info, tenant = self._engine.info, scope["tenant"]
+        parsed = parse_body(content, MAX_VALUES + info.max_model_len)
+        if parsed.get("model") is None and not kind.model_fields["model"].is_required():
+            parsed["model"] = info.model
+        if (model := read(ApiRequest, parsed).model) != info.model:
+            raise unknown_model(model)
+        rules = self._keys.rules(tenant)
+        body = read(kind, parsed, rules.refuses)
+        stop.check()
+        body.check(rules)
+        given = {name for name, value in parsed.items() if value is not None}
+        for name in (given & kind.without_effect) - self._told:
+            logger.info("`%s` of %s has no effect on this server", name, scope["path"])
+            self._told.add(name)
+        # Whoever may find none of the other's blocks may not see what the other has encoded.
+        salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
+        tokenization = self._tokenization.of((tenant, *salts), stop)
+        if isinstance(body, PlainRequest):
+            return JSONResponse(body.tell(tokenization, info))
+        asked = body.ask(tokenization, rules)
+        return Prepared(asked, asked.engine_requests(info, tenant, rules))
+
+    async def _run(
+        self,
+        request: Request,
+        gone: "asyncio.Task[None]",
+        size: int,
+        work: Callable[[Stop], Result],
+    ) -> Result:
+        """Do work on so many bytes, if they are many in a thread and until the client has gone.
+
+        Raises:
+            ClientGoneError: it has gone before the work was done.
+        """
+        if size < SHORT_BYTES:
+            return work(Stop())
+        running = asyncio.ensure_future(self._threads.run(request.scope["tenant"], work))
+        try:
+            await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise ClientGoneError
+            return await running
+        except StoppedError:
+            raise ClientGoneError from None
+        finally:
+            running.cancel()
+
+    async def _answer(
+        self,
+        request: Request,
+        prepared: "Prepared",
+        gone: "asyncio.Task[None]",
+        ending: contextlib.ExitStack,
+    ) -> Response:
         """Answer; a refusal has its status, but for one of a stream that comes late."""
-        shape, tenant, tokenization = asked.shape, request.scope["tenant"], self._tokenization
-        shape.request_id = request.scope["request_id"]
-        requests = asked.engine_requests(self._engine.info, tenant, self._keys.rules(tenant))
-        observer = Observer(self._metrics, tenant, asked.labels, request.scope["arrived_at"])
-        generation = Generation(self._engine, tokenization.tokenizer, requests, observer)
-        with contextlib.ExitStack() as ending:
-            ending.callback(generation.close)
-            ending.callback(asyncio.create_task(_watch(request, generation)).cancel)
-            # The engine works meanwhile.
-            size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
-            seen = await tokenization.run(size, lambda: asked.seen(isolate_by))
-            shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
-            await generation.has_begun(PING_S if asked.stream else None)
-            request.scope["is_answered"] = True
-            if asked.stream:
-                return EventStream(generation, shape, on_end=ending.pop_all().close)
-            async for _ in generation.pieces():
-                pass
-            return JSONResponse(shape.whole(generation.answers))
+        asked, tenant, scope = prepared.asked, request.scope["tenant"], request.scope
+        shape, shape.request_id = asked.shape, scope["request_id"]
+        observer = Observer(self._metrics, tenant, asked.labels, scope["arrived_at"])
+        tokenizer = self._tokenization.tokenizer
+        generation = Generation(self._engine, tokenizer, prepared.requests, observer)
+        ending.callback(generation.close)
+        gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
+        # The engine works meanwhile.
+        size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
+        seen = await self._run(request, gone, size, lambda _stop: asked.seen(isolate_by))
+        shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
+        await generation.has_begun(PING_S if asked.stream else None)
+        scope["is_answered"] = True
+        if asked.stream:
+            return EventStream(generation, shape, on_end=ending.pop_all().close)
+        async for _ in generation.pieces():
+            pass
+        return JSONResponse(shape.whole(generation.answers))
 
     def _model_body(self) -> dict[str, Any]:
         """Return the fields of OpenAI's clients and those of Anthropic's, who ask the same path."""
@@ -253,14 +322,13 @@ def build_app(api: Api) -> ASGIApp:
         exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )
     app.router.redirect_slashes = False  # it would redirect to what the Host header names
-    return Limits(app, api.max_requests, refuse, api.tenant_of)
+    return Limits(app, api.max_requests, refuse, api.tenant_of, api.max_body_bytes)
 
 
-async def _watch(request: Request, generation: Generation) -> None:
-    """Cancel the generation when the client goes away."""
+async def _wait_until_gone(request: Request) -> None:
+    """Return once the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    generation.cancel()
 
 
 def describe() -> Json:

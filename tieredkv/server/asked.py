@@ -256,7 +256,7 @@ class ApiRequest(Object):
     def check(self, rules: Rules) -> None:
         """Refuse what the fields cannot mean together, or on this server."""
 
-    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+    def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render and encode the prompts of a body that was checked."""
         raise NotImplementedError
 
@@ -266,6 +266,6 @@ class PlainRequest(ApiRequest):
 
     model: Text = ""  # the server's one
 
-    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+    def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""
         raise NotImplementedError

@@ -1,47 +1,45 @@
-"""Texts and messages to token ids, and token ids to text; what is long, off the event loop.
+"""Texts and messages to token ids, and token ids to text.
 
-It knows the tokenizer and its chat template, no HTTP.
+It knows the tokenizer and its chat template, no HTTP. All of it may take long for a long text, so
+that its callers decide in which thread it runs.
+
+What clients send is text. Where it spells a special token, a sign is put into the spelling before
+the template is rendered, and taken out again behind it; a spelling that had a sign in it is encoded
+as text. Such signs also tell where the parts of messages end in what the template has made.
 """
 
-import asyncio
 import contextlib
 import copy
 import functools
 import itertools
 import json
 import re
+import secrets
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from tieredkv.engine.detokenizer import Detokenizer
+from tieredkv.engine.request import too_long
 from tieredkv.errors import RequestError
+from tieredkv.server.chat_template import ChatTemplate, template_of, variables_of
 from tieredkv.server.diagnosis import Part, parts_of
-from tieredkv.server.pieces import PieceEncoder
-
-NUM_THREADS = 4
-SHORT_CHARACTERS = 4096
-"""Work on fewer is done at once: it takes about as long as a thread's answer would."""
+from tieredkv.server.pieces import PieceEncoder, TooLongError, Trie
+from tieredkv.server.threads import Stop
 
 CACHED_TOKENS = 65_536
 
 Prompt = str | list[int]
 TOOLS = -1
-SIGNS = range(0xF0000, 0xFFFFE)
-"""Characters for private use, which stand at the marks of a text while these are looked for."""
 
 MAX_RENDERINGS = 100
-"""So many marks at most are looked for by rendering once more for each of them."""
-
-_FAULTS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What templates raise where a message or tool is not as they take for granted."""
-
-_ANY_SIGN = re.compile(f"[{chr(SIGNS[0])}-{chr(SIGNS[-1])}]")
+MAX_RENDERED_CHARACTERS = 1 << 24
+"""So many marks at most, and in texts of so many characters together, are looked for by rendering
+once more for each of them."""
 
 Mark = tuple[int, int]
 """The end of a part of a message, by their indexes, or of a tool, by `TOOLS` and its index."""
@@ -53,7 +51,6 @@ _BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ig
 """What vocabularies of bytes write for each of them."""
 
 Arguments = Mapping[str, Any]
-Result = TypeVar("Result")
 
 
 class Token(NamedTuple):
@@ -82,140 +79,239 @@ class Encoded(NamedTuple):
     parts: Sequence[Part] = ()
 
 
-class Tokenization:
-    """One checkpoint's tokenizer, used by the event loop and its threads.
+class Signs:
+    """Numbers that nobody can guess, put into texts and found again in what is made of them.
 
-    `encode` of a fast tokenizer leaves the interpreter lock to others, so a long prompt does not
-    hold up the streams of other requests.
+    Digits stay as they are whatever a template does to a text: changes its case, strips it, or
+    prints it as JSON.
+
+    Attributes:
+        guard: stands in spellings of special tokens.
+    """
+
+    def __init__(self) -> None:
+        self.guard, self._mark = (str(10**19 + secrets.randbelow(9 * 10**19)) for _ in "ab")
+        self._marks = re.compile(self._mark + r"(\d{6})")
+
+    def mark(self, index: int) -> str:
+        """Return the sign of a mark."""
+        return f"{self._mark}{index:06d}"
+
+    def take_out_guards(self, text: str) -> tuple[str, list[int]]:
+        """Return a text without guards, and where they were."""
+        parts = text.split(self.guard)
+        return "".join(parts), [*itertools.accumulate(map(len, parts[:-1]))]
+
+    def take_out_marks(self, text: str) -> tuple[str, dict[int, int]]:
+        """Return a text without marks, and where each of them was last."""
+        first, *others = self._marks.split(text)
+        parts, places, place = [first], dict[int, int](), len(first)
+        for index, part in zip(others[::2], others[1::2], strict=True):
+            places[int(index)] = place
+            parts.append(part)
+            place += len(part)
+        return "".join(parts), places
+
+
+class Tokenization:
+    """One checkpoint's tokenizer; several threads may use it.
 
     Args:
         has_canonical_tools: tools are rendered with their keys sorted.
+        allows_special: special tokens that clients spell are taken for them, not for text.
+        max_model_len: prompts of more tokens are refused as soon as that is known.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, *, has_canonical_tools: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        has_canonical_tools: bool = False,
+        allows_special: bool = False,
+        max_model_len: int | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self._has_canonical_tools = has_canonical_tools
+        self._max_model_len = max_model_len
         self._encoder = PieceEncoder(tokenizer)
+        special = () if allows_special else self._encoder.special
+        self._special_but = functools.lru_cache(4)(
+            lambda looked_for: Trie(it for it in special if it not in looked_for)
+        )
+        self._around = _around(tokenizer)
         self._namespace: object = ""
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="tokenize")
+        self._stop = Stop()
         self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
 
-    def of(self, namespace: object) -> "Tokenization":
-        """Return the same, for texts that no other namespace may notice."""
+    def of(self, namespace: object, stop: Stop | None = None) -> "Tokenization":
+        """Return the same for one request.
+
+        Args:
+            namespace: no other one may notice its texts.
+            stop: tells whether the request is still wanted.
+        """
         made = copy.copy(self)
-        made._namespace = namespace
+        made._namespace, made._stop = namespace, stop or Stop()
         return made
 
-    async def encode_prompts(self, prompts: Sequence[Prompt], **how: bool) -> list[list[int]]:
-        """Return the token ids of prompts; those that are token ids stay as they are."""
-        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
-        return await self.run(size, lambda: [self._encode(prompt, how) for prompt in prompts])
+    def encode_prompts(
+        self, prompts: Sequence[Prompt], *, is_bounded: bool = True, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """Return the token ids of prompts; those that are token ids stay as they are.
 
-    async def encode_chat(
-        self, messages: Messages, arguments: Arguments, marks: Sequence[Mark] = ()
+        Special tokens that a prompt spells are these tokens.
+
+        Raises:
+            RequestError: one of them is longer than the context, where `is_bounded`.
+        """
+        limit = self._max_model_len if is_bounded else None
+        encoded = []
+        for prompt in prompts:
+            self._stop.check()
+            if isinstance(prompt, str):
+                encoded.append(self._encode(prompt, limit, add_special_tokens))
+            elif limit is not None and len(prompt) > limit:
+                raise too_long("prompt", len(prompt), limit)
+            else:
+                encoded.append(prompt)
+        return encoded
+
+    def encode_chat(
+        self,
+        messages: Messages,
+        arguments: Arguments,
+        marks: Sequence[Mark] = (),
+        *,
+        is_bounded: bool = True,
+        field: str = "messages",
     ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
-        A mark whose place in the text cannot be told, as the template moves or drops what is
-        there, is at the end of its message, or else at 0.
+        Special tokens that its texts spell are text. A mark whose place in the text cannot be told,
+        as the template moves or drops what is there, is at the end of its message, or else at 0.
 
         Raises:
-            RequestError: there is no chat template, or it refuses these messages.
+            RequestError: there is no chat template, it refuses these messages, or they are longer
+                than the context, where `is_bounded`.
         """
         if not self.tokenizer.chat_template:
             why = "This model has no chat template, so it cannot answer chat requests."
             text = f"{why} Use /v1/completions instead."
             raise RequestError(text, param="messages", code="chat_template_missing")
+        signs = Signs()
+        try:
+            arguments = self._printed(arguments)
+            guarded = self._guarded(messages, arguments, signs)
+        except RecursionError:
+            what = "The model's chat template cannot render these messages."
+            raise RequestError(what, param="messages", code="invalid_value") from None
+        rendered = self._render(*guarded)
+        places = self._places(rendered, *guarded, marks, signs)
+        text, guards = signs.take_out_guards(rendered)
+        if guards:
+            width = len(signs.guard)
+            before = [guard + i * width for i, guard in enumerate(guards)]
+            places = [place - width * bisect_left(before, place) for place in places]
+        limit = self._max_model_len if is_bounded else None
+        # The template has written the special tokens, the first one included.
+        with _refusing_long(field, limit):
+            token_ids, ends = self._encoder.encode(
+                text, places, self._namespace, guards=guards, limit=limit, stop=self._stop
+            )
+        parts = parts_of(arguments.get("tools") or (), _joined(messages))
+        return Encoded(token_ids, ends, parts)
 
-        def encode() -> Encoded:
-            text = self._render(messages, arguments)
-            places = self._places(text, messages, arguments, marks)
-            # The template has written the special tokens, the first one included.
-            token_ids, ends = self._encoder.encode(text, places, self._namespace)
-            tools = self._printed(arguments).get("tools") or ()
-            return Encoded(token_ids, ends, parts_of(tools, _joined(messages)))
-
-        is_plain = not (marks or arguments.get("tools"))
-        size = sum(len(part) for each in messages for part in each["content"])
-        return await self.run(size if is_plain else SHORT_CHARACTERS, encode)
-
-    async def decode(self, prompt: Prompt) -> str:
+    def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt, which may have come as token ids."""
-        if isinstance(prompt, str):
-            return prompt
-        return await self.run(len(prompt), lambda: str(self.tokenizer.decode(prompt)))
+        return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
 
-    async def starts(self, token_ids: Sequence[int], text: str) -> list[int]:
+    def starts(self, token_ids: Sequence[int], text: str) -> list[int]:
         """Return where each token begins in their text; all bytes of a character begin with it."""
+        detokenizer = Detokenizer(self.tokenizer, shows_special=True)
+        lengths = []
+        for token_id in token_ids:
+            self._stop.check()
+            lengths.append(len(detokenizer.feed([token_id])))
+        detokenizer.finish()
+        # What the tokenizer put before a text is not in it.
+        num_added = len(detokenizer.text) - len(text)
+        starts = itertools.accumulate([-num_added, *lengths])
+        return [max(0, start) for start in starts][: len(token_ids)]
 
-        def find() -> list[int]:
-            detokenizer = Detokenizer(self.tokenizer, shows_special=True)
-            lengths = [len(detokenizer.feed([token_id])) for token_id in token_ids]
-            detokenizer.finish()
-            # What the tokenizer put before a text is not in it.
-            num_added = len(detokenizer.text) - len(text)
-            starts = itertools.accumulate([-num_added, *lengths])
-            return [max(0, start) for start in starts][: len(token_ids)]
+    def _encode(self, text: str, limit: int | None, add_special_tokens: bool) -> list[int]:
+        if add_special_tokens and self._around is None:
+            return list(self.tokenizer.encode(text, verbose=False))
+        first, last = self._around if add_special_tokens and self._around else ([], [])
+        with _refusing_long("prompt", limit):
+            ids, _ = self._encoder.encode(text, (), self._namespace, limit=limit, stop=self._stop)
+        return [*first, *ids, *last]
 
-        return await self.run(len(token_ids), find)
+    def _guarded(
+        self, messages: Messages, arguments: Arguments, signs: Signs
+    ) -> tuple[Messages, Arguments]:
+        """Return the same with a guard in each special token that a text spells.
 
-    def close(self) -> None:
-        """End the threads; what they are doing is not waited for."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    async def run(self, size: int, work: Callable[[], Result]) -> Result:
-        """Do work on so many characters or tokens, in a thread if they are many."""
-        if size < SHORT_CHARACTERS:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-
-    def _encode(self, prompt: Prompt, how: Mapping[str, bool]) -> list[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        # Not a warning's matter: what does not fit the context is refused by the caller.
-        return list(self.tokenizer.encode(prompt, verbose=False, **how))
+        What a template looks for in answers, such as the end of a thought, it has to find there.
+        """
+        looked_for = self._template(arguments).looked_for & {*self._encoder.special}
+        of_clients = functools.partial(_guarded, self._special_but(frozenset()), signs.guard)
+        of_answers = functools.partial(_guarded, self._special_but(looked_for), signs.guard)
+        guarded = []
+        for message in messages:
+            self._stop.check()
+            guard = of_answers if message["role"] == "assistant" else of_clients
+            texts = {name: guard(each) for name, each in message.items() if name != "role"}
+            guarded.append({"role": message["role"], **texts})
+        return guarded, {name: of_clients(each) for name, each in arguments.items()}
 
     def _places(
-        self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
+        self,
+        text: str,
+        messages: Messages,
+        arguments: Arguments,
+        marks: Sequence[Mark],
+        signs: Signs,
     ) -> list[int]:
         """Return where each mark is in a rendered text."""
         found: dict[Mark, int] = {}
         with contextlib.suppress(RequestError):
-            found = self._places_of_signs(text, messages, arguments, marks)
+            found = self._places_of_signs(text, messages, arguments, marks, signs)
         places = dict.fromkeys(marks, 0) | found
-        for mark in [mark for mark in marks if mark not in found][-MAX_RENDERINGS:]:
+        num_renderings = min(MAX_RENDERINGS, MAX_RENDERED_CHARACTERS // max(1, len(text)))
+        others = [mark for mark in places if mark not in found]
+        for mark in others[max(0, len(others) - num_renderings) :]:
             find = self._end_of_tool if mark[0] == TOOLS else self._end_of_message
             with contextlib.suppress(RequestError):
                 places[mark] = find(text, messages, arguments, mark)
         return [places[mark] for mark in marks]
 
     def _places_of_signs(
-        self, text: str, messages: Messages, arguments: Arguments, marks: Sequence[Mark]
+        self,
+        text: str,
+        messages: Messages,
+        arguments: Arguments,
+        marks: Iterable[Mark],
+        signs: Signs,
     ) -> dict[Mark, int]:
         """Return where marks are, found by rendering once more with a sign at each of them.
 
         Marks whose sign the template drops are left out, and all are where signs change more than
         they add.
         """
-        taken = set(_ANY_SIGN.findall(text))
-        free = (sign for sign in map(chr, SIGNS) if sign not in taken)
-        signs = dict(zip((mark for mark in marks if mark[0] != TOOLS), free, strict=False))
-        if not signs:
+        wanted = dict.fromkeys(mark for mark in marks if mark[0] != TOOLS)
+        if not wanted:
             return {}
+        sign_of = {mark: signs.mark(i) for i, mark in enumerate(wanted)}
         signed = []
         for i, message in enumerate(messages):
             parts = [
-                _sign(part, signs.get((i, j), "")) for j, part in enumerate(message["content"])
+                _sign(part, sign_of.get((i, j), "")) for j, part in enumerate(message["content"])
             ]
             signed.append({**message, "content": parts})
-        rendered = self._render(signed, arguments)
-        ours = re.compile(f"[{''.join(signs.values())}]")
-        if ours.sub("", rendered) != text:
+        rendered, places = signs.take_out_marks(self._render(signed, arguments))
+        if rendered != text:
             return {}
-        found = {match[0]: match.start() - i for i, match in enumerate(ours.finditer(rendered))}
-        return {mark: found[sign] for mark, sign in signs.items() if sign in found}
+        return {mark: places[i] for i, mark in enumerate(wanted) if i in places}
 
     def _end_of_message(
         self, text: str, messages: Messages, arguments: Arguments, mark: Mark
@@ -228,22 +324,23 @@ class Tokenization:
     def _end_of_tool(self, text: str, messages: Messages, arguments: Arguments, mark: Mark) -> int:
         """Return the end of what another tool in this one's place would change."""
         tools = list(arguments["tools"])
-        function = {"name": chr(SIGNS[0]), "description": "", "parameters": {}}
+        function = {"name": "\U000f0000", "description": "", "parameters": {}}
         tools[mark[1]] = {"type": "function", "function": function}
         other = self._render(messages, {**arguments, "tools": tools})
         lengths = range(1, min(len(text), len(other)) + 1)
         return len(text) - bisect_left(lengths, True, key=lambda n: not text.endswith(other[-n:]))
 
-    def _render(self, messages: Messages, arguments: Arguments) -> str:
+    def _template(self, arguments: Arguments) -> ChatTemplate:
         try:
-            told = {"add_generation_prompt": True, **self._printed(arguments), "tokenize": False}
-            return str(self.tokenizer.apply_chat_template(_joined(messages), **told))
-        except (jinja2.TemplateError, *_FAULTS) as error:
-            why = "cannot render these messages."
-            if isinstance(error, jinja2.TemplateError):
-                why = f"refuses these messages: {error.message or type(error).__name__}"
-            what = f"The model's chat template {why}"
+            return template_of(self.tokenizer.get_chat_template(tools=arguments.get("tools")))
+        except (ValueError, jinja2.TemplateError) as error:
+            what = f"The model's chat template cannot be used: {error}"
             raise RequestError(what, param="messages", code="invalid_value") from None
+
+    def _render(self, messages: Messages, arguments: Arguments) -> str:
+        variables = variables_of(self.tokenizer, arguments)
+        template = self._template(arguments)
+        return template.render(self._stop, messages=_joined(messages), **variables)
 
     def _printed(self, arguments: Arguments) -> Arguments:
         if not (self._has_canonical_tools and arguments.get("tools")):
@@ -259,6 +356,41 @@ class Tokenization:
             elif all(each in _BYTE_OF for each in name):
                 encoded = bytes(map(_BYTE_OF.__getitem__, name))
         return Token(text, encoded)
+
+
+@contextlib.contextmanager
+def _refusing_long(field: str, limit: int | None) -> Iterator[None]:
+    try:
+        yield
+    except TooLongError:
+        assert limit is not None, "only what has a limit is too long"
+        raise too_long(field, None, limit) from None
+
+
+def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
+    """Return what a tokenizer puts before and behind every text; None if that cannot be told."""
+    text = "a"
+    plain = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
+    whole = list(tokenizer.encode(text, verbose=False))
+    for start in range(len(whole) - len(plain) + 1):
+        if plain and whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return None
+
+
+def _guarded(special: Trie, guard: str, value: Any) -> Any:
+    """Return a JSON value with a guard behind the first letter of each special token."""
+    match value:
+        case str():
+            starts = [start + 1 for start, _ in special.find(value)]
+            spans = itertools.pairwise([0, *starts, len(value)])
+            return guard.join(value[a:b] for a, b in spans) if starts else value
+        case Mapping():
+            guard_each = functools.partial(_guarded, special, guard)
+            return {guard_each(key): guard_each(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_guarded(special, guard, each) for each in value]
+    return value
 
 
 def _joined(messages: Messages) -> list[dict[str, Any]]:

@@ -17,7 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tieredkv.errors import RequestError
 
-MAX_BODY_BYTES = 32 << 20
+BODY_BYTES = 1 << 20
+BODY_BYTES_PER_TOKEN = 32
+"""How long a body may be where no setting says so: a prompt that fills the context fits, however
+its JSON is written."""
 MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
 
@@ -43,12 +46,14 @@ class Limits:
         max_requests: that are answered at once.
         refuse: makes the answer to a request that is refused.
         tenant_of: tells by its headers whose a request is.
+        max_body_bytes: the longest body; noted in the scope, for `read_body`.
     """
 
     app: ASGIApp
     max_requests: int
     refuse: Callable[[Request, Exception], Awaitable[Response]]
     tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
+    max_body_bytes: int = BODY_BYTES
     _requests: Counter[str] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
     _took_s: float = 0.0  # for the last request that was answered
@@ -57,6 +62,7 @@ class Limits:
         """Pass a request on, or refuse it."""
         scope["arrived_at"] = time.perf_counter()
         request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
+        scope["max_body_bytes"] = self.max_body_bytes
         tenant, held = "", Counter[str]()
 
         async def send_with_id(message: Message) -> None:
@@ -69,7 +75,7 @@ class Limits:
             size = len(message.get("body", b""))
             held[tenant] += size
             self._bytes[tenant] += size
-            _check_size(held[tenant])
+            _check_size(held[tenant], self.max_body_bytes)
             if _is_too_much(self._bytes, tenant, MAX_BODIES_BYTES):
                 raise self._too_much("holds too many bytes of requests", tenant)
             return message
@@ -100,7 +106,7 @@ class Limits:
 
 async def read_body(request: Request) -> bytes:
     """Return a body that is not too long, by its header to begin with, and arrives in time."""
-    _check_size(int(request.headers.get("content-length", "0")))
+    _check_size(int(request.headers.get("content-length", "0")), request.scope["max_body_bytes"])
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()
@@ -108,9 +114,15 @@ async def read_body(request: Request) -> bytes:
         raise _refused(408, "The request body did not arrive in time.") from None
 
 
-def _check_size(num_bytes: int) -> None:
-    if num_bytes > MAX_BODY_BYTES:
-        raise _refused(413, f"The request body is longer than {MAX_BODY_BYTES} bytes.")
+def default_body_size(max_model_len: int) -> int:
+    """Return how many bytes a body may have for a context of so many tokens."""
+    return BODY_BYTES + BODY_BYTES_PER_TOKEN * max_model_len
+
+
+def _check_size(num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        text = f"The request body is longer than {most} bytes, the server's `max_body_size`."
+        raise _refused(413, text)
 
 
 def _is_too_much(held: Counter[str], tenant: str, most: int) -> bool:

@@ -6,6 +6,7 @@ checked here in whole, before anybody works for it. Fields are called what the A
 
 import contextlib
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from tieredkv.fields import (
     list_of,
     names_of,
     out_of_bounds,
+    shape_of,
 )
 from tieredkv.server.asked import WHOLE, ApiRequest, Asked, Json, Rules, Text
 from tieredkv.server.chat import Mark, Prompt, Tokenization
@@ -36,6 +38,10 @@ from tieredkv.server.known_fields import CHAT, CHAT_MESSAGE, COMPLETIONS
 from tieredkv.server.openai_answers import ChatShape, CompletionShape
 
 MAX_PROMPTS = 2048
+MAX_WRITES = 4
+"""A request writes at most so many prefixes, the last ones."""
+
+MAX_ARGUMENT_CONTAINERS = 4096
 
 SAMPLING_FIELDS = frozenset(SamplingParams.__annotations__) - {"max_tokens", "logprobs"}
 FAIL_FAST = pydantic.FailFast()
@@ -162,13 +168,17 @@ class OpenAIRequest(ApiRequest):
 
     @cached_property
     def marks(self) -> list[tuple[Mark, Breakpoint, str]]:
-        """Where the prompt is marked, with what, and what the mark is called."""
-        return [
+        """The last places where the prompt is marked, with what, and what the mark is called.
+
+        As many as a request can write.
+        """
+        found = (
             ((i, j), part.prompt_cache_breakpoint, f"{path}[{j}].prompt_cache_breakpoint")
-            for i, (path, message) in enumerate(self.turns)
-            for j, part in enumerate(message.content)
+            for i, (path, message) in reversed([*enumerate(self.turns)])
+            for j, part in reversed([*enumerate(message.content)])
             if part.prompt_cache_breakpoint
-        ]
+        )
+        return [*itertools.islice(found, MAX_WRITES)][::-1]
 
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
         """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
@@ -180,8 +190,8 @@ class OpenAIRequest(ApiRequest):
             (end, at.ttl or ttl, f"{path}.ttl" if at.ttl else of_all)
             for end, (_, at, path) in zip(ends, self.marks, strict=True)
         ]
-        # A request writes at most four prefixes, the last ones; the whole prompt is one of them.
-        wanted = wanted[-4:] if is_explicit else wanted[-3:]
+        if not is_explicit:  # then the whole prompt is one of those that are written
+            wanted = wanted[1 - MAX_WRITES :]
         if options and not is_explicit:
             wanted.append((WHOLE, ttl, of_all))
         retention = self.prompt_cache_retention
@@ -245,14 +255,14 @@ class CompletionRequest(OpenAIRequest):
             raise RequestError(text, param="best_of", code="unsupported_parameter")
         super().check(rules)
 
-    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+    def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Encode the texts, and decode what is echoed."""
-        prompts = await tokenization.encode_prompts(self.prompt)
+        prompts = tokenization.encode_prompts(self.prompt)
         prompt_logprobs, echoes = self.logprobs if self.echo else None, []
         for prompt, token_ids in zip(self.prompt, prompts, strict=True):
-            text = await tokenization.decode(prompt) if self.echo else ""
+            text = tokenization.decode(prompt) if self.echo else ""
             scored = token_ids if prompt_logprobs is not None else []
-            echoes.append((text, await tokenization.starts(scored, text)))
+            echoes.append((text, tokenization.starts(scored, text)))
         shape = CompletionShape(self.model, tokenization, echoes, **self.form)
         plan = msgspec.structs.replace(self.plan(rules, []), prompt_logprobs=prompt_logprobs)
         parts = [("input", prompt, "prompt") for prompt in self.prompt]
@@ -293,6 +303,11 @@ class CalledFunction(Object):
     def _parse(cls, arguments: Any) -> Any:
         # Templates print an object as they like; OpenAI's clients send its text.
         if isinstance(arguments, str):
+            if sum(map(arguments.count, "[{")) > MAX_ARGUMENT_CONTAINERS:
+                num = shape_of(arguments.encode("utf-8", "replace")).num_containers
+                if num > MAX_ARGUMENT_CONTAINERS:
+                    what = f"at most {MAX_ARGUMENT_CONTAINERS} arrays and objects"
+                    raise PydanticCustomError("containers", "{what}", {"what": what})
             with contextlib.suppress(msgspec.DecodeError, UnicodeError, RecursionError):
                 arguments = msgspec.json.decode(arguments)
             if is_too_deep([arguments]):
@@ -363,13 +378,13 @@ class ConversationRequest(OpenAIRequest):
     tool_choice: Any = None
     parallel_tool_calls: bool = True
 
-    async def render(
+    def render(
         self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
     ) -> Asked:
         """Return what is asked for, rendered with arguments for the template."""
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
-        encoded = await tokenization.encode_chat(messages, arguments, marks)
+        encoded = tokenization.encode_chat(messages, arguments, marks, field=self.prompt_field)
         plan = self.plan(rules, encoded.ends)
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
@@ -397,7 +412,7 @@ class ChatRequest(ConversationRequest):
     refused = CHAT.refused
     prompt_field = "messages"
 
-    messages: list[Message] = Field(min_length=1, max_length=16_384)
+    messages: Annotated[list[Message], FAIL_FAST] = Field(min_length=1, max_length=16_384)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     logprobs: bool = False
     chat_template_kwargs: TemplateArguments = Field({})
@@ -422,8 +437,8 @@ class ChatRequest(ConversationRequest):
             raise RequestError(text, param="top_logprobs", code="invalid_value")
         super().check(rules)
 
-    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+    def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         arguments = {"tools": self.tools or None, **self.chat_template_kwargs}
         shape = ChatShape(self.model, tokenization, **self.form)
-        return await self.render(tokenization, rules, arguments, shape=shape)
+        return self.render(tokenization, rules, arguments, shape=shape)

@@ -1,26 +1,169 @@
 """Rendered conversations to token ids, piece by piece: what was encoded before is looked up.
 
 A text is cut before its special tokens. A tokenizer looks for these before all else and works on
-what lies between two of them by itself, so that the ids of the pieces, joined, are the text's.
+what lies between two of them by itself, so that the ids of the pieces, joined, are the text's. A
+long piece is cut between words, where encoding both sides together gives the same ids. So encoding
+takes short steps, between which it may be given up.
 """
 
 import functools
 import itertools
 import re
+import secrets
 import threading
 from array import array
-from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Any
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+from tokenizers import AddedToken, Tokenizer
 from transformers import PreTrainedTokenizerBase
+
+from tieredkv.server.threads import Stop
 
 MAX_NAMESPACES = 128
 MAX_CHARACTERS = 1 << 20
+"""Kept of one namespace."""
+
+MAX_CHARACTERS_IN_ALL = 8 << 20
 PIECE_CHARACTERS = 256
 """What a piece counts for beside its text, as many short ones take memory, too."""
 
+CHUNK_CHARACTERS = 16 << 10
+BATCH_CHARACTERS = 128 << 10
+"""Encoded in one call, after which the work may be given up."""
+
+WINDOW_CHARACTERS = 128
+"""On each side of a place where a long piece may be cut, to see whether it changes the ids."""
+
+MAX_TRIES = 8
+SCAN_CHARACTERS = 1 << 18
+
 Kept = dict[str, "array[int]"]
+
+_WORD_END = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
+_LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
+_SPANS_WORDS = re.compile("[A-Za-z][ \u0120\u2581][A-Za-z]")
+_SPANS_LINES = re.compile("[\n\u010a][^\\s\u010a\u0120\u0109\u010d\u2581]")
+"""Names of tokens that reach over the end of a word or line, with what stands for white space."""
+
+
+class TooLongError(Exception):
+    """A text has more tokens than it may have; how many is not known."""
+
+
+class Trie:
+    """Finds the longest of some texts wherever one of them begins, in one pass.
+
+    An expression of plain alternatives would try all of them at each character that some begin
+    with.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        known = {text for text in texts if text}
+        self._longest = max(map(len, known), default=0)
+        self._pattern = re.compile(_trie_pattern(sorted(known)) if known else "(?!)")
+
+    def find(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield where each begins and ends, from left to right and without overlaps.
+
+        A long text is searched in steps, so that other threads can go on between them.
+        """
+        if not self._longest:
+            return
+        begin = 0
+        while begin < len(text):
+            stop = begin + SCAN_CHARACTERS
+            for match in self._pattern.finditer(text, begin, stop + self._longest):
+                if match.start() >= stop:
+                    break
+                yield match.span()
+                begin = match.end()
+            begin = max(begin, stop)
+
+
+def _trie_pattern(texts: Sequence[str]) -> str:
+    """Return an expression that matches the longest of sorted texts."""
+    head = re.escape(_common_start(texts[0], texts[-1]))
+    size = len(_common_start(texts[0], texts[-1]))
+    rests = [text[size:] for text in texts]
+    is_end = rests[0] == ""
+    groups = itertools.groupby(filter(None, rests), key=lambda rest: rest[0])
+    inner = [_trie_pattern([*group]) for _, group in groups]
+    if not inner:
+        return head
+    return f"{head}(?:{'|'.join(inner)}){'?' if is_end else ''}"
+
+
+def _common_start(one: str, other: str) -> str:
+    both = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return "".join(each for each, _ in both)
+
+
+class Chunk(NamedTuple):
+    """A part of a piece that is encoded by itself: where it begins in the piece, and its text."""
+
+    start: int
+    text: str
+
+
+class _Backend:
+    """A tokenizer of the `tokenizers` library, which encodes chunks and tells where to cut them."""
+
+    def __init__(
+        self, backend: Any, cuts: Sequence[tuple[Any, Sequence[int]]] | None = None
+    ) -> None:
+        self._backend = backend
+        if cuts is not None:
+            self.cuts = cuts
+            return
+        names = "\0".join(backend.get_vocab(with_added_tokens=False))
+        self.cuts = [
+            (ends, drops)
+            for ends, spans, drops in (
+                (_LINE_END, _SPANS_LINES, (0,)),
+                (_WORD_END, _SPANS_WORDS, (0, 1)),
+            )
+            if not spans.search(names)
+        ]
+
+    def ids(self, texts: Sequence[str]) -> list["array[int]"]:
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [array("I", encoding.ids) for encoding in encodings]
+
+    def stops(self, text: str) -> list[int]:
+        """Return where each token of a text ends."""
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        return [stop for _, stop in encoding.offsets]
+
+    def chunks(self, text: str) -> Iterator[Chunk]:
+        """Cut a piece; whatever cannot be cut without changing ids is one chunk."""
+        start = 0
+        while len(text) - start > CHUNK_CHARACTERS and (cut := self._cut(text, start)):
+            yield Chunk(start, text[start : cut[0]])
+            start = cut[1]
+        yield Chunk(start, text[start:])
+
+    def _cut(self, text: str, start: int) -> tuple[int, int] | None:
+        """Return where the chunk that begins at `start` ends, and where the next one begins."""
+        begin = start + CHUNK_CHARACTERS // 2
+        while begin < len(text):
+            stop = begin + CHUNK_CHARACTERS // 2
+            for ends, drops in self.cuts:
+                for match in itertools.islice(ends.finditer(text, begin, stop), MAX_TRIES):
+                    end = match.start()
+                    for dropped in drops:  # some tokenizers put a space before every text
+                        if self._is_clean(text, end, end + dropped):
+                            return end, end + dropped
+            begin = stop
+        return None
+
+    def _is_clean(self, text: str, end: int, begin: int) -> bool:
+        """Whether a text around a place has the ids of both sides."""
+        left = text[max(0, end - WINDOW_CHARACTERS) : end]
+        right = text[begin : begin + WINDOW_CHARACTERS]
+        both, one, other = self.ids([left + text[end:begin] + right, left, right])
+        return both == one + other
 
 
 class PieceEncoder:
@@ -28,22 +171,29 @@ class PieceEncoder:
 
     Namespaces share nothing, so that the time tells none of them what another one has asked; each
     keeps the pieces that it used last. Several threads may call `encode`.
+
+    Attributes:
+        special: the spellings of special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+        self._hf: Any = getattr(tokenizer, "backend_tokenizer", None)
         self._lock = threading.Lock()  # for what is kept
-        self._kept_of = functools.lru_cache(MAX_NAMESPACES)(lambda _namespace: Kept())
-        added: Any = ()
-        if self._backend is not None:
-            added = self._backend.get_added_tokens_decoder().values()
-            self._backend.no_truncation()  # which a checkpoint may have left on
-            self._backend.no_padding()
-        raw = [token for token in added if token.content and not token.normalized]
-        # Longest first, as tokenizers match. What takes in or looks at its left is no place to cut.
-        names = sorted((re.escape(token.content) for token in raw), key=len, reverse=True)
-        self._raw = re.compile("|".join(names) or "(?!)")
+        self._kept: dict[object, Kept] = {}
+        self._size_of: dict[object, int] = {}
+        added: Mapping[int, AddedToken] = {}
+        if self._hf is not None:
+            added = self._hf.get_added_tokens_decoder()
+            self._hf.no_truncation()  # which a checkpoint may have left on
+            self._hf.no_padding()
+            self._backend = _Backend(self._hf)
+            self.special = sorted(it.content for it in added.values() if it.special and it.content)
+        else:
+            self.special = sorted(set(getattr(tokenizer, "all_special_tokens", ())))
+        raw = [token for token in added.values() if token.content and not token.normalized]
+        # What takes in or looks at its left is no place to cut.
+        self._raw = Trie(token.content for token in raw)
         self._cuts = {
             token.content
             for token in raw
@@ -53,48 +203,301 @@ class PieceEncoder:
         }
 
     def encode(
-        self, text: str, places: Sequence[int] = (), namespace: object = ""
+        self,
+        text: str,
+        places: Sequence[int] = (),
+        namespace: object = "",
+        *,
+        guards: Sequence[int] = (),
+        limit: int | None = None,
+        stop: Stop | None = None,
     ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and how many of them end at each place at the latest."""
-        if self._backend is None:
-            how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-            encode = functools.partial(self._tokenizer.encode, **how)
-            return list(encode(text)), [len(encode(text[:place])) for place in places]
-        cuts = [match.start() for match in self._raw.finditer(text) if match[0] in self._cuts]
+        """Return the token ids of a text, and how many of them end at each place at the latest.
+
+        Args:
+            text: what to encode.
+            places: in it.
+            namespace: which pieces may be looked up.
+            guards: places in it, sorted; a special token around one of them is text.
+            limit: of token ids.
+            stop: tells whether the ids are still wanted.
+
+        Raises:
+            TooLongError: there are more than `limit` token ids.
+            StoppedError: they are no longer wanted.
+        """
+        stop = stop or Stop()
+        if self._hf is None:
+            return self._encode_in_one_go(text, places, guards)
+        cuts = [
+            start
+            for start, end in self._raw.find(text)
+            if text[start:end] in self._cuts and not _is_guarded(guards, start, end)
+        ]
         starts = [0, *cuts, len(text)]
-        head, *others = [text[a:b] for a, b in itertools.pairwise(starts)]
-        kept = self._kept_of(namespace)
-        with self._lock:
-            known = {text: kept[text] for text in others if text in kept}
-        new = [head, *dict.fromkeys(text for text in others if text not in known)]
-        encodings = self._backend.encode_batch_fast(new, add_special_tokens=False)
-        first, *made = [array("I", encoding.ids) for encoding in encodings]
-        known |= zip(new[1:], made, strict=True)
-        self._keep(known, kept)
-        parts = [first, *(known[text] for text in others)]
+        spans = [*itertools.pairwise(starts)]
+        parts = self._parts(text, spans, namespace, guards, limit, stop)
         counts = list(itertools.accumulate(map(len, parts), initial=0))
 
         @functools.cache
-        def stops(index: int) -> list[int]:
-            piece = text[starts[index] : starts[index + 1]]
-            encoding = self._backend.encode(piece, add_special_tokens=False)
-            return [stop for _, stop in encoding.offsets]
+        def count(index: int) -> "_Counting":
+            start, end = spans[index]
+            return self._counting(text[start:end], _inside(guards, start, end))
 
         ends = []
         for place in places:
+            stop.check()
             index = bisect_right(starts, place) - 1
             within = place - starts[index]
-            ends.append(counts[index] + (bisect_right(stops(index), within) if within else 0))
+            ends.append(counts[index] + (count(index).before(within) if within else 0))
         return list(itertools.chain.from_iterable(parts)), ends
 
-    def _keep(self, used: Kept, kept: Kept) -> None:
+    def _parts(
+        self,
+        text: str,
+        spans: Sequence[tuple[int, int]],
+        namespace: object,
+        guards: Sequence[int],
+        limit: int | None,
+        stop: Stop,
+    ) -> list["array[int]"]:
+        """Return the ids of each piece, looked up or encoded a batch at a time."""
+        with self._lock:
+            kept = self._kept.get(namespace, {})
+        known, used, parts, num_ids = Kept(), Kept(), list["array[int]"](), 0
+        for batch in _batches(spans):
+            stop.check()
+            plain = [(text[start:end], _inside(guards, start, end)) for start, end in batch]
+            short = dict.fromkeys(
+                piece
+                for piece, guarded in plain
+                if len(piece) <= CHUNK_CHARACTERS and not guarded
+                if piece not in known
+            )
+            with self._lock:
+                known |= {piece: kept[piece] for piece, _ in plain if piece in kept}
+            new = [piece for piece in short if piece not in known]
+            known |= zip(new, self._backend.ids(new), strict=True)
+            for piece, guarded in plain:
+                if guarded:
+                    ids = self._encode_guarded(piece, guarded, limit, stop)
+                elif piece in known:
+                    ids = known[piece]
+                else:
+                    ids = known[piece] = self._encode_long(self._backend, piece, limit, stop)
+                if parts and not guarded:  # the first one does not begin with a special token
+                    used[piece] = used.pop(piece, ids)
+                parts.append(ids)
+                num_ids += len(ids)
+            if limit is not None and num_ids > limit:
+                raise TooLongError
+        self._keep(namespace, used)
+        return parts
+
+    def _encode_long(
+        self, backend: _Backend, piece: str, limit: int | None, stop: Stop
+    ) -> "array[int]":
+        ids = array("I")
+        spans = ((each.start, each.start + len(each.text)) for each in backend.chunks(piece))
+        for batch in _batches(spans):
+            stop.check()
+            texts = [piece[start:end] for start, end in batch]
+            if limit is not None:
+                self._check_unbroken(backend, texts, limit, stop)
+            for made in backend.ids(texts):
+                ids += made
+            if limit is not None and len(ids) > limit:
+                raise TooLongError
+        return ids
+
+    def _check_unbroken(
+        self, backend: _Backend, texts: Sequence[str], limit: int, stop: Stop
+    ) -> None:
+        """Refuse a chunk that cannot be cut if its parts have more than twice the tokens allowed.
+
+        Cut anywhere, a text has a few tokens more at each cut, but not twice as many.
+        """
+        for text in texts:
+            if len(text) > 2 * BATCH_CHARACTERS:
+                num_ids = 0
+                for start in range(0, len(text), CHUNK_CHARACTERS):
+                    stop.check()
+                    num_ids += len(backend.ids([text[start : start + CHUNK_CHARACTERS]])[0])
+                    if num_ids > 2 * limit:
+                        raise TooLongError
+
+    # Text that spells special tokens
+
+    @functools.cached_property
+    def _guarding(self) -> "_Guarding":
+        return _Guarding(self._hf, self._backend.cuts)
+
+    def _encode_guarded(
+        self, piece: str, guards: Sequence[int], limit: int | None, stop: Stop
+    ) -> "array[int]":
+        guarding = self._guarding
+        other = guarding.replaced(piece, guards)
+        return guarding.restored(self._encode_long(guarding.backend, other.text, limit, stop))
+
+    def _counting(self, piece: str, guards: Sequence[int]) -> "_Counting":
+        if not guards:
+            return _Counting(self._backend, _Replaced(piece, [], []))
+        return _Counting(self._guarding.backend, self._guarding.replaced(piece, guards))
+
+    def _encode_in_one_go(
+        self, text: str, places: Sequence[int], guards: Sequence[int]
+    ) -> tuple[list[int], list[int]]:
+        how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
+        if guards:  # then none is taken for a token but where it is known to be one
+            how["split_special_tokens"] = True
+        encode = functools.partial(self._tokenizer.encode, **how)
+
+        def whole(text: str) -> list[int]:
+            if not guards:
+                return list(encode(text))
+            ids, begin = list[int](), 0
+            for start, end in Trie(self.special).find(text):
+                if not _is_guarded(guards, start, end):
+                    ids += encode(text[begin:start])
+                    token: Any = self._tokenizer.convert_tokens_to_ids([text[start:end]])
+                    ids += token
+                    begin = end
+            return [*ids, *encode(text[begin:])]
+
+        return whole(text), [len(whole(text[:place])) for place in places]
+
+    # What is kept
+
+    def _keep(self, namespace: object, used: Kept) -> None:
         """Keep pieces as those used last, in place of those used longest ago."""
         with self._lock:
+            kept = self._kept.pop(namespace, {})
             for text in used:
                 kept.pop(text, None)
             kept |= used
             size = sum(map(len, kept)) + PIECE_CHARACTERS * len(kept)
-            while size > MAX_CHARACTERS:
-                oldest = next(iter(kept))
-                size -= len(oldest) + PIECE_CHARACTERS
-                del kept[oldest]
+            if size > MAX_CHARACTERS:
+                size, newest = 0, list[str]()
+                for text in reversed(kept):
+                    if size + len(text) + PIECE_CHARACTERS > MAX_CHARACTERS:
+                        break
+                    size += len(text) + PIECE_CHARACTERS
+                    newest.append(text)
+                kept = {text: kept[text] for text in reversed(newest)}
+            self._kept[namespace] = kept
+            self._size_of[namespace] = size
+            total = sum(self._size_of.values())
+            while len(self._kept) > MAX_NAMESPACES or total > MAX_CHARACTERS_IN_ALL:
+                oldest = next(iter(self._kept))
+                del self._kept[oldest]
+                total -= self._size_of.pop(oldest)
+
+
+class _Replaced(NamedTuple):
+    """A piece with other texts in place of its special tokens.
+
+    Attributes:
+        text: with what was put in.
+        ends: where each that was replaced ends in the piece.
+        shifts: how much further to the right what follows each of them stands.
+    """
+
+    text: str
+    ends: list[int]
+    shifts: list[int]
+
+    def place(self, within: int) -> int:
+        """Return where a place of the piece is now."""
+        index = bisect_right(self.ends, within) - 1
+        return within + (self.shifts[index] if index >= 0 else 0)
+
+
+class _Guarding:
+    """A second tokenizer, for which special tokens are text, and others stand for them.
+
+    It shares the vocabulary with the first one. What stands for a special token is a number that
+    nobody outside can know.
+    """
+
+    def __init__(self, hf: Any, cuts: Sequence[tuple[Any, Sequence[int]]]) -> None:
+        added: dict[int, AddedToken] = dict(sorted(hf.get_added_tokens_decoder().items()))
+        made: Any = Tokenizer(hf.model)
+        for part in ("normalizer", "pre_tokenizer"):
+            if getattr(hf, part) is not None:
+                setattr(made, part, getattr(hf, part))
+        for token in added.values():
+            (made.add_special_tokens if token.special else made.add_tokens)([token])
+        if made.get_added_tokens_decoder() != added:  # ids have gaps
+            made = Tokenizer.from_str(hf.to_str())
+        made.encode_special_tokens = True
+        secret = str(secrets.randbelow(10**20)).zfill(20)
+        self._special = Trie(token.content for token in added.values() if token.special)
+        self._names: dict[str, str] = {}
+        self._ids: dict[int, int] = {}
+        for i, (token_id, token) in enumerate(added.items()):
+            if token.special and token.content:
+                name = self._names[token.content] = f"{secret}{i:06d}"
+                how = {at: getattr(token, at) for at in ("lstrip", "rstrip", "single_word")}
+                made.add_tokens([AddedToken(name, normalized=token.normalized, **how)])
+                self._ids[made.token_to_id(name)] = token_id
+        self.backend = _Backend(made, cuts)
+
+    def replaced(self, piece: str, guards: Sequence[int]) -> _Replaced:
+        """Return a piece in which no special token stands but what is guarded, which is text."""
+        texts, ends, shifts, begin, shift = list[str](), list[int](), list[int](), 0, 0
+        for start, end in self._special.find(piece):
+            if not _is_guarded(guards, start, end):
+                name = self._names[piece[start:end]]
+                texts += [piece[begin:start], name]
+                shift += len(name) - (end - start)
+                begin = end
+                ends.append(end)
+                shifts.append(shift)
+        return _Replaced("".join([*texts, piece[begin:]]), ends, shifts)
+
+    def restored(self, ids: "array[int]") -> "array[int]":
+        """Return ids with those of the special tokens in place of what stood for them."""
+        return array("I", map(lambda each: self._ids.get(each, each), ids))
+
+
+class _Counting:
+    """Counts the tokens of a piece before a place; what was counted once is not counted again."""
+
+    def __init__(self, backend: _Backend, piece: _Replaced) -> None:
+        self._backend, self._piece = backend, piece
+        self._chunks = [*backend.chunks(piece.text)]
+        self._stops = functools.cache(lambda index: backend.stops(self._chunks[index].text))
+        self._num_ids = functools.cache(
+            lambda index: len(backend.ids([self._chunks[index].text])[0])
+        )
+
+    def before(self, within: int) -> int:
+        """Return how many tokens end at a place at the latest."""
+        place = self._piece.place(within)
+        index = bisect_right(self._chunks, place, key=lambda chunk: chunk.start) - 1
+        num_before = sum(self._num_ids(each) for each in range(index))
+        return num_before + bisect_right(self._stops(index), place - self._chunks[index].start)
+
+
+def _batches(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield spans in groups that are long enough to be encoded together."""
+    batch, size = list[tuple[int, int]](), 0
+    for start, end in spans:
+        batch.append((start, end))
+        size += end - start + PIECE_CHARACTERS // 16
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _is_guarded(guards: Sequence[int], start: int, end: int) -> bool:
+    """Whether a guard is inside of a span, at neither of its ends."""
+    index = bisect_right(guards, start)
+    return index < len(guards) and guards[index] < end
+
+
+def _inside(guards: Sequence[int], start: int, end: int) -> list[int]:
+    """Return the guards in a span, as places in it."""
+    return [each - start for each in guards[bisect_left(guards, start) : bisect_right(guards, end)]]

@@ -177,17 +177,20 @@ class ResponsesRequest(openai.ConversationRequest):
     def turns(self) -> Sequence[tuple[str, Message]]:
         """All messages; calls are part of the assistant's message that they come behind."""
         turns: list[tuple[str, Message]] = []
+        called: Message | None = None
         if self.instructions:
             part = ContentPart(type="text", text=self.instructions)
             turns.append(("instructions", Message(role="system", content=[part], tool_calls=[])))
         for i, item in enumerate(self.input):
             match item:
                 case FunctionCall():
-                    path, last = "", Message(role="assistant", content=[], tool_calls=[])
-                    if turns and turns[-1][1].role == "assistant":
-                        path, last = turns.pop()
-                    calls = [*last.tool_calls, ToolCall(id=item.call_id, function=item)]
-                    turns.append((path, last.model_copy(update={"tool_calls": calls})))
+                    if not (turns and turns[-1][1].role == "assistant"):
+                        turns.append(("", Message(role="assistant", content=[], tool_calls=[])))
+                    path, last = turns[-1]
+                    if last is not called:  # then it is the client's own, and is not changed
+                        called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
+                        turns[-1] = path, called
+                    called.tool_calls.append(ToolCall(id=item.call_id, function=item))
                 case FunctionOutput(call_id=id, output=parts):
                     tool = Message.model_construct(role="tool", content=parts, tool_call_id=id)
                     turns.append((f"input[{i}].output", tool))
@@ -195,14 +198,14 @@ class ResponsesRequest(openai.ConversationRequest):
                     turns.append((f"input[{i}].content", item))
         return turns
 
-    async def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
+    def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
         """Render the conversation."""
         functions = [tool.model_dump(exclude={"type"}, exclude_unset=True) for tool in self.tools]
         arguments = {"tools": [{"type": "function", "function": it} for it in functions] or None}
         options = self.prompt_cache_options
         compared_id = options.comparison_response_id if options else None
         how = {"shape": ResponseShape(self), "compared_id": compared_id}
-        return await self.render(tokenization, rules, arguments, **how)
+        return self.render(tokenization, rules, arguments, **how)
 
     def echo(self) -> Json:
         """Return those fields of the answer that say what was asked."""
@@ -232,6 +235,7 @@ class ResponseShape(Shape):
     def __init__(self, asked: ResponsesRequest) -> None:
         super().__init__()
         self._asked, self._item_id = asked, f"msg_{uuid.uuid4().hex}"
+        self._echo = asked.echo()  # which several events of a stream repeat
         self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -289,7 +293,7 @@ class ResponseShape(Shape):
         nothing = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
         head = {"id": self.id, "object": "response", "created_at": self.created}
         how = {"status": status, "output": output, "background": False, "store": False}
-        return {**head, **self._asked.echo(), **nothing, **how}
+        return {**head, **self._echo, **nothing, **how}
 
     def _diagnostics(self, usage: RequestUsage) -> Json:
         if (found := self.diagnosis.compare(usage)) is None:

@@ -5,6 +5,7 @@ It knows processes and signals; terminals are the command line's business.
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import logging
 import os
@@ -148,9 +149,12 @@ class Server:
         loop.add_signal_handler(signal.SIGHUP, reload)
         self._end = engine.kill
         try:
-            with contextlib.closing(await self._load(engine)) as tokenization:
-                if not signals:
-                    api = Api(self.settings, engine, tokenization, keys)
+            tokenization = await self._load(engine)
+            if not signals:
+                # What was loaded stays for good; to look through it for garbage again and again
+                # would hold up every thread.
+                gc.freeze()
+                with contextlib.closing(Api(self.settings, engine, tokenization, keys)) as api:
                     await self._serve(sock, api, engine)
         except TieredKVError:
             if not signals:  # else the engine was killed while it started
@@ -165,8 +169,12 @@ class Server:
         loading = asyncio.create_task(asyncio.to_thread(load_tokenizer, self.settings.model))
         try:
             await engine.ready()
-            has_canonical_tools = self.settings.canonical_tools == "on"
-            return Tokenization(await loading, has_canonical_tools=has_canonical_tools)
+            return Tokenization(
+                await loading,
+                has_canonical_tools=self.settings.canonical_tools == "on",
+                allows_special=self.settings.allow_special_in_content == "on",
+                max_model_len=engine.info.max_model_len,
+            )
         finally:
             loading.cancel()
 

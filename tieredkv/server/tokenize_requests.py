@@ -27,19 +27,20 @@ class TokenizeRequest(PlainRequest):
     add_generation_prompt: bool = True
     return_token_strs: bool = False
 
-    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+    def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the token ids and, where they are wanted, what the vocabulary calls them."""
         if (self.prompt is None) != bool(self.messages):
             text = "Either 'prompt' or 'messages' is needed, and not both."
             raise RequestError(text, param="prompt", code="invalid_value")
         if self.prompt is not None:
-            how = {"add_special_tokens": self.add_special_tokens}
-            [token_ids] = await tokenization.encode_prompts([self.prompt], **how)
+            how = {"add_special_tokens": self.add_special_tokens, "is_bounded": False}
+            [token_ids] = tokenization.encode_prompts([self.prompt], **how)
         else:
             messages = [message.for_template() for message in self.messages]
             how = {"add_generation_prompt": self.add_generation_prompt}
             arguments = {"tools": self.tools or None, **how, **self.chat_template_kwargs}
-            token_ids = (await tokenization.encode_chat(messages, arguments)).token_ids
+            encoded = tokenization.encode_chat(messages, arguments, is_bounded=False)
+            token_ids = encoded.token_ids
         names = tokenization.tokenizer.convert_ids_to_tokens(token_ids)
         return {
             "count": len(token_ids),
@@ -54,8 +55,8 @@ class DetokenizeRequest(PlainRequest):
 
     tokens: Annotated[list[TokenId], FailFast()]
 
-    async def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
+    def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the text."""
         if self.tokens:
             pack_prompt(self.tokens, WHOLE, info.vocab_size, field="tokens")  # refuses others
-        return {"prompt": await tokenization.decode(self.tokens)}
+        return {"prompt": tokenization.decode(self.tokens)}

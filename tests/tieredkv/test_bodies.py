@@ -1,0 +1,96 @@
+"""Bodies that would cost more to read than they are worth, and what is worth reading."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tieredkv.config import Settings
+from tieredkv.errors import RequestError
+from tieredkv.fields import parse_body, read, shape_of
+from tieredkv.server.asked import Rules
+from tieredkv.server.openai_api import ChatRequest
+
+USER = {"role": "user", "content": "hi"}
+
+
+def chat(*messages: object, is_strict: bool = False, **fields: Any) -> ChatRequest:
+    rules = Rules(Settings(), is_strict=is_strict)
+    body = {"model": "m", "messages": [USER, *messages], **fields}
+    asked = read(ChatRequest, body, rules.refuses)
+    asked.check(rules)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        (b'{"a":[' + b"[],{}," * 40_000 + b"1]}", "80002 arrays and objects, .* more than 65536"),
+        (b'{"a":[' + b"1," * 300_000 + b"1]}", "300001 values, .* more than 262144"),
+        (
+            b"{" + b",".join(b'"%d":1' % i for i in range(140_000)) + b"}",
+            "140000 members of objects, .* more than 131072",
+        ),
+    ],
+)
+def test_a_body_that_holds_too_much_is_refused_before_it_is_decoded(
+    body: bytes, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tieredkv.fields.msgspec.json.decode", None)
+    with pytest.raises(RequestError, match=what):
+        parse_body(body)
+
+
+def test_punctuation_in_strings_is_text() -> None:
+    text = '[{,:"\\\\' * 50_000 + "\\"
+    assert parse_body(json.dumps({"a": text}).encode()) == {"a": text}
+
+
+JSON = st.recursive(
+    st.none() | st.integers(0, 9) | st.text('"\\[]{},:a', max_size=6),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\[:'), inner),
+)
+
+
+@given(value=JSON)
+def test_the_shape_of_a_text_is_that_of_what_it_says(
+    monkeypatch_module: pytest.MonkeyPatch, value: Any
+) -> None:
+    def count(value: Any) -> tuple[int, int, int]:
+        items = [*value.values()] if isinstance(value, dict) else value
+        if not isinstance(items, list):
+            return 0, 0, 0
+        inner = [count(each) for each in items]
+        depth = max((each[0] for each in inner), default=0) + 1
+        containers, keys = (sum(each[i] for each in inner) for i in (1, 2))
+        return depth, containers + 1, keys + (len(items) if isinstance(value, dict) else 0)
+
+    for separators in ((",", ":"), (" , ", " : ")):
+        shape = shape_of(json.dumps(value, separators=separators).encode())
+        assert shape[:3] == count(value)
+
+
+@pytest.fixture(scope="module")
+def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
+    """Scan in steps so short that texts go on from one to the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tieredkv.fields._SCAN_BYTES", 5)
+        yield patch
+
+
+def test_arguments_of_calls_are_counted_before_they_are_decoded() -> None:
+    called = {"name": "f", "arguments": "[" + "[]," * 5000 + "1]"}
+    call = {"id": "1", "type": "function", "function": called}
+    with pytest.raises(RequestError, match="at most 4096 arrays and objects"):
+        chat({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
+def test_a_key_or_value_as_long_as_a_body_is_not_told_in_whole() -> None:
+    for fields in ({"k" * 10**6: 1}, {"service_tier": "v" * 10**6}, {"metadata": {"k": {"v": 1}}}):
+        with pytest.raises(RequestError) as caught:
+            chat(is_strict=True, **fields)
+        assert len(str(caught.value)) < 600
+        assert len(caught.value.param or "") <= 200

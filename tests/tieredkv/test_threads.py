@@ -1,0 +1,95 @@
+"""Threads that tenants share: turns, work that is given up, and what is left when it is over."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from tieredkv.server.threads import FairThreads, Stop, StoppedError, trim_memory
+
+
+def test_a_tenant_never_holds_the_last_thread() -> None:
+    async def run() -> None:
+        threads, go = FairThreads(3), threading.Event()
+        held = [asyncio.create_task(threads.run("a", lambda _: go.wait())) for _ in range(20)]
+        assert await asyncio.wait_for(threads.run("b", lambda _: "done"), 60) == "done"
+        go.set()
+        await asyncio.gather(*held)
+        threads.close()
+
+    asyncio.run(run())
+
+
+def test_tenants_take_turns() -> None:
+    order: list[str] = []
+
+    def noting(name: str) -> Callable[[Stop], None]:
+        return lambda _: order.append(name)
+
+    async def run() -> None:
+        threads, go = FairThreads(2), threading.Event()
+        stuck = asyncio.create_task(threads.run("other", lambda _: go.wait()))
+        await asyncio.sleep(0)
+        names = ["a1", "a2", "a3", "b1", "b2", "c1"]
+        tasks = [asyncio.create_task(threads.run(name[0], noting(name))) for name in names]
+        await asyncio.gather(*tasks)
+        go.set()
+        await stuck
+        threads.close()
+
+    asyncio.run(run())
+    assert order == ["a1", "a2", "b1", "c1", "a3", "b2"]
+
+
+def test_work_that_nobody_waits_for_is_told_to_stop_and_frees_its_thread() -> None:
+    async def run() -> None:
+        threads, began = FairThreads(2), threading.Event()
+
+        def work(stop: Stop) -> None:
+            began.set()
+            assert stop.wait(60)
+            stop.check()
+
+        tasks = [asyncio.create_task(threads.run("a", work)) for _ in range(3)]
+        await asyncio.to_thread(began.wait, 60)
+        for task in tasks:
+            task.cancel()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(each) for each in results] == [asyncio.CancelledError] * 3
+        assert await asyncio.wait_for(threads.run("a", lambda _: 1), 60) == 1
+        threads.close()
+
+    asyncio.run(run())
+
+
+def test_work_under_way_ends_when_the_threads_are_closed() -> None:
+    async def run() -> None:
+        threads, began = FairThreads(2), threading.Event()
+
+        def work(stop: Stop) -> None:
+            began.set()
+            assert stop.wait(60)
+            stop.check()
+
+        task = asyncio.create_task(threads.run("a", work))
+        await asyncio.to_thread(began.wait, 60)
+        threads.close()
+        with pytest.raises(StoppedError):
+            await task
+
+    asyncio.run(run())
+
+
+def test_errors_of_work_are_those_of_its_caller() -> None:
+    async def run() -> None:
+        threads = FairThreads(2)
+        with pytest.raises(ZeroDivisionError):
+            await threads.run("a", lambda _: 1 // 0)
+        threads.close()
+
+    asyncio.run(run())
+
+
+def test_memory_can_be_given_back() -> None:
+    trim_memory()  # on any system

@@ -1,0 +1,180 @@
+"""Chat templates, rendered within bounds: a conversation to text.
+
+It knows Jinja and what transformers gives to templates, no tokens.
+"""
+
+import functools
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator, Frame
+from jinja2.exceptions import SecurityError
+from jinja2.runtime import Context
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import _compile_jinja_template
+
+from tieredkv.errors import RequestError
+from tieredkv.server.threads import Stop
+
+MAX_ROUNDS = 1_000_000
+"""Rounds of loops and calls of macros in one rendering."""
+
+MAX_CHARACTERS = 1 << 26
+"""Length of a rendering and of any text or list that a template makes on the way."""
+
+MAX_POWER_BITS = 1 << 16
+
+_LIMITS = (ArithmeticError, MemoryError, SecurityError)
+"""What a template raises that goes beyond a limit of its sandbox."""
+
+_FAULTS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What templates raise where a message or tool is not as they take for granted."""
+
+_LOOKING = frozenset(
+    {"endswith", "find", "index", "partition", "rpartition", "rsplit", "split", "startswith"}
+)
+"""Methods of texts by which templates look for another text."""
+
+
+class _Spent(threading.local):
+    """What the rendering in this thread has used so far."""
+
+    num_rounds = 0
+    stop = Stop()
+
+
+_spent = _Spent()
+
+
+def _count_round() -> None:
+    _spent.num_rounds += 1
+    if _spent.num_rounds > MAX_ROUNDS:
+        raise SecurityError(f"it takes more than {MAX_ROUNDS} rounds of its loops")
+    _spent.stop.check()
+
+
+def _check_length(length: int) -> None:
+    if length > MAX_CHARACTERS:
+        raise SecurityError(f"it makes a text or list longer than {MAX_CHARACTERS}")
+
+
+def _concat(values: Sequence[Any]) -> str:
+    texts = [str(value) for value in values]
+    _check_length(sum(map(len, texts)))
+    return "".join(texts)
+
+
+class _CountingGenerator(CodeGenerator):
+    """Compiles templates that count the rounds of their loops and the calls of their macros."""
+
+    def visit_For(self, node: nodes.For, frame: Frame) -> None:
+        """Count each round."""
+        node.body.insert(0, self._counting(node.lineno))
+        super().visit_For(node, frame)
+
+    def visit_Macro(self, node: nodes.Macro, frame: Frame) -> None:
+        """Count each call."""
+        node.body.insert(0, self._counting(node.lineno))
+        super().visit_Macro(node, frame)
+
+    def _counting(self, lineno: int) -> nodes.Stmt:
+        counter = nodes.EnvironmentAttribute("count_round")
+        statement = nodes.ExprStmt(nodes.Call(counter, [], [], None, None))
+        statement.set_environment(self.environment)
+        return statement.set_lineno(lineno, override=True)  # type: ignore[return-value]
+
+    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
+        """Join texts no longer than allowed."""
+        self.write("environment.concat_checked((")
+        for value in node.nodes:
+            self.visit(value, frame)
+            self.write(", ")
+        self.write("))")
+
+
+class ChatTemplate:
+    """One template, compiled; several threads may render it.
+
+    Attributes:
+        looked_for: texts that it looks for in other texts, such as `</think>`.
+    """
+
+    def __init__(self, source: str) -> None:
+        environment: Any = _compile_jinja_template(source).environment
+        binary = environment.call_binop
+
+        def call_binop(context: Context, operator: str, left: Any, right: Any) -> Any:
+            if operator == "*":
+                for many, times in ((left, right), (right, left)):
+                    if isinstance(many, str | list | tuple) and isinstance(times, int):
+                        _check_length(len(many) * times)
+            elif operator == "**" and isinstance(left, int) and isinstance(right, int):
+                if left.bit_length() * right > MAX_POWER_BITS:
+                    raise SecurityError("it makes a number that is too large")
+            elif isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
+                _check_length(len(left) + len(right))
+            return binary(context, operator, left, right)
+
+        environment.code_generator_class = _CountingGenerator
+        environment.intercepted_binops = frozenset({"*", "**", "+"})
+        environment.call_binop = call_binop
+        environment.count_round = _count_round
+        environment.concat_checked = _concat
+        self._template = environment.from_string(source)
+        self.looked_for = frozenset(_looked_for(environment.parse(source)))
+
+    def render(self, stop: Stop, **variables: Any) -> str:
+        """Return the text.
+
+        Raises:
+            RequestError: the template refuses the messages, cannot render them, or breaks a limit.
+            StoppedError: the text is no longer wanted.
+        """
+        _spent.num_rounds, _spent.stop = 0, stop
+        texts, length = list[str](), 0
+        try:
+            for text in self._template.generate(**variables):
+                texts.append(text)
+                length += len(text)
+                _check_length(length)
+        except _LIMITS as error:
+            why = f"breaks a limit of its sandbox: {str(error) or type(error).__name__}"
+        except jinja2.TemplateError as error:
+            why = f"refuses these messages: {error.message or type(error).__name__}"
+        except _FAULTS:
+            why = "cannot render these messages."
+        else:
+            return "".join(texts)
+        what = f"The model's chat template {why}"
+        raise RequestError(what, param="messages", code="invalid_value")
+
+
+def _looked_for(tree: nodes.Template) -> list[str]:
+    """Return the constants that a template compares parts of texts with, without white space."""
+    found: list[nodes.Node] = []
+    for compare in tree.find_all(nodes.Compare):
+        if {operand.op for operand in compare.ops} & {"in", "notin"}:
+            found.append(compare.expr)
+    for call in tree.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr) and call.node.attr in _LOOKING:
+            found += call.args[:1]
+    return [
+        each.value.strip()
+        for each in found
+        if isinstance(each, nodes.Const) and isinstance(each.value, str)
+    ]
+
+
+template_of = functools.lru_cache(16)(ChatTemplate)
+"""Returns the compiled form of a template's source."""
+
+
+def variables_of(
+    tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a template may use beside the messages."""
+    defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+    return {**tokenizer.special_tokens_map, **defaults, **arguments}

@@ -1,0 +1,139 @@
+"""Threads for what long requests cost, in turns that tenants take one after another.
+
+It knows whose work it does, not what the work is.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import threading
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+NUM_THREADS = 4
+TRIM_AFTER_S = 1.0
+
+Result = TypeVar("Result")
+
+
+class StoppedError(Exception):
+    """The work was given up, because its client has gone or the server is ending."""
+
+
+class Stop(threading.Event):
+    """Set once the result of some work is no longer wanted."""
+
+    def check(self) -> None:
+        """Raise if the work is to be given up.
+
+        Raises:
+            StoppedError: it is.
+        """
+        if self.is_set():
+            raise StoppedError
+
+
+class FairThreads:
+    """A few threads in which tenants have their work done in turns; used on one event loop.
+
+    A free thread goes to each tenant that waits in turn, however much work it waits with. No tenant
+    holds all threads, so that work of another one begins at once where only one keeps them busy.
+
+    Args:
+        num_threads: at least 2.
+    """
+
+    def __init__(self, num_threads: int = NUM_THREADS) -> None:
+        self._num_threads = num_threads
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix="requests")
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, in order of turns
+        self._running: Counter[str] = Counter()
+        self._stops: set[Stop] = set()
+        self._trimming: asyncio.TimerHandle | None = None
+
+    async def run(self, tenant: str, work: Callable[[Stop], Result]) -> Result:
+        """Return what the work returns; it is told to stop where this call is cancelled.
+
+        Raises:
+            StoppedError: the threads were closed before the work had ended.
+        """
+        await self._wait_for_turn(tenant)
+        loop, stop = asyncio.get_running_loop(), Stop()
+        self._stops.add(stop)
+
+        def end(done: asyncio.Future[Result]) -> None:
+            done.cancelled() or done.exception()  # which nobody may be there to ask for
+            self._stops.discard(stop)
+            self._give_back(tenant)
+
+        running = loop.run_in_executor(self._executor, work, stop)
+        running.add_done_callback(end)
+        try:
+            return await asyncio.shield(running)
+        finally:
+            stop.set()
+
+    def close(self) -> None:
+        """End the threads as soon as their work notices; nothing waits for them."""
+        if self._trimming is not None:
+            self._trimming.cancel()
+        for stop in self._stops:
+            stop.set()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def _wait_for_turn(self, tenant: str) -> None:
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(tenant, deque()).append(turn)
+        self._give_turns()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self._give_back(tenant)
+            else:
+                with contextlib.suppress(KeyError, ValueError):
+                    self._waiting[tenant].remove(turn)
+                    if not self._waiting[tenant]:
+                        del self._waiting[tenant]
+            raise
+
+    def _give_turns(self) -> None:
+        while self._running.total() < self._num_threads:
+            may_run = (it for it in self._waiting if self._running[it] < self._num_threads - 1)
+            if (tenant := next(may_run, None)) is None:
+                return
+            turns = self._waiting.pop(tenant)
+            turn = turns.popleft()
+            if turns:
+                self._waiting[tenant] = turns  # behind the others
+            if not turn.done():
+                self._running[tenant] += 1
+                turn.set_result(None)
+
+    def _give_back(self, tenant: str) -> None:
+        self._running[tenant] -= 1
+        self._running += Counter()  # forgets tenants that have nothing running
+        self._give_turns()
+        if self._trimming is not None:
+            self._trimming.cancel()
+        loop = asyncio.get_running_loop()
+        self._trimming = loop.call_later(TRIM_AFTER_S, self._trim, loop)
+
+    def _trim(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Give memory back to the system once the threads are idle."""
+        self._trimming = None
+        if not self._running:
+            with contextlib.suppress(RuntimeError):  # the threads have just been closed
+                loop.run_in_executor(self._executor, trim_memory)
+
+
+def trim_memory() -> None:
+    """Give the system what the C library keeps of freed memory, where it is glibc.
+
+    What many threads have allocated and freed stays in its arenas otherwise.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
