@@ -12,6 +12,7 @@ import sys
 
 import msgspec
 
+from tieredkv.config import child_environment
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.worker_messages import Launch, SetAside, StoreOptions, WorkerMessage
@@ -49,6 +50,7 @@ def start_process(
             stdout=stdout,
             pass_fds=[theirs.fileno(), *fds],
             start_new_session=True,
+            env=child_environment(),
         )
     except BaseException:
         ours.close()

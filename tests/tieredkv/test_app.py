@@ -68,7 +68,7 @@ def ask(
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(api)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return [await http.request(method, path, json=body) for _ in range(num_times)]
 
     responses = asyncio.run(send())

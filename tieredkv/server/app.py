@@ -17,6 +17,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -34,7 +35,7 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import Limits, read_body
+from tieredkv.server.limits import ID_HEADERS, Limits, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
@@ -59,6 +60,9 @@ ANSWERED: dict[str, type[ApiRequest]] = {
 }
 """What is posted where."""
 
+CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", "/version"}
+"""What pages of `cors_origins` may ask beside `/v1/`: never `/admin` and `/metrics`."""
+
 _HTTP_ERRORS = {
     404: ("Unknown request URL: {} {}", "unknown_url"),
     405: ("Not allowed to {} on {}", "method_not_supported"),
@@ -80,7 +84,8 @@ class Api:
         self._metrics = Metrics(settings, self._engine)
         self._diagnoses = Diagnoses()
         self._told = set[str]()  # of what fields the log has said that they are ignored
-        self.tenant_of = self._keys.tenant
+        self.tenant_of, self.check_head = self._keys.tenant, self._keys.check_host
+        self.cors_origins = settings.cors_origins
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self._created = int(time.time())
 
@@ -243,7 +248,23 @@ def build_app(api: Api) -> ASGIApp:
         exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )
     app.router.redirect_slashes = False  # it would redirect to what the Host header names
-    return Limits(app, api.max_requests, refuse, api.tenant_of)
+    limited = Limits(app, api.max_requests, refuse, api.tenant_of, api.check_head)
+    if not api.cors_origins:
+        return limited
+    crossed = CORSMiddleware(
+        limited,
+        allow_origins=[origin.lower() for origin in api.cors_origins],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=[*ID_HEADERS, "retry-after"],
+    )
+
+    async def split(scope: Scope, receive: Receive, send: Send) -> None:
+        is_api = scope["path"].startswith("/v1/") or scope["path"] in CROSS_ORIGIN_PATHS
+        await (crossed if is_api else limited)(scope, receive, send)
+
+    return split
 
 
 async def _watch(request: Request, generation: Generation) -> None:

@@ -138,14 +138,21 @@ class Server:
         # After the handlers: from its first moment on, a signal ends the engine too.
         engine = EngineClient(settings, on_progress=self.on_progress, log_level=self.log_level)
 
-        def reload() -> None:
-            try:
-                keys.load()
-                engine.give_shares(keys.shares)
-            except ConfigError as error:
-                logger.error("the keys stay as they were: %s", error)
+        async def reload() -> None:
+            async with reloading:
+                try:
+                    keys.adopt(await asyncio.to_thread(keys.read))
+                    engine.give_shares(keys.shares)
+                except ConfigError as error:
+                    logger.error("the keys stay as they were: %s", error)
 
-        loop.add_signal_handler(signal.SIGHUP, reload)
+        reloading, reloads = asyncio.Lock(), set[asyncio.Task[None]]()
+
+        def on_hangup() -> None:
+            reloads.add(task := loop.create_task(reload()))
+            task.add_done_callback(reloads.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         self._end = engine.kill
         try:
             with contextlib.closing(await self._load(engine)) as tokenization:
