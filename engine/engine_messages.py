@@ -185,9 +185,19 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress
     total: int
 
 
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """Said each second from when the engine can serve on: its process runs.
+
+    Attributes:
+        step_s: how long the step that it is in has lasted, or its wait for something to do.
+    """
+
+    step_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
 ToEngine = Start | EngineRequest | Abort | Shares | Shutdown
-ToServer = StepOutputs | EngineInfo | Refused | ProgressReport
+ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport

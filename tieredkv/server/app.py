@@ -92,12 +92,14 @@ class Api:
     # Routes
 
     async def health(self, _request: Request) -> Response:
-        """Say whether the engine lives, and which processes these are."""
-        engine, info, is_alive = self._engine, self._engine.info, self._engine.is_alive
+        """Say whether the engine can serve, why it cannot, and which processes these are."""
+        engine, info, trouble = self._engine, self._engine.info, self._engine.trouble
         pids = {"engine": engine.pid, "worker": info.worker_pid}
-        pids = {"server": os.getpid(), **(pids if is_alive else dict.fromkeys(pids))}
-        body = {"status": "ok" if is_alive else "dead", "model": info.model, "pids": pids}
-        return JSONResponse(body, 200 if is_alive else 503)
+        pids = {"server": os.getpid(), **(pids if engine.is_alive else dict.fromkeys(pids))}
+        body: Json = {"status": "ok", "model": info.model, "pids": pids}
+        if trouble:
+            body |= {"status": "stuck" if engine.is_alive else "dead", "reason": trouble}
+        return JSONResponse(body, 503 if trouble else 200)
 
     async def version(self, _request: Request) -> Response:
         """Say which version of tieredkv this is."""
