@@ -206,9 +206,19 @@ class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
     body: dict[str, Any]
 
 
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """Said each second from when the engine can serve on: its process runs.
+
+    Attributes:
+        step_s: how long the step that it is in has lasted, or its wait for something to do.
+    """
+
+    step_s: float
+
+
 class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
     """Stop: end running requests with "abort", write what `24h` promised, exit."""
 
 
 ToEngine = Start | EngineRequest | Abort | Shares | Evict | Shutdown
-ToServer = StepOutputs | EngineInfo | Refused | ProgressReport | Evicted
+ToServer = StepOutputs | Beat | EngineInfo | Refused | ProgressReport | Evicted

@@ -35,6 +35,7 @@ IDLE_WAIT_S = 1.0
 UNSENT_WAIT_S = 0.005
 PROGRESS_INTERVAL_S = 0.1
 STATS_INTERVAL_S = 1.0
+BEAT_INTERVAL_S = 1.0
 FAREWELL_S = 2.0
 
 
@@ -42,7 +43,8 @@ class EngineProcess:
     """Drives a core by what arrives on a channel.
 
     The main thread steps the core and sends; a second thread receives, so that an abort is seen
-    while a step runs. They share `_inbox` and the channel.
+    while a step runs, and tells the server each second that the process runs and how long the step
+    has lasted. They share `_inbox`, the channel and `_stepped_at`, which the main thread sets.
     """
 
     def __init__(self, channel: FrameChannel[ToEngine]) -> None:
@@ -50,7 +52,7 @@ class EngineProcess:
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._core: EngineCore | None = None
         self._is_stopping = False
-        self._reported_at = self._told_at = 0.0
+        self._reported_at = self._told_at = self._stepped_at = 0.0
 
     def run(self) -> int:
         """Serve until the server says stop or is gone; return the exit code."""
@@ -80,6 +82,7 @@ class EngineProcess:
     def _serve(self, core: EngineCore) -> None:
         """Step, and do what is asked for, until that is to stop."""
         info: messages.EngineInfo | None = None
+        self._stepped_at = time.monotonic()
         while not self._is_stopping:
             if core.info != info:  # the first, or the store's worker is another than it was
                 info = core.info
@@ -88,6 +91,7 @@ class EngineProcess:
             while not self._inbox.empty() and num_taken_tokens < MAX_ADMITTED_TOKENS:
                 num_taken_tokens += self._take(core, self._inbox.get())
             self._step(core)
+            self._stepped_at = time.monotonic()
             core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
 
     def _step(self, core: EngineCore) -> None:
@@ -99,11 +103,16 @@ class EngineProcess:
             self._channel.send(StepOutputs(outputs, stats))
 
     def _receive(self) -> None:
-        """Put what arrives into the inbox; the end of the channel becomes a shutdown."""
+        """Put what arrives into the inbox, and beat; the channel's end becomes a shutdown."""
+        beat_at = 0.0
         try:
             while True:
-                for message in self._channel.receive(None):
+                for message in self._channel.receive(BEAT_INTERVAL_S):
                     self._post(message)
+                now = time.monotonic()
+                if self._stepped_at and now - beat_at >= BEAT_INTERVAL_S:
+                    beat_at = now
+                    self._channel.send(messages.Beat(now - self._stepped_at))
         except (EOFError, StorageError) as error:
             if self._core is None:
                 os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from tieredkv.config import child_environment
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.worker_messages import IndexStart, Launch, StoreOptions, WorkerMessage
@@ -59,6 +60,7 @@ def start_process(
             stdout=stdout,
             pass_fds=[theirs.fileno(), *fds],
             start_new_session=True,
+            env=child_environment(),
         )
     except BaseException:
         ours.close()

@@ -8,6 +8,7 @@ time, such as the number of blocks, lives elsewhere.
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -50,10 +51,14 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 """What a number may be, if not above 0, or at least 0 where that is its default."""
 
+_HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
+_ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
-def _setting(section: str, default: Any, help: str) -> Any:
-    """Declare a field: its TOML section, its default, what it is for."""
-    return field(default=default, metadata={"section": section, "help": help})
+
+def _setting(section: str, default: Any, help: str, *, is_secret: bool = False) -> Any:
+    """Declare a field: its TOML section, its default, what it is for, whether it is shown."""
+    metadata = {"section": section, "help": help, "is_secret": is_secret}
+    return field(default=default, repr=not is_secret, metadata=metadata)
 
 
 _model, _cache, _scheduler, _server = (
@@ -117,7 +122,16 @@ class Settings:
 
     host: str = _server("127.0.0.1", "address to listen on")
     port: int = _server(8000, "port to listen on")
-    api_keys: tuple[str, ...] = _server((), "keys that clients must present, if any")
+    allowed_hosts: tuple[str, ...] = _server(
+        (),
+        "host names to accept beside localhost; if not set all, but without keys on loopback none",
+    )
+    cors_origins: tuple[str, ...] = _server(
+        (), "web origins whose pages may use the API, e.g. http://localhost:3000, or * for any"
+    )
+    api_keys: tuple[str, ...] = _server(
+        (), "keys that clients must present, if any", is_secret=True
+    )
     max_body_size: Bytes | None = _server(
         None, "longest request body; 1 MiB and 32 bytes for each token of context if not set"
     )
@@ -128,7 +142,7 @@ class Settings:
     anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
     cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
     api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")
-    admin_key: str | None = _server(None, "key that opens /admin")
+    admin_key: str | None = _server(None, "key that opens /admin", is_secret=True)
     metrics_key: MetricsKey = _server("auto", "whether /metrics needs a key; auto: not on loopback")
     metric_labels: tuple[str, ...] = _server(
         ("route", "prefix_version"), "fields of a request's metadata that label its metrics"
@@ -146,8 +160,17 @@ class Settings:
                 _check_one_of(name, value, get_args(setting.type))
             elif type(value) in (int, float) and not is_allowed(value):
                 raise ConfigError(f"`{name}` = {value} must be {what}")
-        if not all(self.api_keys):
+        if not all(key.strip() for key in self.api_keys):
             raise ConfigError("`api_keys` holds an empty key, which would let everybody in")
+        if self.admin_key is not None and not self.admin_key.strip():
+            raise ConfigError("`admin_key` is blank")
+        for name, form, what in (
+            ("allowed_hosts", _HOST, "a name without port, e.g. kv.example.com, or *"),
+            ("cors_origins", _ORIGIN, "an origin without path, e.g. https://example.com, or *"),
+        ):
+            for value in getattr(self, name):
+                if value != "*" and not form.fullmatch(value):
+                    raise ConfigError(f"`{name}`: `{value}` is not {what}")
         shares = [*self.tenant_shares.values()]
         if not (sum(shares) <= 1 and min(shares, default=0) >= 0):
             what = "at least 0 each and at most 1 in all"
@@ -188,6 +211,16 @@ _KNOWN: dict[str, Any] = {it.name: it for it in fields(Settings) if it.metadata[
 """The fields that have one value in one TOML section, by name."""
 
 
+_SECRET_VARIABLES = {
+    ENVIRONMENT_PREFIX + name.upper() for name, it in _KNOWN.items() if it.metadata["is_secret"]
+}
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for a process that this one starts: all of its own but the keys."""
+    return {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}
+
+
 class LoadedSettings(NamedTuple):
     """Settings, and where each field's value came from."""
 
@@ -204,10 +237,8 @@ class LoadedSettings(NamedTuple):
         """Yield section, name, value, the same as people write it, and source; no secrets."""
         for name, setting in _KNOWN.items():
             value = getattr(self.settings, name)
-            if name == "api_keys":
-                value = f"{len(value)} configured"
-            elif name == "admin_key" and value:
-                value = "configured"
+            if setting.metadata["is_secret"] and value is not None:
+                value = f"{len(value)} configured" if isinstance(value, tuple) else "configured"
             text = value if isinstance(value, str | None) else kind_of(setting).show(value)
             yield setting.metadata["section"], name, value, text or "", self.sources[name]
         for policy in self.settings.policies:
@@ -241,7 +272,14 @@ def load_settings(
     policies = {policy.name: policy for policy in DEFAULT_POLICIES}
 
     def take(name: str, value: object, where: str, source: str) -> None:
-        values[name] = _parse(kind_of(_KNOWN[name]).parse, value, where)
+        setting = _KNOWN[name]
+        try:
+            values[name] = _parse(kind_of(setting).parse, value, where)
+        except ConfigError:
+            if setting.metadata["is_secret"]:  # the message would show the value
+                what = "a list of texts" if setting.type == tuple[str, ...] else "a text"
+                raise ConfigError(f"{where} is not {what}") from None
+            raise
         sources[name] = source
 
     for section, name, value in _read_toml(config_path) if config_path is not None else ():
@@ -371,7 +409,7 @@ _KINDS = {
     int | None: _INTEGER,
     float: Kind(_plain(float, "a number"), str, "NUMBER"),
     str | None: _TEXT._replace(parse=lambda value: _TEXT.parse(value) or None),
-    tuple[str, ...]: Kind(_parse_texts, str, "TEXT"),
+    tuple[str, ...]: Kind(_parse_texts, ", ".join, "TEXT"),
 }
 
 

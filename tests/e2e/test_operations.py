@@ -188,7 +188,7 @@ def test_too_many_requests_at_once_are_refused_before_they_are_read(tmp_path: Pa
     flags = ("--max-num-seqs", "1", "--max-num-queued-reqs", "1")
     with running(tmp_path, *flags) as server:
         port = int(server.root.rpartition(":")[2])
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99999\r\n\r\n"
         idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
         for sock in idle:
             sock.sendall(head + b"{")

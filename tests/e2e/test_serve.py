@@ -340,25 +340,59 @@ def test_a_disk_tier_that_is_off_is_told_with_its_cause_until_it_is_back(tmp_pat
         wait_until(lambda: server.health().json()["disk"] == {"status": "ok"}, "it stays off")
 
 
-def test_a_dead_engine_is_unhealthy_and_its_requests_end(tmp_path: Path) -> None:
-    with running(tmp_path) as server, server.client() as client:
-        stream = client.completions.create(
-            **{**GREEDY, "max_tokens": 3500},
-            prompt="a",
-            stream=True,
-            extra_body={"ignore_eos": True},
-        )
+def environment_of(pid: int) -> dict[str, str]:
+    entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(entry.split("=", 1) for entry in entries if entry)
+
+
+def descendants(pid: int) -> list[int]:
+    of_threads = Path(f"/proc/{pid}/task").glob("*/children")
+    children = [int(each) for path in of_threads for each in path.read_text().split()]
+    return [*children, *(each for child in children for each in descendants(child))]
+
+
+def test_a_dead_engine_ends_the_server_once_its_clients_were_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TIEREDKV_API_KEYS", "sk-a")
+    monkeypatch.setenv("TIEREDKV_ADMIN_KEY", "sk-root")
+    endless: dict[str, Any] = {**GREEDY, "max_tokens": 3500, "extra_body": {"ignore_eos": True}}
+    with running(tmp_path) as server, server.client("sk-a") as client:
+        pids = server.pids
+        children = descendants(pids["server"])
+        assert {pids["engine"], pids["worker"]} <= {*children}
+        for pid in children:
+            given = environment_of(pid)
+            assert "PATH" in given and not any("sk-" in each for each in given.values())
+        stream = client.completions.create(**endless, prompt="a", stream=True)
         next(iter(stream))
-        os.kill(server.pids["engine"], signal.SIGKILL)
-        with pytest.raises(openai.APIError, match="The engine has stopped"):
+        told: list[openai.APIStatusError] = []
+
+        def ask() -> None:
+            try:
+                client.completions.create(**endless, prompt="b")
+            except openai.APIStatusError as error:
+                told.append(error)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until(lambda: running_requests(server) == 2, "it does not run")
+        os.kill(pids["engine"], signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="The engine has died"):
             list(stream)
-        health = server.health()
-        assert (health.status_code, health.json()["status"]) == (503, "dead")
-        with pytest.raises(openai.InternalServerError) as caught:
-            client.completions.create(**GREEDY, prompt="a")
-        assert (caught.value.status_code, caught.value.code) == (503, "engine_dead")
-        assert "the engine has died" in server.log
-        assert server.stop() == 1
+        asking.join()
+        assert [(error.status_code, error.code) for error in told] == [(503, "engine_dead")]
+        assert server.process.wait(HANG_S) == 1
+        assert "the engine has died: killed by SIGKILL" in server.log
+        assert "Traceback" not in server.log and "sk-" not in server.log
+
+
+def running_requests(server: Server) -> int:
+    """Return how many requests the engine has said that it runs."""
+    headers = {"Authorization": "Bearer sk-root"}
+    text = http.get(f"{server.root}/metrics", headers=headers).text
+    found = re.search(r"^tieredkv_requests_running (\S+)$", text, re.MULTILINE)
+    return int(float(found[1])) if found else 0
 
 
 def test_an_echo_is_scored_token_by_token_whole_and_streamed(client: openai.OpenAI) -> None:

@@ -40,6 +40,7 @@ class Engine:
 
     info = EngineInfo(model="m", max_model_len=512, vocab_size=1024, worker_pid=None)
     is_alive, pid, stats = True, 1, dict[str, Any]()
+    trouble: str | None = None
 
     def __init__(self, pause_s: float, say: Callable[[str], TokenOutput]) -> None:
         self._pause_s, self._say = pause_s, say
@@ -68,7 +69,7 @@ def ask(
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(api)
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             return [await http.request(method, path, json=body) for _ in range(num_times)]
 
     responses = asyncio.run(send())

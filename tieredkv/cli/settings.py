@@ -16,7 +16,9 @@ from tieredkv.config import LoadedSettings, Settings, kind_of, load_settings
 
 FILE = click.Path(dir_okay=False)
 _SPELLINGS = {
+    "allowed_hosts": ("--allowed-host",),
     "api_keys": ("--api-key",),
+    "cors_origins": ("--cors-origin",),
     "host_size": ("--host-size", "--host-cache-size"),
     "device_size": ("--device-size", "--device-cache-size"),
     "disk_dir": ("--disk-dir", "--disk-cache-dir"),

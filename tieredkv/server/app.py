@@ -18,6 +18,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -36,7 +37,7 @@ from tieredkv.server.diagnosis import Diagnoses
 from tieredkv.server.engine_client import EngineClient
 from tieredkv.server.generation import ClientGoneError, Generation
 from tieredkv.server.keys import Keys
-from tieredkv.server.limits import Limits, default_body_size, read_body
+from tieredkv.server.limits import ID_HEADERS, Limits, default_body_size, read_body
 from tieredkv.server.metrics import Metrics, Observer
 from tieredkv.server.openai_answers import openai_body
 from tieredkv.server.openai_api import ChatRequest, CompletionRequest
@@ -64,6 +65,9 @@ ANSWERED: dict[str, type[ApiRequest]] = {
     "/detokenize": DetokenizeRequest,
 }
 """What is posted where."""
+
+CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", "/version"}
+"""What pages of `cors_origins` may ask beside `/v1/`: never `/admin` and `/metrics`."""
 
 _HTTP_ERRORS = {
     404: ("Unknown request URL: {} {}", "unknown_url"),
@@ -95,7 +99,8 @@ class Api:
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
         self._told = set[str]()  # of what fields the log has said that they are ignored
-        self.tenant_of = self._keys.tenant
+        self.tenant_of, self.check_head = self._keys.tenant, self._keys.check_host
+        self.cors_origins = settings.cors_origins
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
         self.max_body_bytes = settings.max_body_size or default_body_size(info.max_model_len)
         self._created = int(time.time())
@@ -107,21 +112,22 @@ class Api:
     # Routes
 
     async def health(self, _request: Request) -> Response:
-        """Say whether the engine lives, which processes these are, and what ails the disk tier.
+        """Say whether the engine can serve, why it cannot, and what ails the disk tier.
 
         Without its disk tier the server is healthy: a fault of the cache is a miss.
         """
-        engine, info, is_alive = self._engine, self._engine.info, self._engine.is_alive
+        engine, info, trouble = self._engine, self._engine.info, self._engine.trouble
         pids = {"engine": engine.pid, "worker": info.worker_pid}
-        pids = {"server": os.getpid(), **(pids if is_alive else dict.fromkeys(pids))}
-        status = "ok" if is_alive else "dead"
-        body: dict[str, Any] = {"status": status, "model": info.model, "pids": pids}
+        pids = {"server": os.getpid(), **(pids if engine.is_alive else dict.fromkeys(pids))}
+        body: Json = {"status": "ok", "model": info.model, "pids": pids}
+        if trouble:
+            body |= {"status": "stuck" if engine.is_alive else "dead", "reason": trouble}
         if self._settings.disk_dir is not None:
             told = {"off": info.disk_trouble, "failing": engine.store_error}
             causes = [(status, cause) for status, cause in told.items() if cause]
             status, cause = causes[0] if causes else ("ok", None)
             body["disk"] = {"status": status} | ({"cause": cause} if cause else {})
-        return JSONResponse(body, 200 if is_alive else 503)
+        return JSONResponse(body, 503 if trouble else 200)
 
     async def version(self, _request: Request) -> Response:
         """Say which version of tieredkv this is."""
@@ -322,7 +328,25 @@ def build_app(api: Api) -> ASGIApp:
         exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )
     app.router.redirect_slashes = False  # it would redirect to what the Host header names
-    return Limits(app, api.max_requests, refuse, api.tenant_of, api.max_body_bytes)
+    limited = Limits(
+        app, api.max_requests, refuse, api.tenant_of, api.check_head, api.max_body_bytes
+    )
+    if not api.cors_origins:
+        return limited
+    crossed = CORSMiddleware(
+        limited,
+        allow_origins=[origin.lower() for origin in api.cors_origins],
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        allow_private_network=True,
+        expose_headers=[*ID_HEADERS, "retry-after"],
+    )
+
+    async def split(scope: Scope, receive: Receive, send: Send) -> None:
+        is_api = scope["path"].startswith("/v1/") or scope["path"] in CROSS_ORIGIN_PATHS
+        await (crossed if is_api else limited)(scope, receive, send)
+
+    return split
 
 
 async def _wait_until_gone(request: Request) -> None:

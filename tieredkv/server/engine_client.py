@@ -9,6 +9,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,12 +22,17 @@ from tieredkv.errors import RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.results import EvictFilter
 from tieredkv.storage.worker_messages import Refused
-from tieredkv.storage.worker_process import bury, start_process
+from tieredkv.storage.worker_process import bury, describe_exit, start_process
 from tieredkv.types import Progress
 
 logger = logging.getLogger(__name__)
 
 EXIT_GRACE_S = 10.0
+SILENCE_LIMIT_S = 10.0
+STEP_LIMIT_S = 60.0
+"""Steps take seconds at most on a GPU; a large model on a CPU may look stuck for a while."""
+
+TICK_S = 1.0
 _decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
 
 Take = Callable[[TokenOutput], None]
@@ -47,6 +53,9 @@ class EngineClient:
         stats: what the engine last said of its tiers; empty until it did.
         info: what it last said of itself; there once it is ready.
         pid: the engine's process.
+        is_alive: the process has not ended.
+        has_died: it has ended without being told to.
+        on_death: called when it does, after every request has had its last output.
     """
 
     def __init__(
@@ -67,7 +76,11 @@ class EngineClient:
         self._is_stopping = False
         self.stats: dict[str, Any] = {}
         self.info: EngineInfo
-        self.is_alive = True
+        self.is_alive, self.has_died = True, False
+        self.on_death: Callable[[], None] = lambda: None
+        self._silent_s = self._step_s = 0.0
+        self._was_stuck = False
+        self._ticking: asyncio.TimerHandle | None = None
         self._channel.send(messages.Start(settings=settings, log_level=log_level))
         self._loop.add_reader(self._channel, self._hear)
 
@@ -84,12 +97,28 @@ class EngineClient:
         """Why the disk tier could not store the last blocks; empty where it could."""
         return str((self.stats.get("disk") or {}).get("store_error", ""))
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the engine answers nobody now, in a sentence; None while it does.
+
+        A process that is stopped says nothing; a step that hangs, in the driver for instance, is
+        told of by the thread that receives. Either may end by itself.
+        """
+        if not self.is_alive:
+            return "The engine has died"
+        if self._silent_s >= SILENCE_LIMIT_S:
+            state = _state_of(self.pid)
+            return f"The engine has said nothing for {self._silent_s:.0f} s; its process {state}"
+        if self._step_s >= STEP_LIMIT_S:
+            return f"The engine has been in one step for {self._step_s:.0f} s"
+        return None
+
     def submit(self, request: EngineRequest, take: Take) -> None:
         """Hand a request to the engine; `take` is called with each of its outputs."""
-        if self._is_stopping:
-            take(TokenOutput(request_id=request.request_id, finish_reason="abort"))
-        elif not self.is_alive:
+        if self.has_died:
             take(_death_of(request.request_id))
+        elif self._is_stopping or not self.is_alive:
+            take(_abort_of(request.request_id))
         else:
             self._takers[request.request_id] = take
             self._channel.send(request)
@@ -124,6 +153,9 @@ class EngineClient:
         """Tell the engine to end every request, write what it promised, and exit; do not wait."""
         self._tell(messages.Shutdown())
         self._is_stopping = True
+        self._stop_ticking()
+        if self.trouble:  # it will not end its requests in time
+            self._end_requests(_abort_of)
 
     def kill(self) -> None:
         """End an engine that is still starting and has promised nothing."""
@@ -136,13 +168,33 @@ class EngineClient:
             await asyncio.wait_for(self._ended.wait(), drain_timeout_s + EXIT_GRACE_S)
         self._mark_dead()
         self._channel.close()
-        return await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
+        exit_code = await asyncio.to_thread(bury, self._process, EXIT_GRACE_S)
+        if self.has_died:
+            told = describe_exit(exit_code)
+            logger.error("the engine has died: %s; the server ends with exit code 1", told)
+        return exit_code
 
     def _tell(self, message: messages.ToEngine) -> None:
         if self.is_alive and not self._is_stopping:
             self._channel.send(message)
 
+    def _tick(self) -> None:
+        """Count a second in which this process ran; only such a second is one of silence."""
+        self._silent_s += TICK_S
+        self._ticking = self._loop.call_later(TICK_S, self._tick)
+        trouble = self.trouble
+        if trouble and not self._was_stuck:
+            logger.error("%s; /health says so until it goes on", trouble)
+        elif self._was_stuck and not trouble:
+            logger.warning("the engine goes on")
+        self._was_stuck = bool(trouble)
+
+    def _stop_ticking(self) -> None:
+        if self._ticking is not None:
+            self._ticking.cancel()
+
     def _hear(self) -> None:
+        self._silent_s = 0.0
         try:
             for message in self._channel.receive():
                 self._take(message)
@@ -159,6 +211,8 @@ class EngineClient:
                     pick = self._takers.pop if output.finish_reason else self._takers.get
                     if (take := pick(output.request_id, None)) is not None:
                         take(output)
+            case messages.Beat(step_s):
+                self._step_s = step_s
             case messages.ProgressReport(stage, done, total):
                 self._on_progress(stage, done, total)
             case messages.Evicted(id, body):
@@ -168,32 +222,56 @@ class EngineClient:
                 self.info = message
                 if not self._ready.done():
                     self._ready.set_result(message)
+                    self._ticking = self._loop.call_later(TICK_S, self._tick)
             case Refused(kind, text):  # said instead of `EngineInfo`
                 self._ready.set_exception(errors.named(kind, text))
 
     def _mark_dead(self) -> None:
         self._loop.remove_reader(self._channel)
         self._ended.set()
+        self._stop_ticking()
         self.is_alive = False
         if not self._ready.done():
             self._ready.set_exception(TieredKVError("the engine died while it was starting"))
         elif not (self._is_stopping or self._ready.exception()):
-            logger.error("the engine has died; every request is refused until a restart")
-        for request_id, take in self._takers.items():
-            take(_death_of(request_id))
-        self._takers.clear()
+            self.has_died = True
+            logger.error("the engine has died: its requests fail and the server ends")
+        self._end_requests(_death_of)
         for answer in self._evictions.values():
             if not answer.done():
                 answer.set_exception(_death())
+        if not self._is_stopping:
+            self.on_death()
+
+    def _end_requests(self, last_output_of: Callable[[str], TokenOutput]) -> None:
+        """Give every request its last output."""
+        takers, self._takers = self._takers, {}
+        for request_id, take in takers.items():
+            take(last_output_of(request_id))
 
 
 def _death() -> RequestError:
-    text = "The engine has stopped; restart the server"
+    text = "The engine has died and the server ends"
     return RequestError(text, code="engine_dead", status=503)
 
 
 def _death_of(request_id: str) -> TokenOutput:
     return messages.failed(request_id, _death())
+
+
+def _abort_of(request_id: str) -> TokenOutput:
+    return TokenOutput(request_id=request_id, finish_reason="abort")
+
+
+def _state_of(pid: int) -> str:
+    """Say what the kernel says of a process."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "is gone"
+    stopped = "is stopped by a signal; SIGCONT continues it"
+    waits = "waits in the kernel, for a disk or the GPU's driver"
+    return {"T": stopped, "t": "is stopped by a debugger", "D": waits}.get(state, "does not answer")
 
 
 STATUS_OF_CODE = {"queue_full": 429, "engine_dead": 503, "shutting_down": 503}

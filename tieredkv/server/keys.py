@@ -5,10 +5,12 @@ It knows digests of keys and headers, not what a request asks for. A tenant is a
 
 import hashlib
 import hmac
+import os
+import re
+import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
 
 import msgspec
 from msgspec import Meta
@@ -16,6 +18,10 @@ from msgspec import Meta
 from tieredkv.config import Settings
 from tieredkv.errors import ConfigError, RequestError
 from tieredkv.server.asked import Rules
+
+MAX_FILE_BYTES = 16 << 20
+LOCAL_HOSTS = ("localhost", "127.0.0.1", "[::1]")
+_PORT = re.compile(r":\d*$")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -35,6 +41,20 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     admin: bool = False
 
 
+class Access(NamedTuple):
+    """What all keys together may do, by their digests.
+
+    Attributes:
+        rules: what the requests of a key may say.
+        admins: of the keys that open `/admin`.
+        shares: of every tier, by the tenants that have one.
+    """
+
+    rules: dict[str, Rules]
+    admins: list[str]
+    shares: dict[str, float]
+
+
 @dataclass(kw_only=True)
 class Keys:
     """The keys of a server, and what each may do.
@@ -43,7 +63,6 @@ class Keys:
         settings: where they are.
         is_strict: as `Rules` have it.
         is_local: only this machine can ask.
-        shares: of every tier, by the tenants that have one.
 
     Raises:
         ConfigError: the file of keys is not as it must be.
@@ -52,30 +71,49 @@ class Keys:
     settings: Settings
     is_strict: bool
     is_local: bool
-    shares: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.load()
+        own = self.settings.host
+        names = {*LOCAL_HOSTS, *self.settings.allowed_hosts, f"[{own}]" if ":" in own else own}
+        self._others = Rules(self.settings, self.is_strict)
+        self._hosts = {name.lower() for name in names if name}
+        self.adopt(self.read())
 
-    def load(self) -> None:
-        """Read the file, or read it again.
+    def read(self) -> Access:
+        """Read the file and return what all keys may do; changes nothing, in whatever thread.
 
         Raises:
-            ConfigError: the file is not as it must be; the keys stay as they were.
+            ConfigError: the file is not as it must be.
         """
-        keys = {_digest(key.encode()): Key() for key in self.settings.api_keys} | self._read()
+        settings, own = self.settings, {_digest(key): Key() for key in self.settings.api_keys}
+        by_table = {} if settings.api_keys_file is None else _read_file(settings.api_keys_file)
+        keys = dict(own)
+        tables = dict.fromkeys(own, "`api_keys`")
+        for table, key in by_table.items():
+            digest = key.key_sha256 or _digest(key.key)
+            if digest in keys:
+                told = f"`{table}` has the same key as {tables[digest]}"
+                raise ConfigError(f"`{settings.api_keys_file}`: {told}")
+            keys[digest], tables[digest] = key, f"`{table}`"
+            _check_retention(settings, table, key)
         shares = {digest: key.share for digest, key in keys.items() if key.share}
-        shares = {**self.settings.tenant_shares, **shares}
-        replace(self.settings, tenant_shares=shares)  # refuses what is more than all
-        admin_key = self.settings.admin_key
-        self._admins = [digest for digest, key in keys.items() if key.admin]
-        self._admins += [_digest(admin_key.encode())] if admin_key else []
-        self._others = Rules(self.settings, self.is_strict)
-        self._rules = {
-            digest: Rules(self.settings, self.is_strict, key.retention)
-            for digest, key in keys.items()
+        shares = {**settings.tenant_shares, **shares}
+        replace(settings, tenant_shares=shares)  # refuses what is more than all
+        admins = [digest for digest, key in keys.items() if key.admin]
+        admins += [_digest(settings.admin_key)] if settings.admin_key else []
+        rules = {
+            digest: Rules(settings, self.is_strict, key.retention) for digest, key in keys.items()
         }
-        self._keys, self.shares = keys, shares
+        return Access(rules, admins, shares)
+
+    def adopt(self, access: Access) -> None:
+        """Have requests from now on judged by what was read; on the loop."""
+        self._access = access
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Shares of every tier, by the tenants that have one."""
+        return self._access.shares
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """Return whose request it is: a digest of its key, or the one tenant where no key is set.
@@ -83,11 +121,31 @@ class Keys:
         Raises:
             RequestError: keys are set and the request has none of them.
         """
-        return _match(headers, self._keys) if self._keys else ""
+        return _match(headers, self._access.rules) if self._access.rules else ""
+
+    def check_host(self, path: str, headers: Mapping[str, str]) -> None:
+        """Refuse a request that came to a name which is not this server's.
+
+        A web page whose name is made to mean this machine (DNS rebinding) reads all that a server
+        without keys answers on loopback; its requests still carry the page's name.
+
+        Raises:
+            RequestError: the Host header names another host, or nothing on a path but `/health`.
+        """
+        allowed = self.settings.allowed_hosts
+        if "*" in allowed or not (allowed or (self.is_local and not self._access.rules)):
+            return
+        host = headers.get("host", "")
+        if _PORT.sub("", host.lower()) in self._hosts or (path == "/health" and not host):
+            return
+        why = "is not accepted" if allowed else "is not accepted by a server without API keys"
+        hint = "use localhost, or have the operator add the name to `allowed_hosts`"
+        text = f"The Host header `{host[:200]}` {why}: {hint} (--allowed-host)."
+        raise RequestError(text, code="host_not_allowed", status=403)
 
     def rules(self, tenant: str) -> Rules:
         """Return what a tenant's requests may say."""
-        return self._rules.get(tenant, self._others)
+        return self._access.rules.get(tenant, self._others)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
         """Refuse who has no admin key; where no key at all is set, this machine is trusted.
@@ -95,9 +153,11 @@ class Keys:
         Raises:
             RequestError: the key is missing or wrong, or anybody could ask.
         """
-        if self._admins:
-            _match(headers, self._admins)
-        elif self._keys or not self.is_local or "origin" in headers:  # the latter from a web page
+        if self._access.admins:
+            _match(headers, self._access.admins)
+        elif (
+            self._access.rules or not self.is_local or "origin" in headers
+        ):  # the latter from a web page
             text = "This is off: set an admin key, with --admin-key or in the file of keys."
             raise RequestError(text, code="admin_off", status=403)
 
@@ -108,36 +168,48 @@ class Keys:
             RequestError: a key is missing or wrong.
         """
         needs_key = {"auto": not self.is_local, "always": True, "never": False}
-        known = self._admins or list(self._keys)
+        known = self._access.admins or list(self._access.rules)
         if known and needs_key[self.settings.metrics_key]:
             _match(headers, known)
 
-    def _read(self) -> dict[str, Key]:
-        if self.settings.api_keys_file is None:
-            return {}
-        path = Path(self.settings.api_keys_file)
-        try:
-            mode = path.stat().st_mode & 0o777
-            keys = msgspec.toml.decode(path.read_bytes(), type=dict[str, Key])
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"`{path}` is no file of keys: {error}") from error
-        if not keys:
-            raise ConfigError(f"`{path}` holds no key")
-        if mode & 0o077:
-            hint = f"hint: run `chmod go= {path}`"
-            raise ConfigError(f"`{path}` holds keys and is open to others ({mode:04o})\n{hint}")
-        known = sorted(Rules(self.settings).policies.names)
-        for name, key in keys.items():
-            if bool(key.key) == bool(key.key_sha256):
-                raise ConfigError(f"`{path}`: `{name}` needs one of `key` and `key_sha256`")
-            if key.retention not in (None, *known):
-                told = f"`{name}.retention` = `{key.retention}` must be one of {', '.join(known)}"
-                raise ConfigError(f"`{path}`: {told}")
-        return {key.key_sha256 or _digest(key.key.encode()): key for key in keys.values()}
+
+def _read_file(path: str) -> dict[str, Key]:
+    """Return the keys of a file by the names of their tables, each with a key that can be sent."""
+    try:
+        # A FIFO that nobody writes to would be waited for without `O_NONBLOCK`.
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise ConfigError(f"`{path}` is not a regular file")
+            if status.st_size > MAX_FILE_BYTES:
+                text = f"`{path}` has {status.st_size} bytes; at most {MAX_FILE_BYTES} are read"
+                raise ConfigError(text)
+            keys = msgspec.toml.decode(file.read(MAX_FILE_BYTES), type=dict[str, Key])
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"`{path}` is no file of keys: {error}") from error
+    if not keys:
+        raise ConfigError(f"`{path}` holds no key")
+    if (mode := status.st_mode & 0o777) & 0o077:
+        hint = f"hint: run `chmod go= {path}`"
+        raise ConfigError(f"`{path}` holds keys and is open to others ({mode:04o})\n{hint}")
+    for table, key in keys.items():
+        if bool(key.key) == bool(key.key_sha256):
+            raise ConfigError(f"`{path}`: `{table}` needs one of `key` and `key_sha256`")
+        if key.key != key.key.strip() or key.key_sha256 == _digest(""):
+            text = "has a key that is blank or has blanks around it, which no client can send"
+            raise ConfigError(f"`{path}`: `{table}` {text}")
+    return keys
 
 
-def _digest(key: bytes) -> str:
-    return hashlib.sha256(key).hexdigest()
+def _check_retention(settings: Settings, table: str, key: Key) -> None:
+    known = sorted(Rules(settings).policies.names)
+    if key.retention not in (None, *known):
+        told = f"`{table}.retention` = `{key.retention}` must be one of {', '.join(known)}"
+        raise ConfigError(f"`{settings.api_keys_file}`: {told}")
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
 
 
 def _match(headers: Mapping[str, str], digests: Iterable[str]) -> str:
@@ -151,7 +223,8 @@ def _match(headers: Mapping[str, str], digests: Iterable[str]) -> str:
             "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
         )
         raise RequestError(text, code="invalid_api_key", status=401)
-    digest = _digest(given.strip().encode("latin-1", "replace"))
+    # Header bytes are told as Latin-1; a key of a file is UTF-8.
+    digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).hexdigest()
     # Every key is compared, so that the time tells nothing of which one is close.
     if not any([hmac.compare_digest(digest, each) for each in digests]):
         raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)

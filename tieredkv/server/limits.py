@@ -45,6 +45,7 @@ class Limits:
         app: takes the others; the operator's own requests are never too many.
         max_requests: that are answered at once.
         refuse: makes the answer to a request that is refused.
+        check_head: raises a `RequestError` for what is refused by its path and headers alone.
         tenant_of: tells by its headers whose a request is.
         max_body_bytes: the longest body; noted in the scope, for `read_body`.
     """
@@ -53,6 +54,7 @@ class Limits:
     max_requests: int
     refuse: Callable[[Request, Exception], Awaitable[Response]]
     tenant_of: Callable[[Mapping[str, str]], str] = lambda _: ""
+    check_head: Callable[[str, Mapping[str, str]], None] = lambda _path, _headers: None
     max_body_bytes: int = BODY_BYTES
     _requests: Counter[str] = field(default_factory=Counter)
     _bytes: Counter[str] = field(default_factory=Counter)
@@ -83,6 +85,7 @@ class Limits:
         is_counted = scope.get("method") == "POST" and not scope["path"].startswith("/admin/")
         counted = Counter[str]()
         try:
+            self.check_head(scope["path"], Headers(scope=scope))
             if is_counted:
                 tenant = scope["tenant"] = self.tenant_of(Headers(scope=scope))
                 counted[tenant] = 1

@@ -102,7 +102,7 @@ class Server:
     log_level: str = "INFO"
 
     def serve(self) -> int:
-        """Serve until SIGTERM or SIGINT and return the exit code.
+        """Serve until SIGTERM, SIGINT or the engine's death, and return the exit code.
 
         The first signal stops accepting, ends the streams and lets the engine write what it
         promised; a second one does not wait for that.
@@ -139,14 +139,21 @@ class Server:
         # After the handlers: from its first moment on, a signal ends the engine too.
         engine = EngineClient(settings, on_progress=self.on_progress, log_level=self.log_level)
 
-        def reload() -> None:
-            try:
-                keys.load()
-                engine.give_shares(keys.shares)
-            except ConfigError as error:
-                logger.error("the keys stay as they were: %s", error)
+        async def reload() -> None:
+            async with reloading:
+                try:
+                    keys.adopt(await asyncio.to_thread(keys.read))
+                    engine.give_shares(keys.shares)
+                except ConfigError as error:
+                    logger.error("the keys stay as they were: %s", error)
 
-        loop.add_signal_handler(signal.SIGHUP, reload)
+        reloading, reloads = asyncio.Lock(), set[asyncio.Task[None]]()
+
+        def on_hangup() -> None:
+            reloads.add(task := loop.create_task(reload()))
+            task.add_done_callback(reloads.discard)
+
+        loop.add_signal_handler(signal.SIGHUP, on_hangup)
         self._end = engine.kill
         try:
             tokenization = await self._load(engine)
@@ -162,7 +169,7 @@ class Server:
         finally:
             if len(signals) < 2:  # else the engine drains by itself, its server being gone
                 exit_code = await engine.shutdown(self.settings.drain_timeout)
-        return 1 if exit_code and self._end != engine.kill else 0
+        return 1 if engine.has_died or (exit_code and self._end != engine.kill) else 0
 
     async def _load(self, engine: EngineClient) -> Tokenization:
         """Load the tokenizer while the engine loads the model."""
@@ -203,7 +210,11 @@ class Server:
             engine.stop()
             http.should_exit = True
 
-        self._end = end
+        def end_with_engine() -> None:
+            http.should_exit = True
+
+        self._end, engine.on_death = end, end_with_engine
+        http.should_exit = engine.has_died  # already, while the tokenizer was loaded
         sock.listen(config.backlog)  # from here on nobody is turned away
         self.on_ready(url, engine.info)
         await http.serve([sock])
