@@ -143,13 +143,20 @@ class WorkerProcess:
         return judge_end(returncode, stack)
 
 
+def describe_exit(returncode: int) -> str:
+    """Say in words how a process ended."""
+    if returncode < 0:
+        return f"killed by {signal.Signals(-returncode).name}"
+    return f"exit code {returncode}"
+
+
 def judge_end(returncode: int, stack: bytes) -> WorkerEnd:
     """Say what an exit code, and the stack that a crash left, tell of the index."""
     if returncode >= 0:
         known = (0, EXIT_FAILED, EXIT_REFUSED, EXIT_DAMAGED)
         is_damage = returncode == EXIT_DAMAGED
-        return WorkerEnd(is_damage, returncode not in known, f"exit code {returncode}")
-    text = f"killed by {signal.Signals(-returncode).name}"
+        return WorkerEnd(is_damage, returncode not in known, describe_exit(returncode))
+    text = describe_exit(returncode)
     if (found := _INNERMOST_FRAME.search(stack)) is None:
         return WorkerEnd(False, -returncode in _CRASH_SIGNALS, text)
     file, line, function = found.groups()
