@@ -87,6 +87,7 @@ class StoreClient:
         self._deletions: dict[int, list[bytes]] = {}  # job -> its blocks
         self._is_given_up = False  # the worker of now was killed, and may take long to end
         self._index: messages.IndexStart = "as_it_is"  # at the next start
+        self._is_unproven = False  # the index was made again and has not served for long
         self._trouble = ""
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
@@ -270,7 +271,8 @@ class StoreClient:
             self._keep_serving()
         except Exception as error:
             logger.exception("the store client broke; the disk tier is off")
-            self._failure = self._failure or StorageError(f"the store client broke: {error}")
+            self._trouble = f"the store client broke: {error!r}"
+            self._failure = self._failure or StorageError(self._trouble)
         finally:
             if self._folder_fd >= 0:
                 os.close(self._folder_fd)
@@ -279,7 +281,6 @@ class StoreClient:
     def _keep_serving(self) -> None:
         """Start workers until `close()`; `tieredkv.storage.verdicts` has the rule for the index."""
         backoff_s = self._options.backoff_s
-        is_unproven = False  # the index was made again and has not served for long
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
             options = replace(self._options, create=self._options.create and self._may_create())
@@ -293,20 +294,7 @@ class StoreClient:
             else:
                 served_s = self._serve(worker)
                 end = worker.bury()
-                is_unproven &= served_s < _PROVEN_S
-                reason = str(self._refused or end.text)
-                if served_s:
-                    self._index = "as_it_is"
-                if end.is_damage and is_unproven:
-                    self._index = "as_it_is"
-                    reason = f"the index was made again and failed again: {reason}"
-                elif end.is_damage:
-                    self._index, is_unproven = "set_aside", True
-                elif end.is_unexplained and self._index != "set_aside":
-                    was_examined = index == "examined" and not served_s
-                    self._index = "as_it_is" if was_examined else "examined"
-                if end.is_damage or end.is_unexplained:
-                    logger.error("the store worker of `%s` failed: %s", options.path, reason)
+                reason = self._judge(end, index, served_s)
             with self._lock:
                 self._trouble = reason
             self._end_all()
@@ -328,8 +316,26 @@ class StoreClient:
             self._stop.wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
 
+    def _judge(self, end: WorkerEnd, index: messages.IndexStart, served_s: float) -> str:
+        """Decide what the next worker does with the index; return why the last one ended."""
+        self._is_unproven &= served_s < _PROVEN_S
+        reason = str(self._refused or end.text)
+        if served_s:
+            self._index = "as_it_is"
+        if end.is_damage and self._is_unproven:
+            self._index = "as_it_is"
+            reason = f"the index was made again and failed again: {reason}"
+        elif end.is_damage:
+            self._index, self._is_unproven = "set_aside", True
+        elif end.is_unexplained and self._index != "set_aside":
+            was_examined = index == "examined" and not served_s
+            self._index = "as_it_is" if was_examined else "examined"
+        if end.is_damage or end.is_unexplained:
+            logger.error("the store worker of `%s` failed: %s", self._options.path, reason)
+        return reason
+
     def _serve(self, worker: WorkerProcess) -> float:
-        """Talk until the channel ends; for how many seconds the worker served."""
+        """Talk until the channel ends; return for how many seconds the worker served."""
         with self._lock:
             self._worker = worker
             self._is_given_up = False

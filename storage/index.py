@@ -177,7 +177,7 @@ class Index:
         if self._opened is None:
             raise StorageError(errno.EBADF, f"the index at `{self.path}` is closed")
         env, dbs = self._opened
-        with storage_errors(self.path), env.begin() as txn:
+        with storage_errors(self.path), _begin_reading(env) as txn:
             yield IndexTxn(txn, dbs)
 
     @contextmanager
@@ -280,6 +280,15 @@ class Index:
             self.flush()
             self._opened[0].close()
             self._opened = None
+
+
+def _begin_reading(env: Any) -> Any:
+    """Begin a read transaction; readers of processes that died give way to it."""
+    try:
+        return env.begin()
+    except lmdb.ReadersFullError:
+        env.reader_check()
+        return env.begin()
 
 
 class IndexTxn:
