@@ -1,7 +1,7 @@
-"""The engine's side of the store worker: jobs go out, events come in, pages are on loan between.
+"""The engine's side of the store worker: it sends jobs, receives events and lends pages.
 
-It knows the life of the worker process and which pages it may be touching. It does not know what
-is stored, nor where a page's bytes go next.
+It knows when a worker process lives and which pages the worker may be touching. It does not know
+what is stored, nor where a page's bytes go next.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from tieredkv.storage.worker_process import WorkerEnd, WorkerProcess
 
 logger = logging.getLogger(__name__)
 
-_HEALTHY_S = 2.0  # served this long, a worker's next restart does not wait longer than the first
-_PROVEN_S = 60.0  # served this long, an index that was made again has proved itself
+_HEALTHY_S = 2.0  # a worker that served this long is restarted after the shortest pause again
+_PROVEN_S = 60.0  # an index that was made again and served this long may be made again once more
 _BUSY_POLL_S = 0.2
 _HASHES_A_CALL = 1 << 16
 _UNSENT = 0  # in the place of the number of a job
@@ -40,9 +40,9 @@ Event = messages.LookupDone | Ending | messages.WorkerUp | messages.ControlReque
 class StoreClient:
     """The disk tier as the engine sees it.
 
-    Every method may be called from any thread and none waits for the disk, but for the constructor
-    and `close()`. A thread of its own does the talking and the restarting; it calls
-    `wake` when there is something to `poll()`.
+    Every method may be called from any thread. Only the constructor and `close()` wait for the
+    disk. A thread of the client's own talks to the worker and restarts it; it calls `wake` when
+    there is something to `poll()`.
 
     Invariants, verified by the tests' `CheckedClient`:
     - a page is on loan from `load()` or `store()` until its event, for one job at a time;
@@ -57,7 +57,7 @@ class StoreClient:
     has the worker killed, to be carried out by the next one.
 
     Attributes:
-        shares: of the budget, by tenant; others do not push a tenant below it.
+        shares: the part of the budget that each tenant keeps, whatever other tenants store.
     """
 
     def __init__(
@@ -88,6 +88,7 @@ class StoreClient:
         self._deletions: dict[int, list[bytes]] = {}  # job -> its blocks
         self._is_given_up = False  # the worker of now was killed, and may take long to end
         self._index: messages.IndexStart = "as_it_is"  # at the next start
+        self._is_unproven = False  # the index was made again and has not served for long
         self._trouble = ""
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
@@ -152,7 +153,7 @@ class StoreClient:
                 self._send_deletion(list(hashes), reason)
 
     def reply_control(self, id: int, body: dict[str, Any]) -> None:
-        """Answer a `ControlRequest`; after about five seconds nobody listens any more."""
+        """Answer a `ControlRequest`; an answer that takes more than five seconds is dropped."""
         self._tell(messages.EngineAnswer(id, body))
 
     def poll(self) -> list[Event]:
@@ -163,7 +164,7 @@ class StoreClient:
         return events
 
     def stats(self) -> StoreStats:
-        """Return the last known figures of the store."""
+        """Return the last known figures of the store, zeroes before the first worker is up."""
         with self._lock:
             num_touches = self._stats.num_touches_dropped + self._num_touches_dropped
             return replace(
@@ -239,7 +240,7 @@ class StoreClient:
         return self._worker is not None and self._worker.channel.is_stuck
 
     def _send(self, message: messages.EngineMessage) -> None:
-        """Send without waiting, or a stopped worker would stop the engine; under the lock."""
+        """Send without waiting, so that a stopped worker cannot stop the engine; under the lock."""
         assert self._worker is not None, "nothing is sent while no worker is up"
         self._worker.channel.send(message)
 
@@ -260,7 +261,7 @@ class StoreClient:
                 self._send_deletion(hashes[start : start + _HASHES_A_CALL], reason)
 
     def _kill_unborn(self) -> None:
-        """End a worker that is no longer wanted and was never ready; under the lock."""
+        """Kill a worker that was never ready if the client is closing; under the lock."""
         if self._stop.is_set() and self._worker is not None and self._serves_since is None:
             self._worker.kill()
 
@@ -271,7 +272,8 @@ class StoreClient:
             self._keep_serving()
         except Exception as error:
             logger.exception("the store client broke; the disk tier is off")
-            self._failure = self._failure or StorageError(f"the store client broke: {error}")
+            self._trouble = f"the store client broke: {error!r}"
+            self._failure = self._failure or StorageError(self._trouble)
         finally:
             if self._folder_fd >= 0:
                 os.close(self._folder_fd)
@@ -280,7 +282,6 @@ class StoreClient:
     def _keep_serving(self) -> None:
         """Start workers until `close()`; `tieredkv.storage.verdicts` has the rule for the index."""
         backoff_s = self._options.backoff_s
-        is_unproven = False  # the index was made again and has not served for long
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
             options = replace(self._options, create=self._options.create and self._may_create())
@@ -294,20 +295,7 @@ class StoreClient:
             else:
                 served_s = self._serve(worker)
                 end = worker.bury()
-                is_unproven &= served_s < _PROVEN_S
-                reason = str(self._refused or end.text)
-                if served_s:
-                    self._index = "as_it_is"
-                if end.is_damage and is_unproven:
-                    self._index = "as_it_is"
-                    reason = f"the index was made again and failed again: {reason}"
-                elif end.is_damage:
-                    self._index, is_unproven = "set_aside", True
-                elif end.is_unexplained and self._index != "set_aside":
-                    was_examined = index == "examined" and not served_s
-                    self._index = "as_it_is" if was_examined else "examined"
-                if end.is_damage or end.is_unexplained:
-                    logger.error("the store worker of `%s` failed: %s", options.path, reason)
+                reason = self._judge(end, index, served_s)
             with self._lock:
                 self._trouble = reason
             self._end_all()
@@ -329,8 +317,26 @@ class StoreClient:
             self._stop.wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
 
+    def _judge(self, end: WorkerEnd, index: messages.IndexStart, served_s: float) -> str:
+        """Decide what the next worker does with the index; return why the last one ended."""
+        self._is_unproven &= served_s < _PROVEN_S
+        reason = str(self._refused or end.text)
+        if served_s:
+            self._index = "as_it_is"
+        if end.is_damage and self._is_unproven:
+            self._index = "as_it_is"
+            reason = f"the index was made again and failed again: {reason}"
+        elif end.is_damage:
+            self._index, self._is_unproven = "set_aside", True
+        elif end.is_unexplained and self._index != "set_aside":
+            was_examined = index == "examined" and not served_s
+            self._index = "as_it_is" if was_examined else "examined"
+        if end.is_damage or end.is_unexplained:
+            logger.error("the store worker of `%s` failed: %s", self._options.path, reason)
+        return reason
+
     def _serve(self, worker: WorkerProcess) -> float:
-        """Talk until the channel ends; for how many seconds the worker served."""
+        """Talk until the channel ends; return for how many seconds the worker served."""
         with self._lock:
             self._worker = worker
             self._is_given_up = False
@@ -386,7 +392,7 @@ class StoreClient:
                 self._started.set()
 
     def _hold_folder(self) -> None:
-        """Keep a descriptor of the folder that is served, in the place of the last one's."""
+        """Keep a descriptor of the folder that is served now, and close the one kept before."""
         if self._folder_fd >= 0:
             os.close(self._folder_fd)
             self._folder_fd = -1
@@ -394,9 +400,10 @@ class StoreClient:
             self._folder_fd = os.open(self._options.path, os.O_PATH | os.O_CLOEXEC)
 
     def _may_create(self) -> bool:
-        """Whether a start may make a new store: not where the one of before was moved or unmounted.
+        """Return whether a start may make a new store at the path.
 
-        It comes back one day. What was removed, or emptied, does not.
+        It may not where the store that was served was moved away or unmounted, as that one may
+        come back. It may where the store was removed or emptied.
         """
         if self._folder_fd < 0 or (before := os.fstat(self._folder_fd)).st_nlink == 0:
             return True
@@ -414,7 +421,7 @@ class StoreClient:
         return True
 
     def _end_all(self) -> None:
-        """Answer everything that a worker left open; only after it is dead and reaped."""
+        """Answer every job that a worker left open; called only once it is dead and reaped."""
         with self._lock:
             self._worker = None
             self._events += self._loans.values()

@@ -133,9 +133,9 @@ def encode_record(located: Located) -> bytes:
 
 
 def expiry_of(block_hash: bytes, data: bytes) -> float | None:
-    """Read only the deadline of a sealed record, all that a lookup needs of it.
+    """Read the deadline of a sealed record, which is all that a lookup needs.
 
-    None for a record that does not fit its seal or its key.
+    Returns None for a record that does not fit its seal or its key.
     """
     is_long_enough = len(data) >= _SEAL_BYTES + _DEADLINE.size
     if not is_long_enough or xxh3_64_digest(block_hash + data[_SEAL_BYTES:]) != data[:_SEAL_BYTES]:
@@ -192,7 +192,7 @@ def decode_header(header: bytes | memoryview) -> Located | None:
 
 
 def is_header_of(header: Located | None, located: Located) -> bool:
-    """Answer whether a slot header belongs to this index entry; claims made later may differ."""
+    """Return whether a slot header belongs to an index entry; claims made after it may differ."""
     if header is None or header[1:] != located[1:]:
         return False
     claim = {name: getattr(located.record, name) for name in _CLAIM}
@@ -230,7 +230,7 @@ def lru_prefix(namespace: bytes) -> bytes:
 
 
 def lru_order(key: bytes) -> bytes:
-    """What orders `lru` keys across namespaces: time, then position from the tail, then hash."""
+    """Return what sorts `lru` keys across namespaces: time, position from the tail, hash."""
     return key[MAX_DIGEST_BYTES:]
 
 

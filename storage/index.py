@@ -1,9 +1,11 @@
 """The LMDB index: what is stored where, by whom, until when, and how much of it.
 
-Every change to a block changes its secondary keys and the counters in the same transaction. It
-knows keys and values (docs/format.md), not files: slots are numbers here. One thread makes all
-changes; any thread may read, and neither waits for the other. Only who looks all of it over takes
-turns with the changes: pages that they free are of no use until whoever read before them has ended.
+Every change to a block changes its secondary keys and the counters in the same transaction. This
+module knows keys and values (docs/format.md), not files: slots are numbers here.
+
+One thread makes all changes and any thread may read; neither waits for the other. Only
+`looking_over`, which reads the whole index, takes turns with changes: LMDB cannot reuse pages while
+a transaction that is older than their release is open.
 """
 
 import ctypes
@@ -60,7 +62,7 @@ class Totals(NamedTuple):
     payload_bytes: int
 
     def plus(self, num_blocks: int, payload_bytes: int) -> "Totals":
-        """Return the totals with so much more; what a damaged record miscounted ends at zero."""
+        """Return the sums; they never fall below zero, even if a damaged record was miscounted."""
         return Totals(max(self[0] + num_blocks, 0), max(self[1] + payload_bytes, 0))
 
 
@@ -180,16 +182,20 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:
-        """Look at one consistent state; a closed index is a StorageError."""
+        """Read one consistent state.
+
+        Raises:
+            StorageError: the index is closed, or LMDB failed; see `tieredkv.storage.verdicts`.
+        """
         if self._opened is None:
             raise StorageError(errno.EBADF, f"the index at `{self.path}` is closed")
         env, dbs = self._opened
-        with storage_errors(self.path), env.begin() as txn:
+        with storage_errors(self.path), _begin_reading(env) as txn:
             yield IndexTxn(txn, dbs)
 
     @contextmanager
     def writing(self) -> Iterator["IndexTxn"]:
-        """Change the index; all of it or, if anything raises, nothing."""
+        """Change the index in one transaction, which is undone if anything raises."""
         env, dbs = self._opened
         with self._changing, storage_errors(self.path), env.begin(write=True) as txn:
             self.keep_ahead()
@@ -214,9 +220,9 @@ class Index:
         return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
 
     def reading_ahead(self) -> Iterator[bool]:
-        """Bring the file into memory and into LMDB's map, or each of the first lookups waits.
+        """Read the whole file and fill LMDB's map, so that the first lookups wait for no page.
 
-        Answers in short steps whether the tree's pages lie where they say that they belong.
+        Yields after each short step whether all tree pages in it lie where their numbers say.
         """
         path, first_page = os.path.join(self.path, DATA_FILE), 0
         with self.reading():
@@ -239,10 +245,10 @@ class Index:
                         ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
 
     def looking_over(self) -> Iterator[bool]:
-        """Answer in short steps whether keys are in order and the counters agree.
+        """Yield after each short step whether keys are in order, and last whether counters agree.
 
-        No transaction outlives its step, so blocks may come and go meanwhile; only while none does
-        can keys be counted too.
+        No transaction outlives its step, so blocks may come and go meanwhile. Keys are counted only
+        if the index did not change during the walk.
         """
         for name in ("blocks", *_ORDERS):
             start, num_keys, states = b"", 0, set[int]()
@@ -280,18 +286,18 @@ class Index:
         self._open()
 
     def become(self, draft: "Index") -> None:
-        """Go on as another index, whose folder is in the place of this one's by now.
+        """Take over the environment of `draft`, whose folder has replaced this one's.
 
-        A reader that is at work ends with the old one, which closes after the last of them.
+        Readers that are at work finish on the old environment, which closes after the last of them.
         """
         self._opened, self._file_end = draft._opened, draft._file_end
 
     def file_bytes(self) -> int:
-        """What its file occupies."""
+        """Return what its file occupies on disk."""
         return os.stat(os.path.join(self.path, DATA_FILE)).st_blocks * 512
 
     def used_bytes(self) -> int:
-        """What a copy takes: pages in use; it has none of the free pages' own tree."""
+        """Return what a compacted copy would take: the pages in use, without the free list."""
         with self.reading() as txn:
             return txn.used_bytes()
 
@@ -311,8 +317,17 @@ class Index:
                 os.truncate(os.path.join(self.path, DATA_FILE), size)
 
 
+def _begin_reading(env: Any) -> Any:
+    """Begin a read transaction; readers of processes that died give way to it."""
+    try:
+        return env.begin()
+    except lmdb.ReadersFullError:
+        env.reader_check()
+        return env.begin()
+
+
 class IndexTxn:
-    """Reads and changes within one transaction; whoever changes a block changes its counters."""
+    """Reads and changes within one transaction; every change of a block updates the counters."""
 
     def __init__(self, txn: Any, dbs: dict[str, Any]) -> None:
         self._txn = txn
@@ -406,7 +421,7 @@ class IndexTxn:
     # --- orders -----------------------------------------------------------------------------
 
     def expired(self, now: float, limit: int) -> list[tuple[bytes, bytes]]:
-        """The first keys of `expiry` that are due, and their hashes; costs what it answers."""
+        """Return the first keys of `expiry` that are due, with their hashes, at most `limit`."""
         due = codec.to_us(now)
         found: list[tuple[bytes, bytes]] = []
         for key, _ in self._walk("expiry"):
@@ -421,9 +436,9 @@ class IndexTxn:
         self._txn.delete(key, db=self._dbs["expiry"])
 
     def longest_unused(self, kept: Container[bytes] = ()) -> Iterator[bytes]:
-        """Hashes across namespaces, the longest unused first; change nothing while it walks.
+        """Walk over the hashes of all namespaces, the longest unused first.
 
-        Those of tenants to be kept come after all others.
+        Blocks of the tenants in `kept` come after all others. Nothing may change meanwhile.
         """
         namespaces = [namespace for namespace, _ in self._walk("namespaces")]
         for is_kept in (False, True):

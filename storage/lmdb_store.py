@@ -427,7 +427,7 @@ class BlockStore:
     # --- parts ----------------------------------------------------------------------------------
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
-        """One entry; a damaged one is none."""
+        """Return one entry, or None where there is none or it is damaged."""
         try:
             return txn.get(block_hash)
         except CorruptBlockError:
@@ -435,13 +435,13 @@ class BlockStore:
             return None
 
     def note_damaged(self, block_hash: bytes) -> None:
-        """Count a damaged record, once until it is dropped; any thread may have met it."""
+        """Count a damaged record once; the next sweep drops it. Any thread may call this."""
         if block_hash not in self._damaged:
             self._damaged.add(block_hash)
             self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
-        """Drop a batch, at the second attempt where the disk was too full to note it."""
+        """Drop a batch; where the disk was too full for it, try once more."""
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
@@ -449,7 +449,7 @@ class BlockStore:
         return self._drop_batch(doomed, now)
 
     def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
-        """Drop blocks, those with a key of `expiry` only if it is still theirs."""
+        """Drop blocks; one that comes with a key of `expiry` goes only if that is still its key."""
         num_dropped = 0
         with self._changing() as txn:
             for key, block_hash in doomed:
@@ -465,7 +465,7 @@ class BlockStore:
         return num_dropped
 
     def _insert(self, txn: IndexTxn, new: Located, now: float) -> Extent | None:
-        """Add a written block; answer the extent that holds it from now on, None if expired."""
+        """Add a written block; return the extent that holds it now, or None if it has expired."""
         record = new.record
         if now >= record.expires_at:
             return None

@@ -1,6 +1,8 @@
-"""What opening a store settles: the clock, the budget, what a crash left, a lost or bloated index.
+"""What has to be settled when a store is opened.
 
-All but the making of a new index costs in proportion to what was under way, not to the store.
+That is the clock, the budget, what a crash left half done, and an index that is lost or bloated.
+Only making a new index takes time in proportion to the store; the rest takes time in proportion to
+what was under way.
 """
 
 import logging
@@ -30,11 +32,11 @@ _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
 _REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
 
 Found = tuple[list[Located], list[Extent]]
-"""Some blocks, and some slots; those that are none of the blocks' are none's."""
+"""Some blocks, and some slots; slots that belong to none of the blocks belong to no block."""
 
 
 def _settle_clock(index: Index, clock: Clock) -> int:
-    """Compare the clock with the latest time that the store has seen; answer what expired.
+    """Compare the clock with the latest time that the store has seen; count what expires by it.
 
     A clock a little behind is moved up. One that is more than a minute behind cannot tell how old
     a block is, so every block counts as expired; its segment files go with the next `reload`.
@@ -56,7 +58,7 @@ def _settle_clock(index: Index, clock: Clock) -> int:
 
 
 def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
-    """The budget that the files may fill until they are within it, and the one to reach.
+    """Return the budget that the files may fill at first, and the one that they must reach.
 
     Raises:
         StorageError: none is given and none is remembered, or files may not become so large.
@@ -92,10 +94,10 @@ def recover(slots: SlotAllocator) -> int:
 
 
 def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
-    """Shrink a store that is given less room than it takes, its index as well.
+    """Shrink a store, its index included, to a smaller budget.
 
-    The copy that makes a bloated index smaller lies beside it for a while: it is made once both
-    have room in the larger budget, that of now.
+    A bloated index is replaced by a compact copy. Both lie side by side for a while, so the copy is
+    made only once both fit into the larger budget, the one in force until now.
     """
     larger_bytes, slots.budget_bytes = slots.budget_bytes, budget_bytes
 
@@ -128,7 +130,7 @@ def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
-    """Open one segment; of a missing or short file no unwritten slot is handed out any more."""
+    """Open one segment; slots beyond the end of a missing or short file are never handed out."""
     try:
         if segment not in files:
             files.open(segment, state.slot_bytes)
@@ -148,7 +150,7 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
 def make_again(slots: SlotAllocator) -> None:
     """Make the index again from those of its records that are sound.
 
-    Of blocks that claim one slot none is kept: at most one of them is right.
+    Where several records claim one slot none of them is kept, as at most one can be right.
     """
     with slots.index.reading() as txn:
         segments = txn.segments()
@@ -209,10 +211,10 @@ def _adopt_slots(slots: SlotAllocator) -> None:
 def _fill_new_index(
     slots: SlotAllocator, segments: dict[int, SegmentState], batches: Iterable[Found]
 ) -> None:
-    """Fill an index some blocks at a time, and have it take the place of the one there.
+    """Fill a new index some blocks at a time, then put it in the place of the old one.
 
-    That one is set aside, if it held anything. Until then nothing changes but the bytes of blocks
-    that give way.
+    The old one is set aside if it held anything. If this fails before, nothing has changed but that
+    the bytes of blocks that had to make room are erased.
     """
     index, folder, now = slots.index, slots.folder, slots.clock.now()
     with index.reading() as txn:
@@ -244,7 +246,7 @@ def _fill_new_index(
 
 
 def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
-    """Insert blocks, of two copies the newer one, and list slots that are none's."""
+    """Insert blocks, the newer one of two copies, and list slots of no block as pending."""
     for extent in {*extents}.difference(each.extent for each in found):
         txn.add_slot("pending", extent)
     for located in found:
@@ -258,10 +260,10 @@ def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) ->
 
 
 def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> int:
-    """Make room for the pages that were changed: the index that was set aside goes, then blocks.
+    """Make room for the pages that were changed, and return how many bytes they may take.
 
-    Those are the longest unused ones: their bytes go at once, their slots are pending. Returns how
-    many bytes the pages may take.
+    The index that was set aside goes first, then the longest unused blocks: their bytes are erased
+    at once, and their slots are pending.
     """
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
     needed_bytes = slots.files.filesystem.spread_bytes(needed_bytes)

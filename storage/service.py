@@ -1,6 +1,6 @@
 """The worker at work: turns jobs into reads, writes and transactions, and answers them.
 
-Two threads share it, so that nothing that only looks ever waits for something that changes:
+Two threads share the work, so that a read never waits for a change:
 
     front thread    hears the engine, looks blocks up, has them read, answers
     index thread    makes every change: stores, touches, deletions, sweeps, and what the command
@@ -10,8 +10,9 @@ Each has a `Loop`, and is handed calls through it. Reader and writer threads onl
 LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep that takes
 ten seconds holds up no lookup, no load and no answer.
 
-It knows the order of things: bytes before index, index before the answer. It knows no engine but as
-the other end of a channel, and neither models nor what a payload means.
+It knows the order of steps: bytes are written before the index changes, and the index changes
+before an answer is sent. The engine is only the other end of a channel to it; it knows neither
+models nor what a payload means.
 """
 
 import logging
@@ -95,7 +96,7 @@ class WriteTask:
 
 
 class Loop:
-    """What one thread waits for: descriptors, and calls that other threads hand to it."""
+    """The event loop of one thread: descriptors, and calls that other threads hand to it."""
 
     def __init__(self) -> None:
         self.selector = selectors.DefaultSelector()
@@ -118,7 +119,7 @@ class Loop:
 
 
 class StoreService:
-    """One store being served; the sections below say which thread runs what, and has what.
+    """One store being served; the sections below say which thread runs and owns what.
 
     A load waits in `_loads`, is located, read by a thread and answered; one that fails is judged by
     the index thread first. What the engine deletes is a miss at once (`_doomed`), whenever the
@@ -261,7 +262,7 @@ class StoreService:
         self._channel.send(messages.DeleteDone(call.job))
 
     def _gather(self, touches: list[TouchItem]) -> None:
-        """Keep touches for later; two uses of a block are the later use, the longer claim."""
+        """Keep touches for later; of two for one block the later use and the longer claim count."""
         with self._touching:
             if not self._touches:
                 self._touched_since = time.monotonic()
@@ -280,11 +281,11 @@ class StoreService:
 
     @property
     def _can_read(self) -> bool:
-        """Whether threads want another load: enough to be busy, few enough to stay current."""
+        """Whether to start another load: readers stay busy, and plans can still change."""
         return bool(self._loads) and self._num_reading < 4 * self._options.num_readers
 
     def _start_reads(self) -> None:
-        """Look several blocks up, then have them read: busy readers make each lookup slow."""
+        """Look several blocks up at once, then have them read; busy readers slow every lookup."""
         if not self._can_read:
             return
         pages: list[LentPage] = []
@@ -593,7 +594,7 @@ class StoreService:
             self._channel.send(request)
 
     def _attempt(self, cause: str, action: Callable[[], Answer]) -> Answer | None:
-        """Do what may fail without harm; a fault of the disk is logged, and None."""
+        """Call `action`; a fault of the disk is logged, and the answer is None then."""
         try:
             return action()
         except StorageError as error:
@@ -601,7 +602,7 @@ class StoreService:
             return None
 
     def _move(self, task: ReadTask | WriteTask) -> None:
-        """Read or write a payload, on a thread of its own; what came of it goes back."""
+        """Read or write a payload on a thread of its own, and hand the result back."""
         try:
             assert self._arena is not None, "the engine lends no pages without an arena"
             page = self._arena.page(task.page.page_id)

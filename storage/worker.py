@@ -1,8 +1,8 @@
 """The store worker: the one process that opens a store.
 
-`python -m tieredkv.storage.worker FD` is started by `tieredkv.storage.worker_process` and ends when
-its channel does, so that nobody has to look after it. It knows how a store is opened, and what to
-do with an index that cannot be; serving it is `tieredkv.storage.service`'s.
+`tieredkv.storage.worker_process` starts it as `python -m tieredkv.storage.worker FD`. It ends when
+its channel ends, so nobody has to look after it. It knows how a store is opened and how a failure
+is told to the engine; `tieredkv.storage.service` serves the store.
 """
 
 import contextlib
@@ -38,12 +38,12 @@ from tieredkv.storage.worker_process import (
 logger = logging.getLogger(__name__)
 
 _PARENT_POLL_S = 0.5
-_ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def main(arguments: list[str]) -> int:
     """Serve one store until the engine is done with it; the exit code is for the parent."""
-    for number in _ENDINGS:  # the engine drains on these and needs its worker for it
+    for number in _IGNORED_SIGNALS:  # the engine stops on these and still writes blocks then
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError):  # only a name, for `ps`
         Path("/proc/self/comm").write_text("tieredkv-store")
@@ -53,19 +53,19 @@ def main(arguments: list[str]) -> int:
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(EngineMessage))
     (launch,) = channel.receive(None)
     assert isinstance(launch, Launch), launch
-    # What a crash leaves is read by the parent: in the index or elsewhere makes the difference.
+    # The parent reads the stack of the thread that crashed: was it using the index?
     faulthandler.enable(launch.stack_fd, all_threads=False)
     service = None
     try:
         service = _open(launch, channel)
         service.run()
-    except EOFError:  # nobody is left to answer to; what is stored survives a kill
+    except EOFError:  # the engine is gone; what is stored survives a sudden end
         os._exit(EXIT_FAILED)
     except Exception as error:
         code = EXIT_REFUSED if service is None else EXIT_FAILED
         return _tell(channel, launch.options.path, error, code)
     finally:
-        channel.close()  # or a thread that its disk holds up would keep the engine waiting too
+        channel.close()  # a thread that waits for the disk may delay the exit; the engine moves on
     return 0
 
 
@@ -104,7 +104,7 @@ def raise_file_limit() -> None:
 
 
 def _leave_with(parent_pid: int, is_open: threading.Event) -> None:
-    """End the process if its parent ends before the store is open; the service sees to it later."""
+    """End the process if its parent ends before the store is open; later the service does that."""
     while not is_open.wait(_PARENT_POLL_S):
         if os.getppid() != parent_pid:
             os._exit(EXIT_FAILED)

@@ -1,6 +1,6 @@
-"""Start the store worker as a plain subprocess, and know for certain when it is dead, and of what.
+"""Start the store worker as a plain subprocess, wait until it is dead, and say what ended it.
 
-It knows how the process is launched and buried, and what its end says about the index; it does not
+It knows how the process is launched and reaped, and what its end says about the index. It does not
 know what is said over its channel.
 """
 
@@ -53,7 +53,7 @@ def start_process(
     """
     ours, theirs = socket.socketpair()
     try:
-        # -P: a `random.py` in the current folder must not shadow the standard library.
+        # NOTE: with -P a `random.py` in the current folder cannot shadow the standard library.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", module, str(theirs.fileno())],
             stdin=subprocess.DEVNULL,
@@ -98,8 +98,8 @@ class WorkerProcess:
     """One store worker and our end of its channel; used by one thread.
 
     Args:
-        arena: the engine's; None for the command line, which has no tiers to be asked about.
-        index: what is to be done with the index first; see `Launch`.
+        arena: the engine's arena; None where the command line starts the worker.
+        index: what the worker does with the index before it opens it; see `Launch`.
     """
 
     def __init__(

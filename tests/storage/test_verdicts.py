@@ -348,7 +348,10 @@ def test_an_immutable_index_turns_the_tier_off_until_it_may_be_changed(
     expect_back(stored, client)
 
 
-def test_a_full_table_of_readers_costs_misses_while_it_is_full(stored: Harness) -> None:
+@pytest.mark.parametrize("is_restarted", [True, False])
+def test_a_full_table_of_readers_costs_misses_while_it_is_full(
+    stored: Harness, is_restarted: bool
+) -> None:
     client = stored.open()
     mail = Mailbox(client)
     assert all(mail.lookup(HASHES))
@@ -374,13 +377,15 @@ def test_a_full_table_of_readers_costs_misses_while_it_is_full(stored: Harness) 
         for _ in range(5):
             mail.store(make_chain("meanwhile", 2))
             mail.lookup(HASHES)
-        assert client.pid is not None
-        os.kill(client.pid, signal.SIGKILL)
-        time.sleep(1.0)
+        assert client.pid == pid
+        if is_restarted:
+            kill(client, stored.folder)
+            time.sleep(1.0)
     finally:
-        outsider.communicate(b"")
-    assert pid is not None
+        outsider.kill()  # so that its readers stay in the table
+        outsider.communicate()
     wait_until(lambda: client.pid is not None and all(mail.lookup(HASHES)))
+    assert is_restarted or client.pid == pid
     expect_back(stored, client)
 
 
