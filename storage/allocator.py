@@ -70,6 +70,7 @@ class SlotAllocator:
         strikes: how often a slot was given up for it; after the first time it is erased before it
             is lent again, after the second it stays free.
         lack: what the filesystem lacked when it was last full.
+        has_no_file: the last slots that were wanted need a new file, and no inode is left for it.
     """
 
     folder: StoreFolder
@@ -86,6 +87,7 @@ class SlotAllocator:
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
     lack: str = ""
+    has_no_file: bool = False
     _full_until: float = 0.0
     _most_there: int = 0  # until then: what the filesystem has for all files
     _lacks_room: bool = False  # for what the last transaction had to write
@@ -179,13 +181,16 @@ class SlotAllocator:
         headroom, occupied = self._headroom_bytes, self.occupied_bytes
         can_shrink = self.files.punch_hole and not self.is_disk_full
         least = -min(headroom, occupied // 16) if can_shrink else min(self.room_bytes, 0)
-        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
-        if lack != self.lack:
-            logger.warning("%s: new blocks take the place of old ones until there is more", lack)
-        self.lack = lack
+        self._note_lack(code)
         if not self.is_disk_full:
             self._full_until = time.monotonic() + _FULL_S
         self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
+
+    def _note_lack(self, code: int | None) -> None:
+        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
+        if lack != self.lack:
+            logger.warning("%s; stored blocks stay, or give way to new ones", lack)
+        self.lack = lack
 
     @property
     def pending_bytes(self) -> int:
@@ -294,10 +299,12 @@ class SlotAllocator:
             return []
         try:
             segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
-        except OSError as error:  # no inode is left for another file
+        except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self.note_full(error.errno)
+            # No inode is left. Blocks of another size that gave way would be lost for nothing.
+            self._note_lack(error.errno)
+            self.has_no_file = True
             return []
         self.failpoint("segment:opened")
         if not self._allocate(segment, num_slots, growth):
@@ -414,11 +421,12 @@ class SlotAllocator:
     def obtain(self, slot_bytes: int, tenant: bytes, count: int) -> list[Extent]:
         """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
         slots: list[Extent] = []
+        self.has_no_file = False
         while len(slots) < count:
             short = min(count - len(slots), TXN_BLOCKS)
             with self.changing() as txn:
                 taken = self.take(txn, slot_bytes, short)
-                if len(taken) < short:
+                if len(taken) < short and not self.has_no_file:
                     spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
                     needed_bytes = (short - len(taken)) * slot_bytes
                     needed_bytes = self.files.filesystem.spread_bytes(needed_bytes)
@@ -430,7 +438,7 @@ class SlotAllocator:
             self.lent.update((extent, slot_bytes) for extent in taken)
             missing_bytes = (short - len(taken)) * slot_bytes
             missing_bytes = self.files.filesystem.spread_bytes(missing_bytes)
-            if missing_bytes and not self.release_idle(missing_bytes):
+            if missing_bytes and (self.has_no_file or not self.release_idle(missing_bytes)):
                 break
         return slots
 
