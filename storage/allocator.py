@@ -15,7 +15,7 @@ from itertools import chain, groupby, islice
 from typing import TypeVar
 
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
+from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
@@ -88,6 +88,7 @@ class SlotAllocator:
     num_evicted: int = 0
     lack: str = ""
     has_no_file: bool = False
+    _erase_errors: set[int | None] = field(default_factory=set)  # that were told
     _full_until: float = 0.0
     _most_there: int = 0  # until then: what the filesystem has for all files
     _lacks_room: bool = False  # for what the last transaction had to write
@@ -113,10 +114,13 @@ class SlotAllocator:
                 yield txn
         except BaseException as error:
             self.reload()
-            is_short = self.files.free_bytes() < self._headroom_bytes
-            if is_short or isinstance(error, StoreFullError):  # a page in part is EIO for LMDB
-                self.note_full(error.errno if isinstance(error, OSError) else None)
+            is_full = isinstance(error, StoreFullError)
+            is_short = self.is_disk_full or self.files.free_bytes() < self._headroom_bytes
+            if is_full or is_short:
+                self.note_full(error.errno if isinstance(error, StoreFullError) else None)
                 self._lacks_room = True
+            if is_short and type(error) is StorageError:  # a page written in part is EIO for LMDB
+                raise StoreFullError(errno.ENOSPC, self.lack) from error
             raise
         self._lacks_room = False
         self.measure()
@@ -187,6 +191,8 @@ class SlotAllocator:
         self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
 
     def _note_lack(self, code: int | None) -> None:
+        if code is None and self.is_disk_full:
+            return  # it is known already
         lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
         if lack != self.lack:
             logger.warning("%s; stored blocks stay, or give way to new ones", lack)
@@ -412,7 +418,10 @@ class SlotAllocator:
         try:
             self.files.erase(first, num_slots)
         except OSError as error:
-            logger.warning("slot %s could not be erased, will try again: %s", first, error)
+            if error.errno not in self._erase_errors:
+                self._erase_errors.add(error.errno)
+                text = "slots such as %s cannot be erased at the moment and will be later: %s"
+                logger.warning(text, first, error)
             return False
         return True
 
