@@ -16,7 +16,7 @@ from itertools import chain, groupby, islice
 from typing import TypeVar
 
 from tieredkv.clock import Clock
-from tieredkv.errors import CorruptBlockError, IntegrityError, StoreFullError
+from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
@@ -76,6 +76,7 @@ class SlotAllocator:
         strikes: how often a slot was given up for it; after the first time it is erased before it
             is lent again, after the second it stays free.
         lack: what the filesystem lacked when it was last full.
+        has_no_file: the last slots that were wanted need a new file, and no inode is left for it.
     """
 
     folder: StoreFolder
@@ -92,6 +93,8 @@ class SlotAllocator:
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
     lack: str = ""
+    has_no_file: bool = False
+    _erase_errors: set[int | None] = field(default_factory=set)  # that were told
     _full_until: float = 0.0
     _most_there: int = 0  # until then: what the filesystem has for all files
     _lacks_room: bool = False  # for what the last transaction had to write
@@ -117,10 +120,13 @@ class SlotAllocator:
                 yield txn
         except BaseException as error:
             self.reload()
-            is_short = self.files.free_bytes() < self._headroom_bytes
-            if is_short or isinstance(error, StoreFullError):  # a page in part is EIO for LMDB
-                self.note_full(error.errno if isinstance(error, OSError) else None)
+            is_full = isinstance(error, StoreFullError)
+            is_short = self.is_disk_full or self.files.free_bytes() < self._headroom_bytes
+            if is_full or is_short:
+                self.note_full(error.errno if isinstance(error, StoreFullError) else None)
                 self._lacks_room = True
+            if is_short and type(error) is StorageError:  # a page written in part is EIO for LMDB
+                raise StoreFullError(errno.ENOSPC, self.lack) from error
             raise
         self._lacks_room = False
         self.measure()
@@ -185,13 +191,18 @@ class SlotAllocator:
         headroom, occupied = self._headroom_bytes, self.occupied_bytes
         can_shrink = self.files.punch_hole and not self.is_disk_full
         least = -min(headroom, occupied // 16) if can_shrink else min(self.room_bytes, 0)
-        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
-        if lack != self.lack:
-            logger.warning("%s: new blocks take the place of old ones until there is more", lack)
-        self.lack = lack
+        self._note_lack(code)
         if not self.is_disk_full:
             self._full_until = time.monotonic() + _FULL_S
         self._most_there = occupied + headroom + int(max(free_bytes - headroom, least))
+
+    def _note_lack(self, code: int | None) -> None:
+        if code is None and self.is_disk_full:
+            return  # it is known already
+        lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
+        if lack != self.lack:
+            logger.warning("%s; stored blocks stay, or give way to new ones", lack)
+        self.lack = lack
 
     @property
     def pending_bytes(self) -> int:
@@ -300,10 +311,12 @@ class SlotAllocator:
             return []
         try:
             segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
-        except OSError as error:  # no inode is left for another file
+        except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            self.note_full(error.errno)
+            # No inode is left. Blocks of another size that gave way would be lost for nothing.
+            self._note_lack(error.errno)
+            self.has_no_file = True
             return []
         self.failpoint("segment:opened")
         if not self._allocate(segment, num_slots, growth):
@@ -411,7 +424,10 @@ class SlotAllocator:
         try:
             self.files.erase(first, num_slots)
         except OSError as error:
-            logger.warning("slot %s could not be erased, will try again: %s", first, error)
+            if error.errno not in self._erase_errors:
+                self._erase_errors.add(error.errno)
+                text = "slots such as %s cannot be erased at the moment and will be later: %s"
+                logger.warning(text, first, error)
             return False
         return True
 
@@ -420,11 +436,12 @@ class SlotAllocator:
     def obtain(self, slot_bytes: int, tenant: bytes, count: int) -> list[Extent]:
         """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
         slots: list[Extent] = []
+        self.has_no_file = False
         while len(slots) < count:
             short = min(count - len(slots), TXN_BLOCKS)
             with self.changing() as txn:
                 taken = self.take(txn, slot_bytes, short)
-                if len(taken) < short:
+                if len(taken) < short and not self.has_no_file:
                     spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
                     needed_bytes = (short - len(taken)) * slot_bytes
                     needed_bytes = self.files.filesystem.spread_bytes(needed_bytes)
@@ -436,7 +453,7 @@ class SlotAllocator:
             self.lent.update((extent, slot_bytes) for extent in taken)
             missing_bytes = (short - len(taken)) * slot_bytes
             missing_bytes = self.files.filesystem.spread_bytes(missing_bytes)
-            if missing_bytes and not self.release_idle(missing_bytes):
+            if missing_bytes and (self.has_no_file or not self.release_idle(missing_bytes)):
                 break
         return slots
 

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import os
 import struct
+import tempfile
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -157,10 +158,9 @@ class Index:
                 os.unlink(os.path.join(self.path, _COMPACTED))
             read_meta(self.path)
             check_address_space(f"the index at `{self.path}`", MAP_BYTES)
-            env = lmdb.open(
-                self.path,
-                map_size=MAP_BYTES,
+            env = self._open_beside(
                 max_dbs=len(NAMES),
+                map_size=MAP_BYTES,
                 mode=0o600,
                 readahead=False,
                 sync=self.sync,
@@ -179,6 +179,22 @@ class Index:
             except BaseException:
                 env.close()
                 raise
+
+    def _open_beside(self, **options: Any) -> Any:
+        """Open the environment with LMDB's lock file in memory; only this process uses it.
+
+        LMDB writes to a map of that file. Where the filesystem has no room for a changed page, as
+        btrfs when it is full, such a write is SIGBUS.
+        """
+        lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
+        try:
+            with tempfile.TemporaryDirectory(prefix="tieredkv-index-") as folder:
+                data = os.path.join(os.path.abspath(self.path), DATA_FILE)
+                os.symlink(data, os.path.join(folder, DATA_FILE))
+                os.symlink(f"/proc/self/fd/{lock_fd}", os.path.join(folder, "lock.mdb"))
+                return lmdb.open(folder, **options)
+        finally:
+            os.close(lock_fd)
 
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:

@@ -224,7 +224,8 @@ class BlockStore:
             self.slots.enforce_budget()
             lent = {kind: iter(self.slots.obtain(*kind, kinds.count(kind))) for kind in set(kinds)}
             answer = [next(lent[kind], None) for kind in kinds]
-            if self.slots.is_disk_full and not any(answer):
+            is_full = self.slots.is_disk_full or self.slots.has_no_file
+            if is_full and not any(answer):
                 raise StoreFullError(errno.ENOSPC, self.slots.lack)
         except BaseException as error:
             for extent in self.slots.lent.keys() - lent_before:

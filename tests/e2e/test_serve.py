@@ -1,11 +1,13 @@
 """`tieredkv serve` as its users see it: real processes, the openai client, signals, kill -9."""
 
+import errno
 import json
 import os
 import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import pytest
 
 from tests import http
 from tests.serving import COMMAND, Server, running
+from tests.storage.fuse import FaultyDisk
 from tests.waiting import HANG_S, is_alive, wait_until
 
 MODEL = "tiny-random"
@@ -39,6 +42,19 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
     """Return the first tenant's client."""
     with server.client("sk-a") as client:
         yield client
+
+
+@pytest.fixture
+def faulty_disk(tmp_path: Path) -> Iterator[FaultyDisk]:
+    """Return a disk that fails on demand."""
+    try:
+        disk = FaultyDisk(tmp_path)
+    except PermissionError as error:
+        pytest.skip(f"a filesystem of ours cannot be mounted here ({error})")
+    try:
+        yield disk
+    finally:
+        disk.close()
 
 
 def details(usage: Any) -> dict[str, Any]:
@@ -423,3 +439,35 @@ def test_an_echo_is_scored_token_by_token_whole_and_streamed(client: openai.Open
         scores: Any = choice.logprobs
         assert streamed[i][: len(ids[i]) + 1] == pytest.approx(scores.token_logprobs, abs=1e-4)
         assert len(streamed[i]) == len(ids[i]) + 3
+
+
+def test_a_stop_that_loses_what_was_promised_says_how_much_and_why(faulty_disk: FaultyDisk) -> None:
+    prompt = f"promised {TEXT}"
+    with running(faulty_disk.folder) as server, server.client() as client:
+        client.completions.create(**GREEDY, prompt=prompt)
+        faulty_disk.set_faults(only=".seg", fail_writes=errno.EIO)
+        assert server.stop() == 1
+        [told] = [line for line in server.log.splitlines() if "are lost" in line]
+        found = re.search(r"(\d+) blocks that were promised to the disk are lost", told)
+        assert found is not None and int(found[1]) >= len(prompt) // 16
+        assert ".seg`: Input/output error" in told
+        faulty_disk.set_faults()
+
+
+def test_health_names_the_error_while_blocks_cannot_be_stored(faulty_disk: FaultyDisk) -> None:
+    flags = ("--disk-write", "write_behind")
+    with running(faulty_disk.folder, *flags) as server, server.client() as client:
+
+        def disk_after(prompt: str) -> dict[str, str]:
+            client.completions.create(**GREEDY, prompt=f"{prompt} {TEXT}")
+            health = server.health()
+            assert (health.status_code, health.json()["status"]) == (200, "ok")
+            disk: dict[str, str] = health.json()["disk"]
+            return disk
+
+        faulty_disk.set_faults(only=".seg", fail_writes=errno.ENOSPC)
+        wait_until(lambda: disk_after(f"{time.monotonic()}")["status"] == "failing", "it is ok")
+        assert "has no space left" in disk_after("another")["cause"]
+        faulty_disk.set_faults()
+        wait_until(lambda: disk_after(f"{time.monotonic()}") == {"status": "ok"}, "it stays so")
+        assert server.stop() == 0

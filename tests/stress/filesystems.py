@@ -14,101 +14,23 @@ import itertools
 import json
 import os
 import random
-import subprocess
-import tempfile
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from tests.fakes import FakeClock
 from tests.storage.blocks import load, make_record, open_store, page_with, payload_of, sweep, verify
+from tests.storage.mounts import FILESYSTEMS, CannotMountError, mounted
 from tieredkv.bench import raw
 from tieredkv.errors import StorageError
 from tieredkv.storage.results import TouchItem
 from tieredkv.types import BlockRecord
 from tieredkv.units import parse_bytes
 
-IMAGE_BYTES = 400 << 20
 SIZES = (1024, 9_000, 30_000, 60_000, 100_000)
-
-
-class Filesystem(NamedTuple):
-    """How a filesystem is made and mounted; without `mkfs` it takes no image."""
-
-    mkfs: tuple[str, ...] = ()
-    kind: str = ""
-    options: str = ""
-
-
-FILESYSTEMS = {
-    "ext4": Filesystem(("mkfs.ext4", "-q")),
-    "ext4, no extents": Filesystem(("mkfs.ext4", "-q", "-O", "^extent,^64bit")),
-    "ext4, bigalloc 64 KiB": Filesystem(("mkfs.ext4", "-q", "-O", "bigalloc", "-C", "65536")),
-    "ext3": Filesystem(("mkfs.ext3", "-q")),
-    "ext2": Filesystem(("mkfs.ext2", "-q")),
-    "ext2, 1 KiB blocks": Filesystem(("mkfs.ext2", "-q", "-b", "1024")),
-    "xfs": Filesystem(("mkfs.xfs", "-q", "-m", "reflink=1")),
-    "xfs, extent size hint of 1 MiB": Filesystem(("mkfs.xfs", "-q", "-d", "extszinherit=256")),
-    "btrfs": Filesystem(("mkfs.btrfs", "-q")),
-    "btrfs, compressed": Filesystem(("mkfs.btrfs", "-q"), "btrfs", "compress-force=zstd"),
-    "f2fs": Filesystem(("mkfs.f2fs", "-q")),
-    "vfat": Filesystem(("mkfs.vfat",)),
-    "exfat": Filesystem(("mkfs.exfat",)),
-    "tmpfs": Filesystem((), "tmpfs", "huge=never"),
-    "tmpfs, huge pages": Filesystem((), "tmpfs", "huge=always"),
-    "overlay": Filesystem((), "overlay"),
-}
-
-
-class CannotMountError(Exception):
-    """This machine cannot make or mount a filesystem; says why."""
-
-
-def _run(*command: str) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise CannotMountError(f"`{command[0]}` is not installed") from None
-    if done.returncode:
-        lines = (done.stderr or done.stdout).strip().splitlines()
-        raise CannotMountError(f"`{command[0]}` failed: {lines[0] if lines else done.returncode}")
-
-
-@contextlib.contextmanager
-def mounted(filesystem: Filesystem, image_bytes: int = IMAGE_BYTES) -> Iterator[Path]:
-    """Make a filesystem, mount it, and take it away again.
-
-    Raises:
-        CannotMountError: it cannot be had here.
-    """
-    with tempfile.TemporaryDirectory(prefix="tieredkv-filesystems-") as name:
-        folder, image = Path(name), Path(name) / "image"
-        disk = folder / "disk"
-        disk.mkdir()
-        options = [filesystem.options] if filesystem.options else []
-        source = filesystem.kind
-        if filesystem.mkfs:
-            with image.open("wb") as file:
-                file.truncate(image_bytes)
-            _run(*filesystem.mkfs, str(image))
-            options, source = [*options, "loop"], str(image)
-        elif filesystem.kind == "tmpfs":
-            options.append(f"size={image_bytes}")
-        elif filesystem.kind == "overlay":
-            for part in ("lower", "upper", "work"):
-                (folder / part).mkdir()
-            parts = (f"{part}dir={folder / part}" for part in ("lower", "upper", "work"))
-            options.append(",".join(parts))
-        kind = ["-t", filesystem.kind] if filesystem.kind else []
-        _run("mount", *kind, "-o", ",".join(options), source, str(disk))
-        try:
-            yield disk
-        finally:
-            subprocess.run(["umount", "--lazy", str(disk)], check=True)
 
 
 class Sampler:
