@@ -153,9 +153,12 @@ class StoreControl:
             raise StorageError(f"{what}: {described(error)}") from error
         body = None
         try:
-            for message in self._next(worker.channel):
-                if isinstance(message, messages.Refused):
-                    raise named(message.kind, message.message)
+            is_up = False
+            while not is_up:
+                for message in self._next(worker.channel):
+                    if isinstance(message, messages.Refused):
+                        raise named(message.kind, message.message)
+                    is_up = isinstance(message, messages.WorkerUp)
             with _connect(folder_fd) as connection:
                 body = yield from self._converse(connection, call, progress)
         except _GONE:

@@ -83,6 +83,7 @@ class BlockStore:
         options: StoreOptions,
         clock: Clock,
         failpoint: Callable[[str], None] = lambda label: None,
+        progress: recovery.OpeningProgress = lambda done, total: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
 
@@ -90,6 +91,7 @@ class BlockStore:
             options: those about one store.
             clock: moved up to the latest time that the store has seen if it is a little behind.
             failpoint: called with a label at each step of a change; tests stop the process there.
+            progress: hears of what takes long.
 
         Raises:
             StoreBusyError, FormatVersionError, StoreFullError, StorageError
@@ -107,7 +109,7 @@ class BlockStore:
                 undo.callback(files.close)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
                 slots = SlotAllocator(folder, files, index, earlier, clock, failpoint)
-                num_expired = recovery.recover(slots)
+                num_expired = recovery.recover(slots, progress)
             recovery.reach_budget(slots, budget)
             folder.note_budget(budget)  # for whoever opens the store without one
             undo.pop_all()

@@ -28,7 +28,7 @@ from tieredkv.storage.index import is_damage
 from tieredkv.storage.limits import described
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
-from tieredkv.storage.worker_messages import EngineMessage, Launch, refusal
+from tieredkv.storage.worker_messages import EngineMessage, Launch, Opening, refusal
 from tieredkv.storage.worker_process import EXIT_DAMAGED, EXIT_FAILED, EXIT_REFUSED
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,11 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
     threading.Thread(target=_leave_with, args=[launch.parent_pid, is_open], daemon=True).start()
     arena = HostArena.attach(*launch.arena) if launch.arena is not None else None
     notes = [set_aside(options.path, launch.set_aside)] if launch.set_aside else []
-    store = BlockStore.open(options, Clock(options.clock_offset_file))
+    store = BlockStore.open(
+        options,
+        Clock(options.clock_offset_file),
+        progress=lambda done, total: channel.send(Opening(done, total)),
+    )
     is_open.set()
     try:
         return StoreService(store, launch, channel, arena, notes)

@@ -164,6 +164,13 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 # --- Worker to engine ------------------------------------------------------------------------
 
 
+class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
+    """A new worker is still opening the store: so many of its slots are read."""
+
+    done: int
+    total: int
+
+
 class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """A new worker serves the store; `notes` are for the operator."""
 
@@ -207,7 +214,7 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     before: list[bytes] = []
 
 
-WorkerMessage = WorkerUp | Refused | LookupDone | Completions | ControlRequest
+WorkerMessage = Opening | WorkerUp | Refused | LookupDone | Completions | ControlRequest
 
 # --- Command line and worker -----------------------------------------------------------------
 
