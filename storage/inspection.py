@@ -266,7 +266,9 @@ def listing(
         yield page
 
 
-def verifying(store: BlockStore, result: VerifyResult, *, repair: bool) -> Iterator[None]:
+def verifying(
+    store: BlockStore, result: VerifyResult, *, repair: bool
+) -> Generator[None, None, None]:
     """Read every payload again and check it, and the index against itself, in steps.
 
     What was found so far is in `result`; what is bad is dropped if it is to be repaired.

@@ -87,6 +87,7 @@ class BlockStore:
         failpoint: Callable[[str], None] = lambda label: None,
         *,
         prepare: Callable[[StoreFolder], None] = lambda folder: None,
+        progress: recovery.OpeningProgress = lambda done, total: None,
     ) -> Self:
         """Open or create a store; what a crash left half done is finished, nothing is scanned.
 
@@ -95,6 +96,7 @@ class BlockStore:
             clock: moved up to the latest time that the store has seen if it is a little behind.
             failpoint: called with a label at each step of a change; tests stop the process there.
             prepare: called with the locked folder before its index is opened.
+            progress: hears of what takes long.
 
         Raises:
             CorruptIndexError, StoreFailedError, StoreBusyError, FormatVersionError,
@@ -116,7 +118,7 @@ class BlockStore:
                 undo.callback(files.close)
                 earlier, budget = recovery.settle_budget(folder, options.budget_bytes)
                 slots = SlotAllocator(folder, files, index, earlier, clock, failpoint)
-                num_expired = recovery.recover(slots)
+                num_expired = recovery.recover(slots, progress)
             recovery.reach_budget(slots, budget)
             folder.note_budget(budget)  # for whoever opens the store without one
             undo.pop_all()

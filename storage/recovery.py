@@ -7,7 +7,7 @@ what was under way.
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain, islice
@@ -30,6 +30,9 @@ _MOST_BYTES_A_BLOCK = 4 * PAGE_BYTES  # of pages that one transaction writes
 _ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
 _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
 _REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
+
+OpeningProgress = Callable[[int, int], None]
+"""Called with (slots read, slots in all) now and then while a lost index is made again."""
 
 Found = tuple[list[Located], list[Extent]]
 """Some blocks, and some slots; slots that belong to none of the blocks belong to no block."""
@@ -72,7 +75,7 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     return max(stored, wanted), wanted
 
 
-def recover(slots: SlotAllocator) -> int:
+def recover(slots: SlotAllocator, progress: OpeningProgress) -> int:
     """Open the segments and erase what a crash left pending; make a lost index again.
 
     Answers how many blocks expired because of a clock that is behind them.
@@ -81,7 +84,7 @@ def recover(slots: SlotAllocator) -> int:
     with index.reading() as txn:
         is_lost = not txn.meta.format
     if is_lost:
-        _adopt_slots(slots)
+        _adopt_slots(slots, progress)
     num_expired = _settle_clock(index, slots.clock)
     with index.reading() as txn:
         known = txn.segments()
@@ -177,7 +180,7 @@ def make_again(slots: SlotAllocator) -> None:
     logger.warning("index of `%s`: made again from its records", slots.folder.path)
 
 
-def _adopt_slots(slots: SlotAllocator) -> None:
+def _adopt_slots(slots: SlotAllocator, progress: OpeningProgress) -> None:
     """Make a lost index again from the headers of the slots that are there."""
     files = slots.files
     segments: dict[int, SegmentState] = {}
@@ -198,6 +201,7 @@ def _adopt_slots(slots: SlotAllocator) -> None:
         extents = (Extent(*each) for each in slot_numbers)
         with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
             for first in range(0, num_slots, _ADOPTED_SLOTS):
+                progress(first, num_slots)
                 if first % _REPORTED_SLOTS == 0:
                     of = f"{first} of {num_slots}"
                     logger.warning("the index is made again from slot headers: %s slots read", of)

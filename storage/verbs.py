@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -32,8 +33,6 @@ _SUMMED = ("evicted_blocks", "freed_bytes")
 Hand = Callable[[Callable[[], None]], None]
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-Steps = Generator[None, None, Result]
-"""What the index thread does a little at a time."""
 
 
 @dataclass(eq=False)
@@ -78,63 +77,66 @@ class Verbs:
     def _carry_out(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
         match call.verb:
             case "df":
-                tiers = {"device": None, "host": None, **self._ask(call)}
+                tiers = {"device": None, "host": None, **self._ask(call, caller)}
                 writer_pid = None if self.ask_engine is None else os.getpid()
-                disk = msgspec.to_builtins(self._finish(self._figures()))
+                disk = msgspec.to_builtins(self._finish(self._figures(), caller))
                 return {**tiers, "disk": disk, "writer_pid": writer_pid}
             case "ls":
-                chains = self._gather()
-                for page in self._steps(inspection.listing(self.store, chains, call.limit)):
+                chains = self._gather(caller)
+                steps = inspection.listing(self.store, chains, call.limit)
+                for page in self._steps(steps, caller):
                     caller.send_page(page)
                 return {"num_chains": len(chains.leaves)}
             case "evict":
-                return self._evict(call)
+                return self._evict(call, caller)
             case "verify":
                 return dict(msgspec.to_builtins(self._verify(caller, repair=call.repair)))
 
-    def _evict(self, call: ControlCall) -> dict[str, Any]:
+    def _evict(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
         wanted, engine = call.wanted, dict[str, Any]()
         if wanted == EvictFilter(dry_run=wanted.dry_run):
             raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
         unknown_to_engine = set(wanted.ids)
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
-            engine = self._evict_from_ram(call)
+            engine = self._evict_from_ram(call, caller)
             unknown_to_engine &= set(engine.pop("unknown_ids", wanted.ids))
         settled = threading.Event()
         self.after_writes(settled.set)
-        settled.wait()
-        chosen = self._choose(wanted.ids)
-        result = self._finish(inspection.evicting(self.store, wanted, chosen))
+        while not settled.wait(_REPORT_INTERVAL_S):
+            caller.report(0, 0)
+        chosen = self._choose(wanted.ids, caller)
+        result = self._finish(inspection.evicting(self.store, wanted, chosen), caller)
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
         return {**engine, **sums, "unknown_ids": unknown_ids, "disk": disk}
 
-    def _evict_from_ram(self, call: ControlCall) -> dict[str, Any]:
+    def _evict_from_ram(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
         """Have the engine evict, in questions that fit into a frame; sum up what it answers."""
         # RAM may have a part of a chain without the blocks that its id names.
-        chosen = self._choose(call.wanted.ids)
+        chosen = self._choose(call.wanted.ids, caller)
         *following, last = _frames_of(chosen.following)
         first, *before = _frames_of(chosen.before)
         questions = [*((some, []) for some in following), (last, first), *(([], b) for b in before)]
-        answers = [self._ask(call, *question) for question in questions]
+        answers = [self._ask(call, caller, *question) for question in questions]
         told = {key: answer[key] for answer in reversed(answers) for key in answer}
         sums = {key: sum(answer.get(key, 0) for answer in answers) for key in _SUMMED}
         return {**told, **sums}
 
-    def _choose(self, ids: Sequence[str]) -> inspection.Chosen:
+    def _choose(self, ids: Sequence[str], caller: Caller) -> inspection.Chosen:
         """Find what ids name, if there are any."""
         if not ids:
             return inspection.NOTHING_CHOSEN
-        return self._finish(inspection.choosing(self.store, self._gather(), ids))
+        steps = inspection.choosing(self.store, self._gather(caller), ids)
+        return self._finish(steps, caller)
 
-    def _gather(self) -> inspection.Chains:
+    def _gather(self, caller: Caller) -> inspection.Chains:
         """See which chains there are; arranging them needs no index, and holds up no other verb."""
-        chains = self._finish(inspection.gathering(self.store))
+        chains = self._finish(inspection.gathering(self.store), caller)
         chains.arrange()
         return chains
 
-    def _figures(self) -> Steps[StoreStats]:
+    def _figures(self) -> Generator[None, None, StoreStats]:
         yield
         return self.store.stats()
 
@@ -146,7 +148,9 @@ class Verbs:
         """
         result = VerifyResult()
         try:
-            self._finish(self._verifying(caller, repair, result))
+            total = self._finish(self._figures(), caller).blocks
+            steps = inspection.verifying(self.store, result, repair=repair)
+            self._finish(steps, caller, lambda: (result.checked, total))
         except CorruptIndexError as error:
             if not repair:
                 raise
@@ -161,16 +165,12 @@ class Verbs:
             result.add("index", is_repaired=False)
         return result
 
-    def _verifying(self, caller: Caller, repair: bool, result: VerifyResult) -> Steps[None]:
-        total, next_report = self.store.stats().blocks, 0.0
-        for _ in inspection.verifying(self.store, result, repair=repair):
-            if time.monotonic() >= next_report:
-                next_report = time.monotonic() + _REPORT_INTERVAL_S
-                caller.report(result.checked, total)
-            yield
-
     def _ask(
-        self, call: ControlCall, following: Sequence[bytes] = (), before: Sequence[bytes] = ()
+        self,
+        call: ControlCall,
+        caller: Caller,
+        following: Sequence[bytes] = (),
+        before: Sequence[bytes] = (),
     ) -> dict[str, Any]:
         """Ask the engine, if there is one, and wait for what it says, but not for ever."""
         if self.ask_engine is None:
@@ -178,15 +178,22 @@ class Verbs:
         job, asked = next(self._ids), Future[dict[str, Any]]()
         self._asked[job] = asked
         self.ask_engine(ControlRequest(job, call, [*following], [*before]))
-        try:
-            return asked.result(_ENGINE_TIMEOUT_S)
-        except TimeoutError:
-            self._asked.pop(job, None)
-            return {"engine": "no answer"}
+        deadline = time.monotonic() + _ENGINE_TIMEOUT_S
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                return asked.result(_REPORT_INTERVAL_S)
+            caller.report(0, 0)
+        self._asked.pop(job, None)
+        return {"engine": "no answer"}
 
-    def _finish(self, steps: Generator[object, None, Result]) -> Result:
+    def _finish(
+        self,
+        steps: Generator[object, None, Result],
+        caller: Caller,
+        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> Result:
         """Have the index thread take all steps; return what they end with."""
-        items = self._steps(steps)
+        items = self._steps(steps, caller, progress)
         while True:
             try:
                 next(items)
@@ -194,10 +201,24 @@ class Verbs:
                 result: Result = ending.value
                 return result
 
-    def _steps(self, steps: Generator[Item | None, None, Result]) -> Generator[Item, None, Result]:
+    def _steps(
+        self,
+        steps: Generator[Item | None, None, Result],
+        caller: Caller,
+        progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
+    ) -> Generator[Item, None, Result]:
         """Have the index thread take steps, a slice at a time, and yield what some of them yield.
 
-        It takes none while the caller is busy with an item.
+        It takes none while the caller is busy with an item. Whoever waits for the answer hears now
+        and then that work goes on; once nobody does, it ends.
+
+        Args:
+            steps: a generator, whose result this one returns.
+            caller: who waits.
+            progress: tells (done, total), where that is known.
+
+        Raises:
+            EOFError: nobody waits any more.
         """
 
         def take_slice() -> None:
@@ -206,7 +227,7 @@ class Verbs:
                 while time.monotonic() < slice_end:
                     if (item := next(steps)) is not None:
                         return done.set_result((item, None))
-                self.hand(take_slice)
+                done.set_result((None, None))
             except StopIteration as ending:
                 done.set_result((None, ending))
             except Exception as error:
@@ -214,15 +235,19 @@ class Verbs:
                 if isinstance(error, CorruptIndexError | StoreFailedError):  # ends the worker
                     raise
 
+        next_report = 0.0
         while True:
             done: Future[tuple[Item | None, StopIteration | None]] = Future()
             self.hand(take_slice)
             item, ending = done.result()
-            if item is None:
-                assert ending is not None, "a slice ends with an item or with the steps"
+            if ending is not None:
                 result: Result = ending.value
                 return result
-            yield item
+            if item is not None:
+                yield item
+            if time.monotonic() >= next_report:
+                next_report = time.monotonic() + _REPORT_INTERVAL_S
+                caller.report(*progress())
 
 
 def _frames_of(blocks: Sequence[bytes]) -> list[Sequence[bytes]]:

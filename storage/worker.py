@@ -27,7 +27,7 @@ from tieredkv.storage.index_pages import check_pages
 from tieredkv.storage.limits import described
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
-from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, refusal
+from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, Opening, refusal
 from tieredkv.storage.worker_process import (
     EXIT_DAMAGED,
     EXIT_FAILED,
@@ -122,7 +122,12 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
             case "set_aside":
                 channel.send(IndexSetAside(set_aside_index(folder)))
 
-    store = BlockStore.open(options, Clock(options.clock_offset_file), prepare=prepare)
+    store = BlockStore.open(
+        options,
+        Clock(options.clock_offset_file),
+        prepare=prepare,
+        progress=lambda done, total: channel.send(Opening(done, total)),
+    )
     is_open.set()
     try:
         return StoreService(store, launch, channel, arena)

@@ -171,6 +171,13 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 # --- Worker to engine ------------------------------------------------------------------------
 
 
+class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
+    """A new worker is still opening the store: so many of its slots are read."""
+
+    done: int
+    total: int
+
+
 class WorkerUp(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
     """A new worker serves the store."""
 
@@ -226,7 +233,14 @@ class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 WorkerMessage = (
-    WorkerUp | IndexSetAside | Refused | LookupDone | DeleteDone | Completions | ControlRequest
+    Opening
+    | WorkerUp
+    | IndexSetAside
+    | Refused
+    | LookupDone
+    | DeleteDone
+    | Completions
+    | ControlRequest
 )
 
 # --- Command line and worker -----------------------------------------------------------------

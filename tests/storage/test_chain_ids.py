@@ -30,14 +30,17 @@ class Conversations:
     def __init__(self, store: CheckedStore, clock: FakeClock, seed: int) -> None:
         self.store, self.clock, self.random = store, clock, random.Random(seed)
         self.records: dict[bytes, BlockRecord] = {}
+        self.last: list[BlockRecord] = []  # of each conversation
 
     def say(self, life_s: float) -> None:
         """Add a turn to a conversation, or begin one; what is before it was used as well."""
         now, turn = self.clock.now(), len(self.records)
-        parent = self.random.choice([None, *self.records.values()])
+        parent = self.random.choice([None, *self.records.values(), *self.last * len(self.records)])
+        self.last = [each for each in self.last if each is not parent]
         before = self.above(parent) if parent else []
         self.store.claim_or_touch([TouchItem(each.block_hash, now) for each in before])
-        added = [each for each in before if each.block_hash not in self.stored()]
+        stored = stored_hashes(self.store, before)
+        added = [each for each in before if each.block_hash not in stored]
         for number in range(self.random.randint(1, 6)):
             above = parent.block_hash if parent else digest("root")
             position = parent.position + 1 if parent else 0
@@ -53,6 +56,7 @@ class Conversations:
         again: dict[str, Any] = {"computed_at": now, "last_used": now, "expires_at": now + life_s}
         added = [replace(each, **again) for each in added]
         self.records |= {each.block_hash: each for each in added}
+        self.last.append(added[-1])
         put(self.store, *added)
 
     def above(self, block: BlockRecord) -> list[BlockRecord]:
@@ -71,13 +75,13 @@ class Conversations:
         return hashes[start:]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("what", ["evicted", "expired"])
 def test_an_id_is_good_while_a_block_that_was_the_chains_own_is_there(
     tmp_path: Path, what: str, seed: int
 ) -> None:
     clock = FakeClock()
-    budget, life_s = (2 << 20, 1e6) if what == "evicted" else (64 << 20, 100.0)
+    budget, life_s = (2 << 20, 1e6) if what == "evicted" else (64 << 20, 60.0)
     with open_store(tmp_path / "s", clock, budget_bytes=budget) as store:
         talk = Conversations(store, clock, seed)
 
@@ -89,9 +93,9 @@ def test_an_id_is_good_while_a_block_that_was_the_chains_own_is_there(
 
         go_on(120)
         printed = [chain.id for chain in chains(store)]
-        assert len(printed) > 3
+        assert len(printed) > 1
         num_left = 0
-        for _ in range(4):
+        for _ in range(3):
             go_on(25)
             stored = talk.stored()
             for chain_id in printed:

@@ -3,10 +3,13 @@
 import os
 import socket
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,16 +18,20 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError
-from tieredkv.storage import service
+from tieredkv.storage import inspection, service
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import decode_record
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.control_server import socket_address
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import EvictFilter, StoreStats, TouchItem
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import (
     CloseCall,
     Completions,
+    ControlCall,
+    ControlReply,
     DeleteCall,
     DeleteDone,
     EngineMessage,
@@ -227,3 +234,60 @@ def test_a_damaged_index_ends_the_front_thread_too(tmp_path: Path, arena: HostAr
         engine.gate.opened.set()
         error = engine.served.exception(HANG_S)
         assert isinstance(error, CorruptIndexError)
+
+
+@pytest.mark.parametrize("verb", ["ls", "evict by id", "evict by age"])
+def test_a_verb_that_takes_longer_than_anybody_waits_for_a_word_says_that_it_goes_on(
+    tmp_path: Path, arena: HostArena, verb: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, walk = tmp_path / "store", inspection._walking
+    more = [make_record(f"{i}", now=time.time(), size_bytes=1) for i in range(18)]
+    with open_store(path, Clock()) as store:
+        put(store, *more)
+
+    def slowly(store: BlockStore, entries: Any, _: int = 1) -> Iterator[Any]:
+        for each in walk(store, entries, 1):
+            time.sleep(0.2)
+            yield each
+
+    monkeypatch.setattr(inspection, "_walking", slowly)
+    with serving(path, arena):
+        control = StoreControl(path, answer_timeout_s=2.0)
+        if verb == "ls":
+            assert sum(map(len, control.ls())) == 19
+        elif verb == "evict by id":
+            which = EvictFilter(ids=(more[0].block_hash.hex(),))
+            assert control.evict(which)["evicted_blocks"] == 1
+        else:
+            assert control.evict(EvictFilter(older_than_s=0.0))["evicted_blocks"] == 20
+
+
+def test_a_client_that_goes_ends_its_eviction(
+    tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, steps = tmp_path / "store", Counter[str]()
+
+    def endless(*_: object) -> Iterator[list[Any]]:
+        while True:
+            steps["taken"] += 1
+            time.sleep(0.01)
+            yield []
+
+    monkeypatch.setattr(inspection, "_walking", endless)
+    with serving(path, arena) as engine:
+        folder_fd = os.open(path, os.O_PATH)
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(socket_address(folder_fd))
+            channel: FrameChannel[ControlReply] = FrameChannel(
+                sock, msgspec.msgpack.Decoder(ControlReply)
+            )
+            channel.send(ControlCall("evict", EvictFilter(all=True)))
+            assert channel.receive(HANG_S)
+            channel.close()
+        os.close(folder_fd)
+        deadline, before = time.monotonic() + HANG_S, -1
+        while steps["taken"] != before:
+            assert time.monotonic() < deadline, "it goes on for nobody"
+            before = steps["taken"]
+            time.sleep(0.5)
+        assert engine.lookup(OLD.block_hash)
