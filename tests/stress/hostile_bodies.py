@@ -21,7 +21,7 @@ import random
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,8 @@ def save_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
         bos_token_id=None,
         eos_token_id=vocab_size - 5,
     )
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make: Any = AutoModelForCausalLM
+    make.from_config(config).save_pretrained(folder)
     big_tokenizer(vocab_size).save_pretrained(folder)
 
 
@@ -138,6 +139,10 @@ def prose(size: int) -> str:
     letters = "etaoinshrdlu"
     words = ["".join(drawn.choices(letters, k=drawn.randint(1, 9))) for _ in range(4000)]
     return " ".join(drawn.choices(words, k=size // 6))[:size]
+
+
+def letters(size: int) -> str:
+    return prose(size).replace(" ", "")
 
 
 MARK = '"prompt_cache_breakpoint":{"mode":"explicit"}'
@@ -275,6 +280,13 @@ BODIES: dict[str, Body] = {
 }
 
 
+def body_of(name: str, size: int, model: str) -> tuple[str, bytes]:
+    """Return a path and a body for a model."""
+    path, body = BODIES[name](size - len(model))
+    named = f'"model":"{model}"'.encode()
+    return path, body.replace(b'"model":"m"', named, 1).replace(b'"model": "m"', named, 1)
+
+
 class Health:
     """Asks `/health` all the time; `worst_ms` since it was read last."""
 
@@ -320,18 +332,18 @@ async def trickle(root: str, size: int) -> int:
 
 
 async def attack(
-    server: Server, names: list[str], size: int, clients: int, seconds: float
-) -> Iterator[dict[str, Any]]:
+    server: Server, model: str, names: list[str], size: int, clients: int, seconds: float
+) -> list[dict[str, Any]]:
     """Send each body for some seconds, and return what it cost."""
     pid = server.pids["server"]
-    health, rows = Health(server.root), []
+    health, rows = Health(server.root), list[dict[str, Any]]()
     asking = asyncio.create_task(health.ask())
     limits = httpx.Limits(max_connections=clients)
     async with httpx.AsyncClient(base_url=server.root, timeout=300, limits=limits) as client:
         await asyncio.sleep(1.0)
         health.take()
         for name in names:
-            path, body = BODIES[name](size) if name in BODIES else (CHAT, b"")
+            path, body = body_of(name, size, model) if name in BODIES else (CHAT, b"")
             end, answers, told = time.perf_counter() + seconds, list[float](), set[str]()
 
             async def send() -> None:
@@ -363,15 +375,15 @@ async def attack(
                 f"{row['resident_bytes'] >> 20:5} MiB  {row['told'][:60]}"
             )
     asking.cancel()
-    return rows  # type: ignore[return-value]
+    return rows
 
 
-async def drained(server: Server, names: list[str], size: int, clients: int) -> float:
+async def drained(server: Server, model: str, names: list[str], size: int, clients: int) -> float:
     """Tell the server to stop amid bodies, and return the seconds until it began."""
     async with httpx.AsyncClient(base_url=server.root, timeout=300) as client:
 
         async def send(name: str) -> None:
-            path, body = BODIES[name](size)
+            path, body = body_of(name, size, model)
             with contextlib.suppress(httpx.HTTPError):
                 await client.post(path, content=body)
 
@@ -399,19 +411,18 @@ def main(commit: str | None, only: tuple[str, ...], **told: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "m"
         save_model(model, told["vocab_size"], told["max_model_len"])
-        flags = ("--served-model-name", "m")
-        with running(Path(folder), *flags, model=str(model)) as server:
-            path, body = BODIES["prose"](20_000)
+        with running(Path(folder), model=str(model)) as server:
+            path, body = body_of("prose", 20_000, str(model))
             httpx.post(server.root + path, content=body, timeout=300)
             before = resident_bytes(server.pids["server"])
-            rows: Any = asyncio.run(
-                attack(server, names, size, told["clients"], told["seconds"])  # type: ignore[arg-type]
+            rows = asyncio.run(
+                attack(server, str(model), names, size, told["clients"], told["seconds"])
             )
             time.sleep(3.0)
             grown = resident_bytes(server.pids["server"]) - before
             slow = sorted(rows, key=lambda row: row["slowest_s"])
             worst = [row["body"] for row in slow if row["body"] in BODIES][-3:]
-            drain_s = asyncio.run(drained(server, worst, size, told["clients"]))
+            drain_s = asyncio.run(drained(server, str(model), worst, size, told["clients"]))
             begin = time.perf_counter()
             exit_code = server.process.wait(120)
             ended_s = time.perf_counter() - begin

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,11 @@ from tieredkv.engine.engine_messages import (
 from tieredkv.errors import RequestError
 from tieredkv.server import app
 from tieredkv.server.admin import carry_out
-from tieredkv.server.app import ANSWERED, Api, build_app, describe
+from tieredkv.server.app import ANSWERED, SHORT_BYTES, Api, build_app, describe
 from tieredkv.server.chat import Tokenization
 from tieredkv.server.keys import Keys
 from tieredkv.server.metrics import MAX_LABEL_SETS, MAX_LABEL_SETS_OF_TENANT, Metrics
+from tieredkv.server.threads import Stop
 
 FULL = RequestError("The queue is full", code="queue_full")
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -256,3 +258,84 @@ def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
         asyncio.run(carry_out(verb, {}, Settings(), engine))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
     assert asyncio.run(carry_out("df", {}, Settings(), engine)) == {"writer_pid": None}
+
+
+def test_a_body_longer_than_the_setting_is_refused_and_the_setting_is_named(
+    tokenization: Tokenization,
+) -> None:
+    long = {"model": "m", "prompt": "a", "user": "u" * 2_000_000}
+    for settings, most in (
+        (Settings(), (1 << 20) + 32 * 512),
+        (Settings(max_body_size=5000), 5000),
+    ):
+        told = ask(Engine(0.0, answered), tokenization, "/v1/completions", long, settings)
+        assert told.status_code == 413
+        assert f"longer than {most} bytes" in told.json()["error"]["message"]
+        assert "`max_body_size`" in told.json()["error"]["message"]
+    settings = Settings(max_body_size=4_000_000)
+    told = ask(Engine(0.0, answered), tokenization, "/v1/completions", long, settings)
+    assert told.status_code == 200
+
+
+def test_what_a_client_that_left_has_asked_is_not_worked_on(
+    tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, stopped = asyncio.Event(), threading.Event()
+    engine = Engine(0.0, answered)
+    keys = Keys(settings=Settings(), is_strict=False, is_local=True)
+    api = Api(Settings(), engine, tokenization, keys)  # type: ignore[arg-type]
+    body = json.dumps({"model": "m", "prompt": "a" * 10_000}).encode()
+    scope: dict[str, Any] = {"type": "http", "method": "POST", "path": "/v1/completions"}
+    messages = [{"type": "http.request", "body": body}]
+    loop = asyncio.new_event_loop()
+
+    def stuck(_kind: object, _scope: object, _body: bytes, stop: Stop) -> None:
+        loop.call_soon_threadsafe(began.set)
+        assert stop.wait(60)
+        stopped.set()
+        stop.check()
+
+    async def receive() -> dict[str, Any]:
+        if messages:
+            return messages.pop()
+        await began.wait()
+        return {"type": "http.disconnect"}
+
+    sent: list[dict[str, Any]] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    monkeypatch.setattr(api, "_read", stuck)
+    scope |= {"query_string": b"", "scheme": "http", "server": ("x", 1), "headers": []}
+    loop.run_until_complete(build_app(api)(scope, receive, send))
+    loop.close()
+    assert stopped.wait(60)
+    assert sent[0]["status"] == 499
+
+
+def test_other_requests_are_answered_while_a_long_one_is_read(
+    tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = Keys(settings=Settings(), is_strict=False, is_local=True)
+    api = Api(Settings(), Engine(0.0, answered), tokenization, keys)  # type: ignore[arg-type]
+    go, read = threading.Event(), api._read
+
+    def slow(kind: Any, scope: Any, body: bytes, stop: Stop) -> Any:
+        if len(body) > SHORT_BYTES:
+            assert go.wait(60)
+        return read(kind, scope, body, stop)
+
+    monkeypatch.setattr(api, "_read", slow)
+
+    async def send() -> list[int]:
+        transport = httpx.ASGITransport(build_app(api))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+            long = {"model": "m", "prompt": "a", "user": "u" * 10_000, "max_tokens": 1}
+            asked = asyncio.create_task(http.post("/v1/completions", json=long))
+            short = await http.post("/v1/completions", json={**long, "user": "u"})
+            health = await http.get("/health")
+            go.set()
+            return [each.status_code for each in (short, health, await asked)]
+
+    assert asyncio.run(send()) == [200] * 3

@@ -157,8 +157,8 @@ def test_the_text_around_keeps_its_tokens(family: Family) -> None:
     tokenizer, name = tokenizer_of(family), family.special[0]
     token_ids = Tokenization(tokenizer).encode_chat(talk(name), {}).token_ids
     without = Tokenization(tokenizer).encode_chat(talk("\x7f"), {}).token_ids
-    spelled = Tokenization(tokenizer)._encoder.encode(f"a{name}", guards=[2])[0][1:]
-    stand_in = next(iter(Tokenization(tokenizer)._encoder.encode("a\x7f")[0][1:]), None)
+    spelled = Tokenization(tokenizer)._encoder.encode(f"a{name}", guards=[2]).ids[1:]
+    stand_in = next(iter(Tokenization(tokenizer)._encoder.encode("a\x7f").ids[1:]), None)
     expected = [each for it in without for each in (spelled if it == stand_in else [it])]
     assert stand_in is not None and token_ids == expected
 
@@ -242,4 +242,4 @@ def test_a_tokenizer_that_is_not_of_the_library_encodes_them_as_text_too() -> No
 
     encoder = PieceEncoder(Slow())  # type: ignore[arg-type]
     text = "<s>a<s>b"
-    assert encoder.encode(text, guards=[5])[0] == [1000, *b"a<s>b"]
+    assert encoder.encode(text, guards=[5]).ids == [1000, *b"a<s>b"]

@@ -205,7 +205,9 @@ class Api:
         salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
         tokenization = self._tokenization.of((tenant, *salts), stop)
         if isinstance(body, PlainRequest):
-            return JSONResponse(body.tell(tokenization, info))
+            return Response(
+                msgspec.json.encode(body.tell(tokenization, info)), media_type="application/json"
+            )
         asked = body.ask(tokenization, rules)
         return Prepared(asked, asked.engine_requests(info, tenant, rules))
 

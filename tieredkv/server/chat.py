@@ -206,20 +206,19 @@ class Tokenization:
             what = "The model's chat template cannot render these messages."
             raise RequestError(what, param="messages", code="invalid_value") from None
         rendered = self._render(*guarded)
-        places = self._places(rendered, *guarded, marks, signs)
         text, guards = signs.take_out_guards(rendered)
-        if guards:
-            width = len(signs.guard)
-            before = [guard + i * width for i, guard in enumerate(guards)]
-            places = [place - width * bisect_left(before, place) for place in places]
         limit = self._max_model_len if is_bounded else None
-        # The template has written the special tokens, the first one included.
         with _refusing_long(field, limit):
-            token_ids, ends = self._encoder.encode(
-                text, places, self._namespace, guards=guards, limit=limit, stop=self._stop
+            # The template has written the special tokens, the first one included.
+            encoding = self._encoder.encode(
+                text, self._namespace, guards=guards, limit=limit, stop=self._stop
             )
+        places = self._places(rendered, *guarded, marks, signs) if marks else []
+        width = len(signs.guard)
+        before = [guard + i * width for i, guard in enumerate(guards)]
+        ends = encoding.ends(place - width * bisect_left(before, place) for place in places)
         parts = parts_of(arguments.get("tools") or (), _joined(messages))
-        return Encoded(token_ids, ends, parts)
+        return Encoded(encoding.ids, ends, parts)
 
     def decode(self, prompt: Prompt) -> str:
         """Return the text of a prompt, which may have come as token ids."""
@@ -243,7 +242,7 @@ class Tokenization:
             return list(self.tokenizer.encode(text, verbose=False))
         first, last = self._around if add_special_tokens and self._around else ([], [])
         with _refusing_long("prompt", limit):
-            ids, _ = self._encoder.encode(text, (), self._namespace, limit=limit, stop=self._stop)
+            ids = self._encoder.encode(text, self._namespace, limit=limit, stop=self._stop).ids
         return [*first, *ids, *last]
 
     def _guarded(

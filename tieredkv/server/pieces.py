@@ -13,7 +13,7 @@ import secrets
 import threading
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tokenizers import AddedToken, Tokenizer
@@ -205,18 +205,16 @@ class PieceEncoder:
     def encode(
         self,
         text: str,
-        places: Sequence[int] = (),
         namespace: object = "",
         *,
         guards: Sequence[int] = (),
         limit: int | None = None,
         stop: Stop | None = None,
-    ) -> tuple[list[int], list[int]]:
-        """Return the token ids of a text, and how many of them end at each place at the latest.
+    ) -> "Encoding":
+        """Return the token ids of a text.
 
         Args:
             text: what to encode.
-            places: in it.
             namespace: which pieces may be looked up.
             guards: places in it, sorted; a special token around one of them is text.
             limit: of token ids.
@@ -228,7 +226,8 @@ class PieceEncoder:
         """
         stop = stop or Stop()
         if self._hf is None:
-            return self._encode_in_one_go(text, places, guards)
+            encode = functools.partial(self._encode_in_one_go, guards=guards)
+            return Encoding(encode(text), lambda place: len(encode(text[:place])), stop)
         cuts = [
             start
             for start, end in self._raw.find(text)
@@ -240,17 +239,16 @@ class PieceEncoder:
         counts = list(itertools.accumulate(map(len, parts), initial=0))
 
         @functools.cache
-        def count(index: int) -> "_Counting":
+        def count(index: int) -> _Counting:
             start, end = spans[index]
             return self._counting(text[start:end], _inside(guards, start, end))
 
-        ends = []
-        for place in places:
-            stop.check()
+        def num_before(place: int) -> int:
             index = bisect_right(starts, place) - 1
             within = place - starts[index]
-            ends.append(counts[index] + (count(index).before(within) if within else 0))
-        return list(itertools.chain.from_iterable(parts)), ends
+            return counts[index] + (count(index).before(within) if within else 0)
+
+        return Encoding(list(itertools.chain.from_iterable(parts)), num_before, stop)
 
     def _parts(
         self,
@@ -344,27 +342,18 @@ class PieceEncoder:
             return _Counting(self._backend, _Replaced(piece, [], []))
         return _Counting(self._guarding.backend, self._guarding.replaced(piece, guards))
 
-    def _encode_in_one_go(
-        self, text: str, places: Sequence[int], guards: Sequence[int]
-    ) -> tuple[list[int], list[int]]:
+    def _encode_in_one_go(self, text: str, guards: Sequence[int]) -> list[int]:
         how: dict[str, Any] = {"add_special_tokens": False, "verbose": False}
-        if guards:  # then none is taken for a token but where it is known to be one
-            how["split_special_tokens"] = True
-        encode = functools.partial(self._tokenizer.encode, **how)
-
-        def whole(text: str) -> list[int]:
-            if not guards:
-                return list(encode(text))
-            ids, begin = list[int](), 0
-            for start, end in Trie(self.special).find(text):
-                if not _is_guarded(guards, start, end):
-                    ids += encode(text[begin:start])
-                    token: Any = self._tokenizer.convert_tokens_to_ids([text[start:end]])
-                    ids += token
-                    begin = end
-            return [*ids, *encode(text[begin:])]
-
-        return whole(text), [len(whole(text[:place])) for place in places]
+        if not guards:
+            return list(self._tokenizer.encode(text, **how))
+        encode = functools.partial(self._tokenizer.encode, split_special_tokens=True, **how)
+        ids, begin = list[int](), 0
+        for start, end in Trie(self.special).find(text):
+            if not _is_guarded(guards, start, end):
+                token: Any = self._tokenizer.convert_tokens_to_ids([text[start:end]])
+                ids += [*encode(text[begin:start]), *token]
+                begin = end
+        return [*ids, *encode(text[begin:])]
 
     # What is kept
 
@@ -391,6 +380,30 @@ class PieceEncoder:
                 oldest = next(iter(self._kept))
                 del self._kept[oldest]
                 total -= self._size_of.pop(oldest)
+
+
+class Encoding:
+    """A text that was encoded.
+
+    Attributes:
+        ids: of its tokens.
+    """
+
+    def __init__(self, ids: list[int], num_before: Callable[[int], int], stop: Stop) -> None:
+        self.ids = ids
+        self._num_before, self._stop = num_before, stop
+
+    def ends(self, places: Iterable[int]) -> list[int]:
+        """Return how many tokens end at each place of the text at the latest.
+
+        Raises:
+            StoppedError: it is no longer wanted.
+        """
+        ends = []
+        for place in places:
+            self._stop.check()
+            ends.append(self._num_before(place))
+        return ends
 
 
 class _Replaced(NamedTuple):

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 STREAMS_END_S = 5
 KEEP_ALIVE_S = 30
 EXIT_INTERRUPTED = 130
+GC_THRESHOLDS = 50_000, 20, 1000
 
 OnReady = Callable[[str, EngineInfo], None]
 """Told the URL and what the engine is, once requests are answered."""
@@ -158,9 +159,10 @@ class Server:
         try:
             tokenization = await self._load(engine)
             if not signals:
-                # What was loaded stays for good; to look through it for garbage again and again
-                # would hold up every thread.
+                # Looking for garbage stops every thread. What was loaded stays for good and is
+                # not looked through; what a large body becomes is seldom looked through.
                 gc.freeze()
+                gc.set_threshold(*GC_THRESHOLDS)
                 with contextlib.closing(Api(self.settings, engine, tokenization, keys)) as api:
                     await self._serve(sock, api, engine)
         except TieredKVError:
