@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import random
 import resource
 import socket
 import threading
@@ -294,6 +295,27 @@ def test_nonsense_is_refused_with_one_line_in_the_log_at_most(
     assert is_up(port)
     told = [each for each in caplog.records if each.name != "asyncio" or each.exc_info]
     assert len(told) <= 1 and not any(each.exc_info for each in told), caplog.text
+
+
+def test_no_garbled_request_leaves_a_traceback(port: int, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    chance = random.Random(8)
+    whole = WITH_KEY + b'5\r\n{"a":\r\n2\r\n1}\r\n0\r\n\r\n' + HEALTH + REFUSED
+    for _ in range(400):
+        garbled = bytearray(whole * chance.choice((1, 3)))
+        for _ in range(chance.choice((1, 2, 5, 30))):
+            i = chance.randrange(len(garbled))
+            piece = bytes(garbled[chance.randrange(len(garbled)) :][:9])
+            garbled[i : i + chance.randrange(9)] = chance.choice((b"", b"\r\n", b"\xff", piece))
+        with connect(port) as sock, contextlib.suppress(OSError):
+            sock.settimeout(0.002)
+            for i in range(0, len(garbled), step := chance.choice((7, 70, 700))):
+                sock.sendall(garbled[i : i + step])
+            if chance.random() < 0.5:
+                sock.shutdown(socket.SHUT_WR)
+            sock.recv(1000)
+    assert is_up(port)
+    assert not [each for each in caplog.records if each.exc_info], caplog.text
 
 
 def test_requests_behind_a_refusal_are_answered_in_order(port: int) -> None:

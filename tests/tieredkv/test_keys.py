@@ -5,7 +5,7 @@ import os
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -180,4 +180,4 @@ def test_allowed_hosts_hold_wherever_they_are_given(settings: dict[str, Any]) ->
 )
 def test_hosts_and_origins_that_could_never_match_are_refused(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"^`{name}`: `{re.escape(value)}` is not "):
-        Settings(**{name: (value,)})
+        Settings(**cast(Any, {name: (value,)}))

@@ -315,12 +315,13 @@ async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[by
 
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error shapes."""
+    description = msgspec.json.encode(describe())
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
             Route("/health", api.health),  # GET, and with it HEAD
             Route("/metrics", api.metrics),
-            Route("/openapi.json", lambda _: JSONResponse(describe())),
+            Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
             Route("/v1/models", api.models),
             Route("/v1/models/{name:path}", api.model),
             Route("/tokenizer_info", api.tokenizer_info),

@@ -144,7 +144,7 @@ class TimedConnection(H11Protocol):
             return
         self._num_received += len(data)
         super().data_received(data)
-        if self._is_ending:
+        if self.transport.is_closing():
             return
         if self.conn.their_state is not h11.IDLE:
             self._cancel("headers")
@@ -235,9 +235,11 @@ class TimedConnection(H11Protocol):
 
     def end(self, transport: asyncio.Transport) -> None:
         """Close the transport, after a while if the client may still be sending."""
-        if self._is_ending or transport.is_closing():
+        if self._is_ending:
             return
         self._is_ending = True
+        if transport.is_closing():  # the client has reset it
+            return
         self._connections.wait(self)
         self._abort_in("end", WRITE_TIMEOUT_S if transport.get_write_buffer_size() else LINGER_S)
         has_ended = self.conn.their_state in (h11.IDLE, h11.DONE, h11.MUST_CLOSE, h11.CLOSED)
@@ -245,7 +247,11 @@ class TimedConnection(H11Protocol):
             transport.close()
         else:
             transport.resume_reading()
-            transport.write_eof()
+            if not transport.get_write_buffer_size():
+                try:
+                    transport.write_eof()
+                except OSError:  # the client has reset it
+                    transport.abort()
 
     @property
     def is_ending(self) -> bool:
