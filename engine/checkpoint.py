@@ -1,6 +1,6 @@
-"""Checkpoints by name, as far as no model code is needed: folder, config, tokenizer.
+"""Find a checkpoint by its name, and read its configs and its tokenizer.
 
-The server reads these without what it takes to run a model.
+None of this needs modelling code, so that the server's process can do it too.
 """
 
 import contextlib
@@ -33,23 +33,23 @@ SHAPES = Path(__file__).parent / "shapes"
 RANDOM_PREFIX = "random:"
 
 _CONFIG_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "tokenizer*"]
-
+"""Patterns of the files that are fetched from the hub for any purpose."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _ADAPTER_FILE = "adapter_config.json"
 _QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""What tools write beside weights that they have quantized, instead of a line in config.json."""
+"""Files that some tools write beside quantized weights, instead of a field in config.json."""
 
 
 class _Config(msgspec.Struct):
-    """What must stand in a config.json for transformers not to guess."""
+    """The fields of a config.json that are read before transformers reads it."""
 
     model_type: str
     auto_map: object = None
 
 
 class _Generation(msgspec.Struct):
-    """What is used of a generation_config.json."""
+    """The fields of a generation_config.json that are used."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -60,7 +60,7 @@ class _Generation(msgspec.Struct):
 
 
 def refused(name: str, reason: object) -> ModelError:
-    """Return the error for a model that cannot be served; the reason is one sentence."""
+    """Return the error that says in one sentence why a model cannot be served."""
     return ModelError(f"model `{name}` cannot be served: {reason}")
 
 
@@ -103,7 +103,7 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
 
 
 def drawn_config(name: str) -> PreTrainedConfig | None:
-    """Find the shape that `tiny-random` or `random:<shape>` names; None for a checkpoint."""
+    """Read the shape that `tiny-random` or `random:<shape>` names; None for any other name."""
     if name == tiny.TINY_NAME:
         return read_config(name, SHAPES / f"{name}.json")
     if not name.startswith(RANDOM_PREFIX):
@@ -120,7 +120,7 @@ def drawn_config(name: str) -> PreTrainedConfig | None:
 
 
 def read_config(name: str, path: Path) -> PreTrainedConfig:
-    """Read a config.json, or that of a folder, without running code that lies beside it."""
+    """Read a config.json, or the one in a folder, without running code that lies beside it."""
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise refused(name, f"`{path}` has no config.json")
@@ -192,14 +192,14 @@ def read_generation_config(name: str, folder: Path) -> GenerationConfig:
 
 
 def find_folder(name: str, more: Sequence[str] = ()) -> Path:
-    """Find a checkpoint: a local folder, or a hub id of which some files are fetched.
+    """Return the folder of a checkpoint; some files of one on the hub are fetched first.
 
     Args:
-        name: of the model.
-        more: patterns of files to fetch beside the config and the tokenizer.
+        name: a local folder or a hub id.
+        more: patterns of files to fetch in addition to configs and tokenizer.
 
     Raises:
-        ModelError: there is none, or it cannot be fetched.
+        ModelError: there is no such folder, or the files cannot be fetched.
     """
     folder = Path(name).expanduser()
     if name.strip() and folder.is_dir():
@@ -212,13 +212,13 @@ def find_folder(name: str, more: Sequence[str] = ()) -> Path:
     try:
         download = huggingface_hub.snapshot_download
         return Path(download(name, allow_patterns=wanted, ignore_patterns=others))
-    except (OSError, HFValidationError) as error:  # what else the hub raises are OSErrors
+    except (OSError, HFValidationError) as error:  # every other error of the hub is an OSError
         what = "is not a local folder and cannot be fetched from the hub"
         raise ModelError(f"model `{name}` {what}: {_first_line(error)}") from error
 
 
 def max_model_len(config: PreTrainedConfig) -> int:
-    """Return the positions that a model was made for."""
+    """Return the number of positions that a model was made for."""
     return int(getattr(config, "max_position_embeddings", None) or 2048)
 
 
@@ -226,13 +226,14 @@ def max_model_len(config: PreTrainedConfig) -> int:
 def refusing(
     name: str, what: str, translate: Callable[[Exception], str | None] = lambda error: None
 ) -> Iterator[None]:
-    """Refuse a model if transformers raises, which it, safetensors and torch do in many types.
+    """Turn every exception into a refusal of the model.
+
+    transformers, safetensors and torch raise exceptions of many types for a damaged file.
 
     Args:
-        name: of the model.
-        what: what failed.
-        translate: returns the reason in our own words, or None where the error's first line says
-            it well.
+        name: the model's name.
+        what: says what failed.
+        translate: returns the reason in our own words; None keeps the first line of the error.
     """
     try:
         yield

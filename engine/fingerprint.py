@@ -1,4 +1,4 @@
-"""Which model it is: a digest of its config, of all its weights' bytes and of the modelling code.
+"""Identify a model by a digest of its config, its weights' bytes and its modelling code.
 
 Changed weights under the same name give another fingerprint, so that nothing computed by other
 weights is ever hit. The code counts by version: a release of transformers may correct how a model
@@ -54,7 +54,7 @@ _IRRELEVANT_KEYS = frozenset(
 
 
 def config_digest(config: Mapping[str, Any]) -> bytes:
-    """Digest what of a config decides a model's keys and values, rope settings included."""
+    """Digest the config keys that may decide a model's keys and values, rope settings included."""
     relevant = {key: value for key, value in config.items() if key not in _IRRELEVANT_KEYS}
     text = json.dumps(relevant, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(text.encode()).digest()
@@ -77,13 +77,13 @@ def files_fingerprint(
 
     Args:
         config: the model's config as a dictionary.
-        weight_files: the safetensors files that are loaded.
+        weight_files: the safetensors files from which the model is loaded.
         mode: `full` reads every byte; `sample` reads sizes, headers and pieces of each file, and
             can miss a change between the pieces.
         cache_dir: folder that remembers a file's digest by its `file_state`; None or an unwritable
             one means that it is computed again. Files that changed within the last two seconds
             are not remembered.
-        progress: told how many pieces of 64 MiB are read.
+        progress: called with the number of pieces that have been read.
 
     Raises:
         ModelError: a weight file cannot be read.
@@ -100,9 +100,9 @@ def files_fingerprint(
 
 
 def parameters_fingerprint(config: Mapping[str, Any], model: nn.Module) -> bytes:
-    """Digest a model whose weights were drawn, by checksums made on its device.
+    """Digest a model with random weights by checksums that are computed on its device.
 
-    Equal in every process that draws equal weights.
+    The digest is equal in every process that draws equal weights.
     """
     names, sums = [], []
     for name, parameter in model.named_parameters():
@@ -147,11 +147,14 @@ def _digests(
 
 
 Piece = tuple[Path, int, int]
-"""A file, where in it, and how many bytes of it at most."""
+"""A file, an offset in it, and the largest number of bytes to read there."""
 
 
 def _pieces(path: Path, size: int, mode: Fingerprint) -> list[Piece]:
-    """Cut up a file, or choose its header with all names and shapes, and pieces spread over it."""
+    """Return the pieces to digest: the whole file, or its header and samples spread over it.
+
+    The header has the names, dtypes and shapes of all tensors.
+    """
     if mode == "full":
         return [(path, offset, _PIECE_BYTES) for offset in range(0, size, _PIECE_BYTES)]
     with path.open("rb") as file:
@@ -188,7 +191,7 @@ def _has_settled(path: Path) -> bool:
 
 
 def _read_cache(cache_dir: Path) -> dict[str, str]:
-    """Read what is remembered; anything that is not a table of digests is as good as nothing."""
+    """Read the remembered digests; a missing or malformed file counts as empty."""
     try:
         return msgspec.json.decode((cache_dir / _CACHE_FILE).read_bytes(), type=dict[str, _Hex])
     except (OSError, msgspec.MsgspecError):

@@ -26,12 +26,14 @@ class LLM:
         model: a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
         retention: default retention of prompts, `in_memory` or `24h`.
         config: path of a TOML file with further settings.
-        progress: told about loading, pinning and draining.
+        progress: called with what is being done while loading, pinning and draining.
         settings: any field of `tieredkv.config.Settings`, such as `disk_dir`, `disk_size="20GiB"`,
             `host_size`, `device_size`, `block_size`.
 
     Raises:
-        ConfigError, ModelError, StorageError: see their texts; nothing stored is lost.
+        ConfigError: a setting is malformed or out of range.
+        ModelError: the model cannot be found, read or served.
+        StorageError: the disk tier's folder cannot be used; nothing stored in it is lost.
 
     Example:
         with LLM("tiny-random", retention="24h", disk_dir="/tmp/kv") as llm:
@@ -68,8 +70,10 @@ class LLM:
 
         Args:
             prompts: a text, a list of token ids, or a list of either.
-            sampling_params: for all of the prompts; 16 sampled tokens by default.
-            retention: how long the prompts' prefixes may be kept; the default of this LLM if None.
+            sampling_params: how to answer each of the prompts. By default an answer has 16 tokens,
+                chosen as the model's generation_config.json recommends.
+            retention: how long the prefixes of the prompts may be kept; None for the default of
+                this LLM.
             cache_salt: only requests with the same salt share cached blocks.
 
         Raises:
@@ -80,11 +84,11 @@ class LLM:
         return self.serve([self.make_request(each, params, **asked) for each in _as_list(prompts)])
 
     def make_request(self, prompt: Prompt, params: SamplingParams, **asked: Any) -> EngineRequest:
-        """Return what the engine is asked for a prompt; texts are tokenised here.
+        """Return the engine's request for a prompt; a text is tokenised here.
 
         Args:
             prompt: a text or token ids.
-            params: how to sample, and when to stop.
+            params: how to choose tokens, and when to stop.
             asked: further fields of `EngineRequest`.
         """
         token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -95,7 +99,7 @@ class LLM:
         """Answer requests, all of them together, and return the answers in their order.
 
         Raises:
-            RequestError: one of them cannot be served; none of them is then.
+            RequestError: one of the requests cannot be served; then none of them is.
         """
         answers = {each.request_id: Answer(each, self.tokenizer) for each in requests}
         unfinished = dict(answers)
@@ -105,7 +109,7 @@ class LLM:
             while unfinished:
                 for output in self.core.step():
                     answer = unfinished.get(output.request_id)
-                    if answer is None:  # what was under way when a stop string ended it
+                    if answer is None:  # a stop string had ended it already
                         continue
                     answer.take(output)
                     if answer.finish_reason is not None:
@@ -122,10 +126,10 @@ class LLM:
         return list(answers.values())
 
     def demote(self, to: str, *, timeout_s: float = 60.0) -> bool:
-        """Move everything that no request uses down to `"host"` or `"disk"`.
+        """Move all blocks that no request uses down to `"host"` or `"disk"`.
 
         Returns:
-            Whether all of it has gone; False when the time was up first.
+            Whether all of them were moved in time.
         """
         core = self.core
         if to not in (Tier.HOST, Tier.DISK):
@@ -135,11 +139,14 @@ class LLM:
         return core.cache.demoter.flush(Tier(to), deadline=time.monotonic() + timeout_s)
 
     def tier_stats(self) -> dict[str, object]:
-        """Return blocks and bytes of each tier, and the cache's counters."""
+        """Return the blocks and bytes of each tier, and the counters of the cache."""
         return self.core.tier_stats()
 
     def close(self) -> None:
-        """Write what `24h` promised and release everything; calling it twice is fine."""
+        """Write the blocks that `24h` promises to keep, and release everything.
+
+        Calling it twice is fine.
+        """
         self.core.close()
 
     def __enter__(self) -> "LLM":

@@ -1,8 +1,8 @@
-"""Models by name: a local folder, a hub id, `tiny-random`, or `random:` and a shape.
+"""Find and load a model by its name: a folder, a hub id, `tiny-random`, or `random:` and a shape.
 
-Everything that can be refused is refused before weights are allocated, with one sentence that
-names the model and the reason. The modelling code is transformers' own; it knows nothing of
-requests, batches or blocks.
+What a config tells against a model is refused before weights are allocated, in one sentence that
+names the model and the reason. The modelling code is transformers' own. This module knows nothing
+of requests, batches or blocks.
 """
 
 import logging
@@ -52,16 +52,16 @@ _AUTO_MODEL: Any = AutoModelForCausalLM  # untyped in transformers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundModel:
-    """A model that can be loaded: its config was read and accepted, no weight was touched yet.
+    """A model whose config was read and accepted, and of which no weight has been read yet.
 
     Attributes:
-        name: as the user gave it.
-        config: transformers' own.
-        shape: of the attention layers.
-        dtype: of weights and of keys and values: `float32`, `bfloat16` or `float16`.
-        device: where it lies, or will.
+        name: the name that the user gave.
+        config: the config as transformers read it.
+        shape: the shape of its attention layers.
+        dtype: dtype of the weights and of keys and values: `float32`, `bfloat16` or `float16`.
+        device: the device on which its weights lie or will lie.
         max_model_len: tokens of its longest context.
-        folder: where its files are, None for a model with drawn weights.
+        folder: the folder of its files; None for a model with drawn weights.
         generation: what its authors recommend for its answers.
     """
 
@@ -76,11 +76,11 @@ class FoundModel:
 
     @property
     def vocab_size(self) -> int:
-        """Number of logits."""
+        """The number of token ids, which is the number of logits."""
         return int(self.config.vocab_size)
 
     def kv_spec(self, block_size: int) -> KVSpec:
-        """Describe the keys and values of this model in blocks of `block_size` tokens."""
+        """Return how this model's keys and values lie in blocks of `block_size` tokens."""
         num_layers, _, num_kv_heads, head_dim = self.shape
         heads = {"num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         return KVSpec(**heads, dtype=self.dtype, block_size=block_size)
@@ -91,11 +91,12 @@ class FoundModel:
         """Load or draw the weights.
 
         Args:
-            progress: told what is being done and how far it is.
-            fingerprint: `full` digests all weights' bytes, `sample` pieces of them.
+            progress: called with what is being done and how far it has come.
+            fingerprint: `full` digests all bytes of the weight files, `sample` parts of them.
 
         Raises:
-            ModelError: they cannot be read, or do not fit the config.
+            ModelError: the weights or the tokenizer cannot be read, or the weights do not fit the
+                config.
         """
         table, folder = self.config.to_dict(), self.folder
         tokenizer = load_tokenizer(str(folder or self.name))
@@ -140,9 +141,9 @@ class LoadedModel(FoundModel):
     Attributes:
         model: transformers' causal language model, in eval mode on its device, with our attention.
         tokenizer: its tokenizer.
-        fingerprint: digest of config and weights, 32 bytes.
+        fingerprint: 32 bytes that identify config, weights and modelling code.
         eos_token_ids: tokens that end an answer, all of them in the vocabulary.
-        fused: the same weights in fewer and larger steps, None for a family without.
+        fused: the same weights run in fewer and larger steps; None for a family that is not fused.
     """
 
     model: PreTrainedModel
@@ -155,20 +156,20 @@ class LoadedModel(FoundModel):
 def find_model(
     name: str, *, dtype: Dtype = "auto", device: str = "auto", max_context_len: int | None = None
 ) -> FoundModel:
-    """Find a model and refuse what cannot be served.
+    """Find a model by its name, and refuse one that cannot be served.
 
     Args:
-        name: a folder with config.json and safetensors; a hub id; `tiny-random`; or
+        name: a folder with config.json and safetensors files; a hub id; `tiny-random`; or
             `random:<shape>` with a known shape or the path of a config.json.
-        dtype: `auto` is float32 on the CPU and the checkpoint's own elsewhere, bfloat16 where it
-            does not say.
+        dtype: `auto` is float32 on the CPU. On a GPU it is the dtype that config.json names, or
+            bfloat16 if it names none.
         device: `cpu`, `cuda`, or `auto`: CUDA where there is one.
-        max_context_len: no context will be longer than so many tokens; None where only the model
-            bounds it, which it does in any case.
+        max_context_len: the longest context that will be served; None for the longest that the
+            model was made for, which is the bound in any case.
 
     Raises:
-        ModelError: the model cannot be found, read, or served.
-        ConfigError: `device` asks for a GPU that is not there.
+        ModelError: the model cannot be found, read or served.
+        ConfigError: `device` is `cuda` and there is no GPU.
     """
     target = _resolve_device(device)
     config, folder, generation = drawn_config(name), None, GenerationConfig()
@@ -215,7 +216,7 @@ def _resolve_dtype(dtype: Dtype, config: PreTrainedConfig, device: torch.device)
 
 
 def _draw_weights(found: FoundModel) -> Any:
-    """Make a model with drawn weights, directly on the device and in its dtype."""
+    """Make a model with random weights, directly on its device and in its dtype."""
     devices = [found.device] if found.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(found.device):
         model = _AUTO_MODEL.from_config(
@@ -238,6 +239,6 @@ def _draw_gaussians(model: PreTrainedModel) -> None:
 
 
 def _eos_token_ids(*sources: Any) -> frozenset[int]:
-    """Gather the end tokens from the generation config, the config and the tokenizer."""
+    """Return the end tokens that config, generation config and tokenizer name, all together."""
     told = [getattr(source, "eos_token_id", None) for source in sources]
     return frozenset().union(*([it] if isinstance(it, int) else it or () for it in told))

@@ -1,4 +1,4 @@
-"""How one request wants its tokens chosen; checked when it is made, never changed after."""
+"""How the tokens of a request are chosen; checked when it is made and never changed."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -15,7 +15,7 @@ MAX_LOGIT_BIASES = 1024
 
 
 def several(value: Any) -> Any:
-    """Return one text as several, and none at all for None; unchecked."""
+    """Return a text as a tuple of one, a list as a tuple, and None as an empty tuple."""
     if isinstance(value, str):
         return (value,)
     return tuple(value or ()) if isinstance(value, list | None) else value
@@ -44,15 +44,16 @@ Biases = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenChoice:
-    """How a token is chosen; a model's authors may recommend other defaults than these.
+    """How one token is chosen; the authors of a model may recommend other values than these.
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_p: the smallest set of tokens whose probabilities reach it; 1 takes all.
-        top_k: the so many most likely tokens; 0 or -1 takes all.
-        min_p: tokens at least so likely relative to the most likely one.
-        repetition_penalty: divides (multiplies, if negative) the logit of a token in the prompt or
-            the output.
+        top_p: only the fewest most likely tokens count whose probabilities add up to this; 1 for
+            all tokens.
+        top_k: only this many most likely tokens count; 0 or -1 for all tokens.
+        min_p: tokens count whose probability is at least this fraction of the largest one.
+        repetition_penalty: divides a positive logit, and multiplies a negative one, of each token
+            that is in the prompt or the output; 1 changes nothing.
     """
 
     temperature: Temperature = 1.0
@@ -76,20 +77,22 @@ class SamplingParams:
     """Sampling parameters of one request, in OpenAI's terms and ranges.
 
     Attributes:
-        max_tokens: at most so many output tokens; 0 only computes the prompt.
-        temperature: this and the next three are as in `TokenChoice`, `repetition_penalty` too;
-            None leaves them to the model's generation_config.json, or else to `TokenChoice`.
+        max_tokens: the largest number of output tokens; 0 only computes the prompt.
+        temperature: see `TokenChoice`. If this or one of the next three or `repetition_penalty` is
+            None, the model's generation_config.json decides, and else the default of `TokenChoice`.
         top_p: see `temperature`.
         top_k: see `temperature`.
         min_p: see `temperature`.
-        seed: equal seeds give equal tokens, whatever else is in the batch; None draws one.
-        stop: text that ends the output and is not part of it; a string or several.
+        seed: equal seeds give equal tokens, whatever else is in the batch; None draws a seed.
+        stop: texts that end the output and are not part of it; one string or several.
         stop_token_ids: tokens that end the output, as the model's end token does.
-        ignore_eos: go on after the model's end token.
-        min_tokens: no end token, stop token or stop string before so many output tokens.
-        logprobs: report the chosen token's log probability and so many alternatives.
-        presence_penalty: subtracted from the logit of a token that is in the output.
-        frequency_penalty: subtracted once per occurrence in the output.
+        ignore_eos: the model's end token does not end the output.
+        min_tokens: no end token, stop token or stop string ends the output before it has this many
+            tokens.
+        logprobs: the number of alternatives whose log probabilities are reported with that of each
+            chosen token; None reports none.
+        presence_penalty: subtracted from the logit of each token that is in the output.
+        frequency_penalty: subtracted from a token's logit once for each occurrence in the output.
         repetition_penalty: see `temperature`.
         logit_bias: added to the logits of these token ids.
     """

@@ -1,8 +1,8 @@
-"""Which models can be served: what a config must not say, and what a forward pass must ask for.
+"""Decide whether a model can be served, before any of its weights is allocated.
 
-Refusals come before weights are allocated. The config is checked for what is known to change the
-result of attention; then the model is built without memory (on the meta device) and run once, to
-see that every layer asks the attention interface for plain causal attention of one shape.
+First the config is checked for fields that are known to change the result of attention. Then the
+model is built without memory, on the meta device, and run once: every layer must ask the attention
+interface for plain causal attention of one shape.
 """
 
 import copy
@@ -28,11 +28,11 @@ _HARMLESS_OPTIONS = frozenset(
 
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-"""Kinds of layers that see only part of a long context, and the fields that say how much."""
+"""The layer types that attend to part of a long context only, and the field with its size."""
 
 
 class AttentionShape(NamedTuple):
-    """The attention layers of a model."""
+    """The number and the sizes of a model's attention layers."""
 
     num_layers: int
     num_heads: int
@@ -41,16 +41,16 @@ class AttentionShape(NamedTuple):
 
 
 Reasons = Iterator[tuple[object, str]]
-"""What can be said against a model: whether it holds, and how it is told."""
+"""Possible reasons to refuse a model: whether each one applies, and its text."""
 
 
 def check_config(name: str, config: PreTrainedConfig, context_len: int) -> None:
-    """Refuse a model whose config tells that its attention cannot be paged.
+    """Refuse a model whose config says that its attention cannot be paged.
 
     Args:
-        name: of the model.
-        config: of the model.
-        context_len: the longest context; a window that is at least as long hides nothing.
+        name: the model's name.
+        config: the model's config.
+        context_len: the longest context; a window that is at least as long hides no token.
 
     Raises:
         ModelError: names the model and the reason.
@@ -59,13 +59,13 @@ def check_config(name: str, config: PreTrainedConfig, context_len: int) -> None:
 
 
 def check_reasons(name: str, reasons: Reasons) -> None:
-    """Refuse a model for the first of the reasons that holds; those behind it are not looked at.
+    """Refuse a model for the first reason that applies; later reasons are not evaluated.
 
     Raises:
         ModelError: names the model and the reason.
     """
-    for holds, reason in reasons:
-        if holds:
+    for applies, reason in reasons:
+        if applies:
             raise refused(name, reason)
 
 
@@ -89,7 +89,8 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         if layers in _WINDOWS and size:
             what += f" (`{_WINDOWS[layers]}` = {size} is below its context of {context_len} tokens)"
         yield not _is_wide(size, context_len), what
-    # Where the config lists its layers they are full ones by now; the probe sees what they ask for.
+    # A config that lists the types of its layers was checked above. Others have one window for all
+    # layers; whether a layer uses it is also seen by the probe.
     if not told("layer_types"):
         for field in _WINDOWS.values():
             size = told(field)
@@ -114,16 +115,16 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
 
 
 def _is_wide(size: object, context_len: int) -> bool:
-    """Whether a window of this size hides nothing: the last token, too, sees the first one."""
+    """Whether the last token of the longest context still sees the first one."""
     return isinstance(size, int) and size >= context_len
 
 
 def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> AttentionShape:
-    """Run the model once without weights and find the shape of its attention layers.
+    """Run the model once without weights and return the shape of its attention layers.
 
     Args:
-        name: of the model.
-        config: of the model.
+        name: the model's name.
+        config: the model's config.
         context_len: as in `check_config`.
 
     Raises:
@@ -134,7 +135,7 @@ def probe_attention(name: str, config: PreTrainedConfig, context_len: int) -> At
     auto: Any = AutoModelForCausalLM  # untyped in transformers
     try:
         with torch.device("meta"), torch.inference_mode():
-            ours = copy.deepcopy(config)  # which is left changed
+            ours = copy.deepcopy(config)  # because building a model changes its config
             model = auto.from_config(ours, dtype=torch.bfloat16, attn_implementation=ATTENTION_NAME)
             tokens = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int32)
             last = torch.zeros(1, dtype=torch.int64)

@@ -1,7 +1,7 @@
-"""The model that is made on the spot, and byte-level tokenizers that fit any vocabulary.
+"""The weights of `tiny-random`, and byte-level tokenizers that fit any vocabulary.
 
-`tiny-random` has no training behind it, so its weights are drawn such that its answers depend on
-the whole context: a wrong block shows as wrong tokens. It knows no paths and no requests.
+`tiny-random` was never trained. Its weights are drawn such that its answers depend on the whole
+context, so that a wrong block shows as wrong tokens. This module knows no paths and no requests.
 """
 
 from pathlib import Path
@@ -28,11 +28,12 @@ _CHAT_TEMPLATE = Path(__file__).with_name("byte_chat.jinja")
 
 @torch.no_grad()
 def init_tiny_weights(model: "LlamaForCausalLM") -> None:
-    """Draw the weights of `tiny-random` on the CPU, the same on every machine.
+    """Draw the weights of `tiny-random` on the CPU; they are the same on every machine.
 
-    Linear layers keep the variance of their input; queries are scaled up, so that a head looks at
-    few of many tokens and each of them counts. Only printable ASCII has output weights: greedy
-    text is valid UTF-8, encodes back to the same tokens, and never ends by accident.
+    Linear layers keep the variance of their input. Queries are scaled up, so that a head attends
+    to few of many tokens and each of them matters. Only tokens of printable ASCII have output
+    weights, so that greedy text is valid UTF-8, encodes back to the same tokens, and never ends by
+    accident.
     """
     generator = torch.Generator().manual_seed(TINY_SEED)
     for name, parameter in model.named_parameters():
@@ -50,7 +51,7 @@ def init_tiny_weights(model: "LlamaForCausalLM") -> None:
 
 
 def byte_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer of one token a byte, with chat tokens, for a vocabulary of `vocab_size`.
+    """Make a tokenizer with one token for each byte and a few chat tokens.
 
     Id `b` below 256 is byte `b`; the special tokens follow. Ids beyond them, which no text
     encodes to, decode to ` t<id>`, so that a random model's output is text too. Text never
@@ -77,5 +78,5 @@ def byte_tokenizer(vocab_size: int, max_model_len: int) -> PreTrainedTokenizerFa
 
 
 def stop_token_ids() -> frozenset[int]:
-    """Give the ids that end an answer in `byte_tokenizer`'s chat format."""
+    """Return the ids that end an answer in the chat format of `byte_tokenizer`."""
     return frozenset(256 + _SPECIALS.index(token) for token in (EOS, TURN_END))

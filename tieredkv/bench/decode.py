@@ -1,4 +1,4 @@
-"""`bench decode`: the time between tokens, and throughput.
+"""`bench decode`: measure the time between tokens, and throughput.
 
 The limit of a step is the bytes that it must read, weights and KV, over the copy bandwidth of the
 same run; that of a prompt is its FLOPs over the rate of a large matrix product. Of a mixture of
@@ -32,7 +32,13 @@ Row = dict[str, Any]
 
 
 class Workload(NamedTuple):
-    """Requests that are given to the engine at once, each with a prompt of its own."""
+    """Requests that are given to the engine at once, each with a prompt of its own.
+
+    Attributes:
+        requests: how many there are.
+        given: tokens of each prompt.
+        made: tokens of each answer.
+    """
 
     requests: int
     given: int
@@ -40,7 +46,7 @@ class Workload(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that stand in the cache in the end."""
+        """Tokens in the cache when all requests have ended."""
         return self.requests * (self.given + self.made)
 
 
@@ -94,7 +100,7 @@ class Weights(NamedTuple):
 
 
 def parse_workload(text: str) -> Workload:
-    """Read `128x1024+256`: requests x input + output tokens, two of them at least."""
+    """Read a workload such as `128x1024+256`: requests x prompt tokens + output tokens."""
     match = re.fullmatch(r"([1-9]\d{0,5})x([1-9]\d{0,6})\+([1-9]\d{0,5})", text)
     if match is None or match[3] == "1":
         raise ConfigError(f"`{text}` is no workload; write one such as 128x1024+256 (+2 at least)")
@@ -126,17 +132,17 @@ def run(
 
 
 def begin(settings: Row) -> Row:
-    """Return a report without rows: what is served, and the raw limits of this run."""
+    """Return a report without rows: the model, and the raw limits measured in this run."""
     found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(found.dtype)}
     return {"model": found.name, "dtype": found.dtype, "raw": limits, "rows": [], "problems": []}
 
 
 class Bench:
-    """One engine, its requests, when each of their tokens came, and what is measured with it."""
+    """One engine, the times at which the tokens of its requests came, and a report of both."""
 
     def __init__(self, settings: Row, report: Row, progress: Progress, device_tokens: int) -> None:
-        """Start an engine whose VRAM holds so many tokens, unless the settings tell its size."""
+        """Start an engine with room for `device_tokens` in VRAM unless the settings give a size."""
         found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
         spec = found.kv_spec(settings.get("block_size", 16))
         sizes = {"device_size": device_tokens * spec.token_bytes}
@@ -151,7 +157,7 @@ class Bench:
         self.element_bytes = model.get_output_embeddings().weight.element_size()
 
     def serve(self, part: str, workload: Workload, retention: str | None = None) -> Row:
-        """Serve a workload of new prompts with empty RAM tiers; return what one row tells."""
+        """Serve a workload of new prompts with empty RAM tiers, and return a row of the report."""
         self.core.evict()
         requests, given, made = workload
         prompts = [self.prompt(given) for _ in range(requests)]
@@ -183,18 +189,18 @@ class Bench:
         }
 
     def add_median(self, several: list[Row]) -> Row:
-        """Report the median run by the wall clock, with the times of all."""
+        """Add the median run by wall-clock time to the report, with the times of all runs."""
         row: Row = dict(sorted(several, key=itemgetter("wall_s"))[len(several) // 2])
         row |= {f"{name}_all": [one[name] for one in several] for name in ("wall_s", "itl_p99_ms")}
         self.report["rows"].append(row)
         return row
 
     def prompt(self, count: int) -> list[int]:
-        """Return tokens that were never seen."""
+        """Return `count` random tokens."""
         return self.random.choices(range(self.core.info.vocab_size), k=count)
 
     def submit(self, prompt: list[int], max_tokens: int, retention: str | None = None) -> str:
-        """Queue a request whose answer has exactly so many tokens."""
+        """Queue a request whose answer has exactly `max_tokens` tokens."""
         name = f"bench-{len(self.times)}"
         self.times[name] = []
         params = SamplingParams(
@@ -210,7 +216,7 @@ class Bench:
             self.step()
 
     def step(self) -> None:
-        """Step once, note when tokens came, and wait if there is nothing to compute."""
+        """Step once, note when tokens came, and wait a little if there is more to come."""
         outputs, now = self.core.step(), time.perf_counter()
         for output in outputs:
             if output.finish_reason == "error":
