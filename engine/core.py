@@ -307,8 +307,9 @@ class EngineCore:
         return self.cache.evict(is_wanted)
 
     def evict_verb(self, wanted: EvictFilter) -> dict[str, Any]:
-        """Carry out an operator's `evict` where there is no disk tier; return what the verb answers."""
-        held = [entry.block_hash.hex() for entry in self.tiers.catalog.entries()] if wanted.ids else []
+        """Carry out `evict` for an operator where there is no disk tier; return its answer."""
+        entries = self.tiers.catalog.entries() if wanted.ids else []
+        held = [entry.block_hash.hex() for entry in entries]
         unknown = [id for id in wanted.ids if not any(it.startswith(id.lower()) for it in held)]
         evicted = self.evict(wanted)
         freed_bytes = evicted * self.kv_spec.block_bytes

@@ -63,7 +63,7 @@ class Part(OrderedDict[Block, None]):
 
 
 _Ranked = list[tuple[int, Block]]
-"""A heap of blocks, the oldest first; entries of blocks that have gone elsewhere are passed over."""
+"""A heap of blocks, the oldest first; entries of blocks that have moved on are passed over."""
 
 
 class EvictionOrder:
@@ -207,7 +207,10 @@ class EvictionOrder:
             raise IntegrityError("a block is moving and not pinned")
         if any(block.pin_count for block in self._dirty):
             raise IntegrityError("a block waits for a copy while one reads it")
-        heaps = ((self._to_evict, self._clean), *((h, self._kept) for h in self._of_floors.values()))
+        heaps = (
+            (self._to_evict, self._clean),
+            *((h, self._kept) for h in self._of_floors.values()),
+        )
         entries = Counter(
             block for heap, part in heaps for rank, block in heap if _is_valid(rank, block, part)
         )
@@ -250,7 +253,7 @@ class EvictionOrder:
             heapq.heappush(self._of_floors.setdefault(block.tenant, []), (block.rank, block))
 
     def _queue(self, block: Block) -> None:
-        """Queue a clean block to be evicted, unless it is in the queue since it was clean before."""
+        """Queue a clean block to be evicted, unless it is still queued from before."""
         if block.queued_rank == block.rank:
             return
         block.queued_rank = block.rank

@@ -3,8 +3,8 @@
     python -m tests.stress.step_cost --entries 32768
 
 The scheduler and the tiered cache are the real ones; the blocks are of a few bytes and the store's
-worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries in
-one queue, and the median and the longest time of the steps beside it: processor time of the thread,
+worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries
+in one queue, and the median and the longest time of the steps beside it: processor time of the thread,
 so that other processes do not count. The same steps beside few entries stand next to them: a step
 that costs more with more entries holds up the next token of every stream.
 """
@@ -23,7 +23,7 @@ import click
 import msgspec
 import torch
 
-from tests.fake_store import EMPTY_STATS, DAY_S, kept_by
+from tests.fake_store import DAY_S, EMPTY_STATS, kept_by
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress

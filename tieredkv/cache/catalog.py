@@ -72,12 +72,13 @@ def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
 class Catalog:
     """Entries by block hash, and the order in which they expire.
 
-    Entries are queued by the second in which they are due at the earliest. One that is used meanwhile
-    stays where it is and is queued anew when its turn has come; one that leaves is taken out.
+    Entries are queued by the second in which they are due at the earliest. One that is used
+    meanwhile stays where it is and is queued anew when its turn has come; one that leaves is taken
+    out.
 
-    Invariants (`check`): every entry is under its own hash; every entry is queued once, no later than
-    its deadline, so that the sweep cannot miss it; nothing else is queued; `pinned` holds the blocks
-    of those entries that have a pin.
+    Invariants (`check`): every entry is under its own hash; every entry is queued once, no later
+    than its deadline, so that the sweep cannot miss it; nothing else is queued; `pinned` holds the
+    blocks of those entries that have a pin.
 
     Attributes:
         pinned: blocks that pools are to evict last.
@@ -92,7 +93,7 @@ class Catalog:
         self._seconds: list[int] = []  # a heap of the keys of `_queued`
         self._begun: Iterator[BlockHash] | None = None  # of a second that has, to be looked at
         self._begun_second = _NEVER
-        self._soon: list[tuple[float, BlockHash]] = []  # a heap of those that were, by their deadline
+        self._soon: list[tuple[float, BlockHash]] = []  # a heap of those that were looked at
         self._held_by_disk: set[BlockHash] = set()  # queued by the deadline that the disk was told
         self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
         self.is_behind = False
@@ -143,7 +144,7 @@ class Catalog:
                 entry.disk_expires_at = 0.0
                 entry.is_droppable = False
         held, self._held_by_disk = self._held_by_disk, set()
-        self._queue(entry for each in held if (entry := self._entries.get(each)) is not None)
+        self._queue(filter(None, map(self._entries.get, held)))
 
     def _queue(self, entries: Iterable[Entry]) -> None:
         """Queue entries by what their claims allow them, or earlier, when their pins end.
@@ -242,7 +243,8 @@ class Catalog:
 
         `expired`, `evicted_device`, `evicted_host`, `evicted_disk` (from which tier last),
         `corrupt`, `admin` (evicted by an operator) or `load_timeout` (it took too long to load, so
-        that it was computed). What left for the disk stays there until its time there has come, as far as is known.
+        that it was computed). What left for the disk stays there until its time there has come, as
+        far as is known.
         """
         reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
         return "expired" if reason == "evicted_disk" and until <= now else reason

@@ -93,7 +93,7 @@ class Promoter:
         return not self._reads and not self._num_copying
 
     def note_release(self, blocks: Sequence[Block]) -> None:
-        """Let those blocks of a request that has let go of them wait no longer that nobody wants."""
+        """End the waits of a request's blocks that nobody wants, now that it let go of them."""
         if not self._waiting:
             return
         for block in blocks:
