@@ -257,6 +257,8 @@ class EngineCore:
         """Return when something may have changed: a wake, a copy that arrived, or the timeout."""
         if self._launched is not None or (not self._is_stalled and self._requests):
             return
+        if self.cache.has_more:
+            return
         transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
         give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
@@ -323,7 +325,7 @@ class EngineCore:
         return self.cache.evict(is_wanted)
 
     def evict_verb(self, wanted: EvictFilter) -> dict[str, Any]:
-        """Carry out an operator's `evict` where there is no disk tier; return its answer."""
+        """Carry out `evict` for an operator where there is no disk tier; return its answer."""
         unknown_ids = self.tiers.catalog.unknown_ids(wanted.ids)
         evicted = self.evict(wanted)
         freed_bytes = evicted * self.kv_spec.block_bytes

@@ -136,7 +136,7 @@ class BlockPool:
             is_partial: fewer will do.
 
         Returns:
-            Blocks with ref_count 1 and no hash; None, and nothing has changed, if there are too few.
+            Blocks with ref_count 1 and no hash. None, with nothing changed, if there are too few.
         """
         num_needed = max(0, count - self.num_empty)
         victims = self._victims(num_needed, tenant, is_partial=is_partial)

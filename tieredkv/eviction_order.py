@@ -63,7 +63,7 @@ class Part(OrderedDict[Block, None]):
 
 
 _Ranked = list[tuple[int, Block]]
-"""A heap of blocks, the oldest first; entries of blocks that have gone elsewhere are passed over."""
+"""A heap of blocks, the oldest first; entries of blocks that have moved on are passed over."""
 
 
 class EvictionOrder:
@@ -253,7 +253,7 @@ class EvictionOrder:
             heapq.heappush(self._of_floors.setdefault(block.tenant, []), (block.rank, block))
 
     def _queue(self, block: Block) -> None:
-        """Queue a clean block to be evicted, unless it is in the queue since it was clean before."""
+        """Queue a clean block to be evicted, unless it is still queued from before."""
         if block.queued_rank == block.rank:
             return
         block.queued_rank = block.rank

@@ -3,15 +3,19 @@
     python -m tests.stress.step_cost --entries 32768
 
 The scheduler and the tiered cache are the real ones; the blocks are of a few bytes and the store's
-worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries in
-one queue, and the median and the longest time of the steps beside it. A step that costs more with
-more entries holds up the next token of every stream.
+worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries
+in one queue, and the median and the longest time of the steps beside it: processor time of the thread,
+so that other processes do not count. The same steps beside few entries stand next to them: a step
+that costs more with more entries holds up the next token of every stream.
 """
 
+import gc
+import itertools
 import json
 import random
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -44,6 +48,7 @@ from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
 
 BLOCK_BYTES = 8
 PROMPT_BLOCKS = 512
+FEW = 1024
 ROOT = BlockHash(b"step cost".ljust(32, b"\0"))
 PARAMS = SamplingParams(max_tokens=64, temperature=0.0)
 
@@ -166,6 +171,7 @@ class _Engine:
         """Compute chains of so many blocks in all, which nobody uses any longer."""
         for _ in range(num_blocks // PROMPT_BLOCKS):
             self.cache.release(self.compute(PROMPT_BLOCKS, retention, tenant))
+            self.step()
 
     def request(self, number: int, tenant: str = "", num_tokens: int = 64) -> Request:
         """Return a request with a prompt of its own."""
@@ -184,7 +190,7 @@ def _owed_to_a_stuck_worker(entries: int) -> Steps:
     """`write_behind` owes the disk so many blocks, and the worker finishes none."""
     engine = _Engine(2 * entries, num_pages=2 * entries, is_write_behind=True)
     engine.fill(entries)
-    for _ in range(entries // 16):  # as many as are taken
+    for _ in range(entries // 16):  # until no more is taken
         engine.step()
     while True:
         yield engine.step
@@ -216,10 +222,8 @@ def _noted(entries: int) -> Steps:
     engine.fill(entries)
     now = engine.clock.now()
     while True:
-        made = [
-            Entry(each, ROOT, ROOT, b"", 0, now, now, frozenset({"24h"}))
-            for each in engine.chain(8192)
-        ]
+        claims = frozenset({"24h"})
+        made = [Entry(each, ROOT, ROOT, b"", 0, now, now, claims) for each in engine.chain(8192)]
         yield lambda made=made: engine.cache.demoter.note_computed(made)  # type: ignore[misc]
 
 
@@ -326,35 +330,31 @@ def _record(block_hash: BlockHash, now: float) -> BlockRecord:
 
 
 def _requests_wait(entries: int) -> Steps:
-    """So many requests of one tenant wait; one is cancelled, one comes, one more is admitted."""
+    """So many requests of one tenant wait; one is cancelled, one comes, one is taken out."""
     yield from _wait_of(entries, num_tenants=1)
 
 
 def _tenants_wait(entries: int) -> Steps:
-    """So many requests wait, 4,096 tenants' of them; again one goes, one comes."""
+    """So many requests of 4,096 tenants wait; again one is cancelled, one comes, one is taken."""
     yield from _wait_of(entries, num_tenants=4096)
 
 
 def _wait_of(entries: int, num_tenants: int) -> Steps:
     engine = _Engine(4096)
-    scheduler, made = engine.scheduler, list[Request]()
+    scheduler, waiting = engine.scheduler, deque[Request]()
     for number in range(entries):
-        made.append(engine.request(number, str(number % num_tenants)))
-        scheduler.waiting.append(made[-1])
+        waiting.append(engine.request(number, str(number % num_tenants)))
+        scheduler.waiting.append(waiting[-1])
+    for number in itertools.count(entries):
+        come, gone = engine.request(number, str(number % num_tenants)), waiting.pop()
+        waiting.append(come)
 
-    def step() -> None:
-        scheduler.remove(made.pop())
-        made.append(engine.request(len(made), "0"))
-        scheduler.add(made[-1])
-        scheduler.waiting.check_room("0", 2 * entries)
-        rows = scheduler.schedule()
-        for row in rows:
-            scheduler.complete(row)
-        engine.cache.pump()
-        for row in rows:
-            scheduler.remove(row.request)
+        def step(come: Request = come, gone: Request = gone) -> None:
+            scheduler.remove(gone)
+            scheduler.add(come)
+            scheduler.waiting.check_room("0", 2 * entries)
+            scheduler.waiting.take(scheduler.waiting.upcoming()[0])
 
-    while True:
         yield step
 
 
@@ -389,17 +389,27 @@ def run(progress: Progress, *, entries: int, steps: int, only: str = "") -> list
     """Measure so many steps of each case beside so many entries."""
     rows = []
     for name, case in tracked(progress, "measuring", list(CASES.items())):
-        if only not in name:
-            continue
-        times_ms, beside = [], case(entries)
-        for _ in range(steps):
-            step = next(beside)
-            start = time.perf_counter()
-            step()
-            times_ms.append(1e3 * (time.perf_counter() - start))
-        row = {"queue": name, "entries": entries, "steps": steps}
-        rows.append(row | {"median_ms": statistics.median(times_ms), "max_ms": max(times_ms)})
+        if only in name:
+            few_ms, many_ms = (_measure(case, count, steps) for count in (FEW, entries))
+            figures = {"median_ms": statistics.median(many_ms), "max_ms": max(many_ms)}
+            beside_few = {"few": FEW, "few_median_ms": statistics.median(few_ms)}
+            rows.append({"queue": name, "entries": entries, "steps": steps} | figures | beside_few)
     return rows
+
+
+def _measure(case: Callable[[int], Steps], entries: int, steps: int) -> list[float]:
+    """Return milliseconds of so many steps of a case."""
+    times_ms, beside = list[float](), case(entries)
+    for number in range(steps):
+        step = next(beside)
+        if not number:  # as the engine does
+            gc.collect()
+            gc.freeze()
+        start = time.thread_time()
+        step()
+        times_ms.append(1e3 * (time.thread_time() - start))
+    gc.unfreeze()
+    return times_ms
 
 
 @click.command()

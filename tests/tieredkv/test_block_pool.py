@@ -153,6 +153,79 @@ def test_only_blocks_that_are_needed_are_asked_about(pool: BlockPool) -> None:
     assert asked == [2, 1]
 
 
+def test_a_block_that_was_refused_is_asked_about_again_only_when_something_has_changed() -> None:
+    pool = BlockPool(100)
+    asked: list[int] = []
+    dirty = set(range(90))
+
+    def can_evict(block: Block) -> bool:
+        asked.append(block.block_id)
+        return block.block_id not in dirty
+
+    pool.can_evict = can_evict
+    keep(pool, *map(str, reversed(range(100))))  # the oldest has the id 99
+    dirty = {99 - i for i in range(90)}
+    assert ids(take(pool, 5)) == [9, 8, 7, 6, 5]
+    assert len(asked) == 95
+    asked.clear()
+    assert ids(take(pool, 2)) == [4, 3] == asked
+    for block_id in (50, 60):  # their copies were made, the younger one first
+        dirty.discard(block_id)
+        pool.look_again(name(99 - block_id))
+    assert asked == [4, 3, 50, 60]
+    assert ids(take(pool, 3)) == [60, 50, 2], "the oldest first"
+    assert pool.allocate(10) is None
+    asked.clear()
+    assert pool.allocate(10) is None
+    assert len(asked) <= 2, "those that could go"
+    pool.check()
+
+
+def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
+    pool = BlockPool(8)
+    is_copied: set[int] = set()
+    pool.can_evict = lambda block: block.block_id in is_copied
+    keep(pool, *"abcdefgh")  # the oldest has the id 7
+    assert ids(pool.dirty(3)) == [7, 6, 5]
+    assert ids(pool.dirty(3, at_most=2)) == [7, 6]
+    for block in pool.dirty(2):
+        pool.pin(block)
+    assert ids(pool.dirty(3)) == [5], "two are on their way"
+    for block_id in (6, 7):
+        is_copied.add(block_id)
+        pool.unpin(next(block for block in pool.evictable() if block.block_id == block_id))
+        pool.check()
+    assert pool.dirty(2) == []
+    assert ids(pool.evictable()) == [7, 6, 5, 4, 3, 2, 1, 0], "none has changed its place"
+    assert ids(pool.dirty(5)) == [5, 4, 3]
+    pool.postpone(pool.dirty(5)[0])
+    assert ids(pool.dirty(5)) == [4, 3, 5]
+    assert ids(take(pool, 2)) == [7, 6]
+
+
+def test_what_a_floor_keeps_is_passed_over_once_and_keeps_its_place() -> None:
+    pool = BlockPool(40)
+    asked: list[int] = []
+    pool.can_evict = lambda block: not asked.append(block.block_id)
+    for number in range(30):
+        [block] = take(pool, 1)
+        pool.insert(block, name(number), b"quiet")
+        block.is_ready = True
+        pool.release([block])
+    pool.floors = {b"quiet": 30}
+    for number in range(30, 40):
+        [block] = pool.allocate(1, tenant=b"flood") or []
+        pool.insert(block, name(number), b"flood")
+        block.is_ready = True
+        pool.release([block])
+    assert [ids(pool.allocate(1, tenant=b"flood")) for _ in range(2)] == [[30], [31]]
+    assert asked == [30, 31]
+    assert pool.allocate(9, tenant=b"flood") is None
+    assert (pool.num_kept, asked) == (30, [30, 31])
+    assert ids(pool.allocate(9, is_partial=True)) == [*range(32, 40), 0], "floors give way last"
+    pool.check()
+
+
 def test_a_listener_finds_the_block_already_without_its_hash() -> None:
     def on_evict(block: Block, lost: BlockHash) -> None:
         assert block.block_hash is None

@@ -71,6 +71,33 @@ def test_due_names_each_expired_entry_once_and_leaves_the_others_queued() -> Non
     assert catalog.due(NOW + 1100) == [second]
 
 
+def test_what_is_due_at_once_is_told_a_few_at_a_time_and_all_of_it_once() -> None:
+    catalog = make_catalog()
+    entries = catalog.add_all([make_entry(number) for number in range(10)])
+    assert catalog.due(NOW + 600, 4) == entries[:4] and catalog.is_behind
+    for entry in entries[:6]:
+        catalog.forget(entry.block_hash, "expired")
+    catalog.check()
+    again = catalog.add(make_entry(4, computed_at=NOW + 600))
+    assert catalog.due(NOW + 600, 4) == entries[6:]
+    catalog.due(NOW + 600, 4)
+    assert not catalog.is_behind
+    assert catalog.due(NOW + 1200) == [again]
+
+
+def test_within_a_second_nothing_is_due_before_its_time() -> None:
+    catalog = make_catalog()
+    late, early = (
+        catalog.add(make_entry(i, computed_at=NOW + at)) for i, at in ((1, 0.9), (2, 0.2))
+    )
+    assert catalog.due(NOW + 600.1) == []
+    catalog.check()
+    assert catalog.due(NOW + 600.5) == [early]
+    catalog.forget(early.block_hash, "expired")
+    catalog.check()
+    assert catalog.due(NOW + 600.95) == [late]
+
+
 def test_an_entry_that_left_and_came_back_is_due_once() -> None:
     catalog = make_catalog()
     catalog.add(make_entry(1))

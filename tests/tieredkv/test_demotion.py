@@ -7,7 +7,9 @@ import pytest
 from tests.fake_store import Rig, chain_of
 from tests.waiting import deadline
 from tieredkv.cache import tiered
-from tieredkv.types import Tier
+from tieredkv.cache.demotion import MAX_MOVES
+from tieredkv.cache.tiers import Tiers
+from tieredkv.types import BlockHash, Tier
 
 
 def test_a_reserve_of_clean_device_blocks_is_kept_ahead_of_need() -> None:
@@ -87,6 +89,58 @@ def test_write_behind_writes_soon_after_the_compute() -> None:
     assert rig.on_disk("b", 2) == []
     assert rig.on_device("a", 4) == [0, 1, 2, 3], "a copy was made, nothing was moved"
     assert rig.cache.is_idle
+
+
+def test_a_step_starts_no_more_writes_behind_than_follow_from_what_was_computed() -> None:
+    rig = Rig(num_blocks=256, num_pages=512, is_write_behind=True)
+    prefix = rig.start("a", 200)
+    rig.store.is_held = True
+    rig.compute(prefix)
+    rig.turn()
+    assert rig.tiers.host.num_used <= MAX_MOVES + 2 * 200
+    rig.turn(2)
+    num_written = len(rig.store.jobs)
+    rig.turn()
+    assert 0 < len(rig.store.jobs) - num_written <= MAX_MOVES
+    rig.store.is_held = False
+    rig.turn(20)
+    assert rig.on_disk("a", 200) == list(range(200))
+    rig.finish(prefix)
+    rig.check_nothing_is_held()
+
+
+def test_nobody_looks_at_what_is_owed_while_the_worker_is_stuck(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rig = Rig(num_blocks=256, num_pages=128, is_write_behind=True)
+    rig.run("a", 100)
+    rig.store.is_held = True
+    rig.run_without_disk("b", 100)
+    rig.turn(30)
+    assert len(rig.store.jobs) == 32, "the cap"
+    looks: list[object] = []
+    is_owed = Tiers.is_owed_to_disk
+
+    def counted(tiers: Tiers, block_hash: BlockHash | None) -> bool:
+        looks.append(block_hash)
+        return is_owed(tiers, block_hash)
+
+    monkeypatch.setattr(Tiers, "is_owed_to_disk", counted)
+    rig.cache.poll()
+    rig.cache.pump()
+    assert not looks
+    rig.check_nothing_is_held()
+    assert rig.on_disk("b", 100) == list(range(100))
+
+
+def test_blocks_that_may_not_go_to_disk_are_not_queued_for_it() -> None:
+    rig = Rig(is_write_behind=True)
+    prefix = rig.start("a", 4, "in_memory")
+    rig.compute(prefix)
+    assert rig.cache.is_idle
+    rig.finish(prefix)
+    rig.turn()
+    assert rig.store.stored == []
 
 
 def test_a_page_being_written_is_not_reused_though_its_block_was_evicted_and_expired() -> None:

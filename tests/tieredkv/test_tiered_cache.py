@@ -636,3 +636,16 @@ def test_a_new_worker_does_not_lengthen_a_life() -> None:
     rig.turn()
     rig.clock.moment += 700
     assert rig.run("a", 2, "in_memory") == 2
+
+
+def test_nothing_expired_is_served_though_the_sweep_has_not_come_to_it() -> None:
+    rig = Rig(num_blocks=256, num_pages=256, has_store=False)
+    for name in "abcd":
+        assert rig.run(name, 50, "in_memory") == 50
+    rig.clock.moment += 600.0
+    rig.cache.expire_due()
+    assert rig.cache.has_more and rig.tiers.counters.expired_blocks < 200
+    for name in "dcba":
+        assert rig.run(name, 50, "in_memory") == 50, name
+    rig.turn(4)
+    assert (rig.tiers.counters.expired_blocks, rig.cache.has_more) == (200, False)

@@ -6,9 +6,10 @@ Called by the engine's thread only.
 """
 
 import heapq
+import sys
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from itertools import takewhile
 from typing import Any
 
@@ -19,7 +20,9 @@ from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.results import TouchItem, named_blocks
 from tieredkv.types import BlockHash, BlockRecord, Tier
 
-SLACK = 64
+_NEVER, _SOON = sys.maxsize, -1
+"""Seconds that stand for entries that are not queued, and for those whose second has begun."""
+
 NUM_DEPARTED = 65_536
 
 
@@ -33,6 +36,7 @@ class Entry(msgspec.Struct, gc=False):
         disk_expires_at: what the disk was last told, 0.0 while no acknowledged copy is there.
         is_droppable: its demotion was given up, so that it may be evicted without a copy below.
         refusal: why the store could not take it the last time that it was asked; else empty.
+        queued_second: when it is looked at next, in seconds since the epoch.
     """
 
     block_hash: BlockHash
@@ -48,6 +52,7 @@ class Entry(msgspec.Struct, gc=False):
     is_droppable: bool = False
     refusal: str = ""
     hits: int = 0
+    queued_second: int = _NEVER
 
     @property
     def is_on_disk(self) -> bool:
@@ -71,22 +76,36 @@ def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
 class Catalog:
     """Entries by block hash, and the order in which they expire.
 
-    Invariants (`check`): every entry is under its own hash; every entry has a deadline queued no
-    later than its own, so that the sweep cannot miss it; few of those queued are of entries that
-    have left; `pinned` holds the blocks of those entries that have a pin.
+    Entries are queued by the second in which they are due at the earliest. One that is used
+    meanwhile stays where it is and is queued anew when its turn has come; one that leaves is taken
+    out.
+
+    Invariants (`check`): every entry is under its own hash; every entry is queued once, no later
+    than its deadline, so that the sweep cannot miss it; nothing else is queued; `pinned` holds the
+    blocks of those entries that have a pin.
 
     Attributes:
         pinned: blocks that pools are to evict last.
-        num_queued: deadlines queued, those of entries that have left included.
+        is_behind: whether the last call of `due` has left something that was due.
     """
 
     def __init__(self, policies: RetentionPolicies) -> None:
         self._policies = policies
         self._entries: dict[BlockHash, Entry] = {}
         self.pinned: set[BlockHash] = set()
-        self._deadlines: list[tuple[float, list[BlockHash]]] = []
-        self.num_queued = 0
+        self._queued: dict[int, dict[BlockHash, None]] = {}
+        self._seconds: list[int] = []  # a heap of the keys of `_queued`
+        self._begun: Iterator[BlockHash] | None = None  # of a second that has, to be looked at
+        self._begun_second = _NEVER
+        self._soon: list[tuple[float, BlockHash]] = []  # a heap of those that were looked at
+        self._held_by_disk: set[BlockHash] = set()  # queued by the deadline that the disk was told
         self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
+        self.is_behind = False
+
+    @property
+    def num_queued(self) -> int:
+        """Blocks that are queued to expire."""
+        return sum(map(len, self._queued.values())) + len(self._soon)
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
         """Return the entry, expired or not."""
@@ -116,8 +135,6 @@ class Catalog:
                 known.disk_expires_at = max(known.disk_expires_at, entry.disk_expires_at)
             added.append(known)
         self._queue(added)
-        if self.num_queued > 2 * len(self._entries) + SLACK:
-            self._queue_anew()
         return added
 
     def forget_disk(self) -> None:
@@ -130,33 +147,56 @@ class Catalog:
             if entry.claims:
                 entry.disk_expires_at = 0.0
                 entry.is_droppable = False
-        self._queue_anew()  # their lives may end earlier now
-
-    def _queue_anew(self) -> None:
-        self._deadlines, self.num_queued = [], 0
-        self._queue(self._entries.values())
+        held, self._held_by_disk = self._held_by_disk, set()
+        self._queue(filter(None, map(self._entries.get, held)))
 
     def _queue(self, entries: Iterable[Entry]) -> None:
-        """Queue the deadlines of entries, grouped, as a prompt's blocks mostly share theirs.
+        """Queue entries by what their claims allow them, or earlier, when their pins end.
 
-        The end of a pin is queued in its place; it comes no later.
+        A prompt's blocks mostly share their deadline, which is worked out once.
         """
-        groups: dict[float, list[BlockHash]] = {}
-        lives: dict[tuple[object, ...], float] = {}
+        lives: dict[tuple[object, ...], tuple[float, float]] = {}
         for entry in entries:
-            until = entry.pinned_until
             life = entry.claims, entry.disk_expires_at, *entry.times
-            deadline = lives.get(life)
-            if deadline is None:
-                deadline = self.deadline(entry)
-                deadline = lives[life] = min(deadline, until) if until else deadline
-            if until:
-                entry.pinned_until = deadline
+            times = lives.get(life)
+            if times is None:
+                times = lives[life] = self._times_of(entry)
+            due, pin_ends = times
+            if pin_ends:
+                entry.pinned_until = pin_ends
                 self.pinned.add(entry.block_hash)
-            groups.setdefault(deadline, []).append(entry.block_hash)
-        for deadline, hashes in groups.items():
-            self.num_queued += len(hashes)
-            heapq.heappush(self._deadlines, (deadline, hashes))
+            self._queue_at(entry, due)
+            if not entry.claims:
+                self._held_by_disk.add(entry.block_hash)
+
+    def _times_of(self, entry: Entry) -> tuple[float, float]:
+        """Return when an entry is to be looked at, and when its pin ends; 0.0 without one."""
+        due = entry.disk_expires_at
+        if entry.claims:
+            due = self._policies.deadline(entry.claims, *entry.times)
+        pin_ends = entry.pinned_until
+        return (min(due, pin_ends), min(self.deadline(entry), pin_ends)) if pin_ends else (due, 0.0)
+
+    def _queue_at(self, entry: Entry, due: float) -> None:
+        """Queue an entry for the second of a moment, unless it is queued for an earlier one."""
+        second, block_hash = int(due), entry.block_hash
+        if entry.queued_second == _SOON:
+            heapq.heappush(self._soon, (due, block_hash))
+        if entry.queued_second <= second:
+            return
+        self._unqueue(entry)
+        entry.queued_second = second
+        if second not in self._queued:
+            self._queued[second] = {}
+            heapq.heappush(self._seconds, second)
+        self._queued[second][block_hash] = None
+
+    def _unqueue(self, entry: Entry) -> None:
+        """Take an entry out of the queue; `due` passes over it where its second has begun."""
+        if (queued := self._queued.get(entry.queued_second)) is not None:
+            queued.pop(entry.block_hash, None)
+        self._held_by_disk.discard(entry.block_hash)
+        entry.queued_second = _NEVER
 
     def entry_of(self, record: BlockRecord) -> Entry:
         """Return the entry of a block on disk, without inserting it.
@@ -190,6 +230,8 @@ class Catalog:
     def forget(self, block_hash: BlockHash, reason: str) -> None:
         """Drop the entry of a block that no RAM tier holds any longer; see `why_departed`."""
         entry = self._entries.pop(block_hash, None)
+        if entry is not None:
+            self._unqueue(entry)
         self.pinned.discard(block_hash)
         self.note_departed(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
@@ -205,7 +247,8 @@ class Catalog:
 
         `expired`, `evicted_device`, `evicted_host`, `evicted_disk` (from which tier last),
         `corrupt`, `admin` (evicted by an operator) or `load_timeout` (it took too long to load, so
-        that it was computed). What left for the disk stays there until its time there has come, as far as is known.
+        that it was computed). What left for the disk stays there until its time there has come, as
+        far as is known.
         """
         reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
         return "expired" if reason == "evicted_disk" and until <= now else reason
@@ -307,38 +350,81 @@ class Catalog:
             found.append([*lasts, *(each for each in firsts if each not in above)])
         return found
 
-    def due(self, now: float) -> list[Entry]:
-        """Return the entries that have expired, and those whose pin has just ended.
+    def due(self, now: float, at_most: int = sys.maxsize) -> list[Entry]:
+        """Return entries that have expired, and those whose pin has just ended.
 
-        Cost follows what ends, not what is held.
+        Cost follows what ends, not what is held. Where more than `at_most` are to be looked at,
+        `is_behind` says so, and the next call goes on.
         """
-        due: dict[BlockHash, Entry] = {}
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, hashes = heapq.heappop(self._deadlines)
-            self.num_queued -= len(hashes)
-            held = [entry for each in hashes if (entry := self._entries.get(each)) is not None]
-            for entry in held:
-                is_over = 0.0 < entry.pinned_until <= now
-                if is_over:
-                    entry.pinned_until = 0.0
-                    self.pinned.discard(entry.block_hash)
-                if is_over or self.is_expired(entry, now):
-                    due[entry.block_hash] = entry
-            self._queue(entry for entry in held if not self.is_expired(entry, now))
-        return list(due.values())
+        due: list[Entry] = []
+        for _ in range(at_most):
+            entry = self._next_due(now)
+            if entry is None:
+                break
+            is_over = 0.0 < entry.pinned_until <= now
+            if is_over:
+                entry.pinned_until = 0.0
+                self.pinned.discard(entry.block_hash)
+            is_expired = self.is_expired(entry, now)
+            if not is_expired:
+                self._queue_again(entry, now)
+            if is_over or is_expired:
+                due.append(entry)
+        is_soon = bool(self._soon) and self._soon[0][0] <= now
+        is_begun = bool(self._seconds) and self._seconds[0] <= now
+        self.is_behind = is_soon or is_begun or self._begun is not None
+        return due
+
+    def _next_due(self, now: float) -> Entry | None:
+        """Take an entry off the queue that may be due."""
+        while self._soon and self._soon[0][0] <= now:
+            entry = self._entries.get(heapq.heappop(self._soon)[1])
+            if entry is not None and entry.queued_second == _SOON:
+                entry.queued_second = _NEVER
+                return entry
+        while self._begun is not None or (self._seconds and self._seconds[0] <= now):
+            if self._begun is None:
+                self._begun_second = heapq.heappop(self._seconds)
+                self._begun = iter(self._queued.pop(self._begun_second))
+            for block_hash in self._begun:
+                entry = self._entries.get(block_hash)
+                if entry is not None and entry.queued_second == self._begun_second:
+                    entry.queued_second = _NEVER
+                    return entry
+            self._begun = None
+        return None
+
+    def _queue_again(self, entry: Entry, now: float) -> None:
+        """Queue an entry that is not due yet."""
+        due, _ = self._times_of(entry)
+        is_held_by_disk = due <= now
+        if is_held_by_disk:  # its claims have ended, but not what the disk was told
+            due = self.deadline(entry)
+        if int(due) <= now:
+            entry.queued_second = _SOON
+            heapq.heappush(self._soon, (due, entry.block_hash))
+        else:
+            self._queue_at(entry, due)
+        if is_held_by_disk:
+            self._held_by_disk.add(entry.block_hash)
 
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         queued: dict[BlockHash, float] = {}
-        for when, hashes in self._deadlines:
-            for block_hash in hashes:
-                queued[block_hash] = min(when, queued.get(block_hash, when))
+        for when, block_hash in self._soon:
+            queued[block_hash] = min(when, queued.get(block_hash, when))
+        for second, hashes in self._queued.items():
+            queued.update(dict.fromkeys(hashes, float(second)))
+        in_seconds = [each for hashes in self._queued.values() for each in hashes]
+        if len(set(in_seconds)) < len(in_seconds) or not self._entries.keys() >= set(in_seconds):
+            raise IntegrityError("a block is queued to expire twice, or has no entry")
         for block_hash, entry in self._entries.items():
             if entry.block_hash != block_hash:
                 raise IntegrityError(
                     f"entry {entry.block_hash.hex()[:12]} stands under another key"
                 )
-            if queued.get(block_hash, float("inf")) > self.deadline(entry):
+            has_begun = self._begun is not None and entry.queued_second == self._begun_second
+            if not has_begun and queued.get(block_hash, float("inf")) > self.deadline(entry):
                 raise IntegrityError(f"entry {block_hash.hex()[:12]} is not queued to expire")
         if self.pinned != {each for each, e in self._entries.items() if e.pinned_until}:
             raise IntegrityError("`pinned` is not what the entries say")

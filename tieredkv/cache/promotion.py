@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import NamedTuple, cast
 
 import msgspec
 
@@ -25,7 +25,9 @@ from tieredkv.storage.codec import decode_record, expiry_of
 from tieredkv.storage.worker_messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
-LOOK_AGAIN_S = 0.05
+MAX_READS = 128
+"""Reads that one step starts, or ends since nobody wants them any more; the next goes on."""
+
 _FAILED = "a block could not be loaded (%s); it is computed again"
 _HARMLESS = frozenset(("missing", "evicted", "expired", "closing", "worker_died", "worker_down"))
 """Reasons of failed loads that say nothing about the bytes."""
@@ -41,18 +43,26 @@ class _Read:
     Attributes:
         record: as the disk has it, sealed.
         page: it is being read into, on loan since `began_at`; None until there is room.
-        waiting: device blocks that are filled from it, held, and when each is given up.
+        waiting: device blocks that are filled from it, held.
     """
 
     block_hash: BlockHash
     record: bytes
     page: Block | None = None
     began_at: float = 0.0
-    waiting: dict[Block, float] = field(default_factory=dict)
+    waiting: dict[Block, None] = field(default_factory=dict)
 
     def opened(self) -> BlockRecord:
         """Return the record itself."""
         return decode_record(self.block_hash, self.record).record
+
+
+class _Wait(NamedTuple):
+    """A device block that is filled from a read, and when it is given up."""
+
+    block: Block
+    read: _Read
+    give_up_at: float
 
 
 class Promoter:
@@ -71,7 +81,9 @@ class Promoter:
         self._to_read: deque[_Read] = deque()  # those that have no page yet
         self._to_copy: list[tuple[Block, Block]] = []
         self._num_copying = 0  # those to copy included
-        self._look_again_at = 0.0
+        self._waiting: dict[Block, _Wait] = {}
+        self._waits: deque[_Wait] = deque()  # by when they are given up; some have ended already
+        self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
 
@@ -80,9 +92,13 @@ class Promoter:
         """Whether nothing is on its way up."""
         return not self._reads and not self._num_copying
 
-    def note_release(self) -> None:
-        """Look at the next `pump` for blocks that nobody wants any longer."""
-        self._look_again_at = 0.0
+    def note_release(self, blocks: Sequence[Block]) -> None:
+        """End the waits of a request's blocks that nobody wants, now that it let go of them."""
+        if not self._waiting:
+            return
+        for block in blocks:
+            if block.is_loading and block.ref_count == 1 and block in self._waiting:
+                self._stop_waiting(block)
 
     def copy(self, copies: Copies) -> None:
         """Fill device blocks from host pages whose content is there, from the next `pump` on."""
@@ -108,7 +124,10 @@ class Promoter:
             self._to_read.append(read)
         self._tiers.device.acquire([block])
         block.is_loading = True
-        read.waiting[block] = time.monotonic() + self._tiers.load_timeout_s
+        read.waiting[block] = None
+        wait = _Wait(block, read, time.monotonic() + self._tiers.load_timeout_s)
+        self._waiting[block] = wait
+        self._waits.append(wait)
         return True
 
     def prefetch(self, records: Mapping[BlockHash, bytes]) -> None:
@@ -135,7 +154,9 @@ class Promoter:
         """
         self._give_up()
         items: list[LentPage] = []
-        while self._to_read and self._num_inbound() < self._inbound_cap:
+        num_left = MAX_READS
+        while self._to_read and self._num_inbound() < self._inbound_cap and num_left:
+            num_left -= 1
             read = self._to_read[0]
             page = self._tiers.host.lookup(read.block_hash)
             is_there = page is not None and page.is_ready
@@ -147,6 +168,7 @@ class Promoter:
                 del self._reads[read.block_hash]
                 self._settle(read, page)
         self._submit(items)
+        self.has_more = bool(self._to_read) and not num_left
         if self._to_copy:
             copies, self._to_copy = self._to_copy, []
             self._tiers.counters.promoted_host_blocks += len(copies)
@@ -200,6 +222,8 @@ class Promoter:
     def check(self) -> None:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         waiting = [block for read in self._reads.values() for block in read.waiting]
+        if set(waiting) != self._waiting.keys():
+            raise IntegrityError("a block waits for a read that does not know of it")
         if len(set(waiting)) < len(waiting) or not all(block.is_loading for block in waiting):
             raise IntegrityError("a block waits twice, or for nothing")
         pages = [read.page for read in self._reads.values() if read.page]
@@ -231,31 +255,26 @@ class Promoter:
             self._tiers.store.load(items)
 
     def _give_up(self) -> None:
-        """Let no block wait whose read is late or that nobody wants; pages stay on loan."""
+        """Let no block wait whose read is late; its page stays on loan."""
         now = time.monotonic()
-        if now < self._look_again_at:
-            return
-        self._look_again_at = now + min(LOOK_AGAIN_S, self._tiers.load_timeout_s / 10)
-        for read in self._reads.values():
-            for block, give_up_at in list(read.waiting.items()):
-                is_late = give_up_at <= now
-                if block.ref_count > 1 and is_late:
-                    self._tiers.catalog.note_departed(read.block_hash, "load_timeout")
-                    self._count_failure("timeout")
-                if block.ref_count == 1 or is_late:
-                    del read.waiting[block]
-                    self._stop_waiting(block)
+        while self._waits and self._waits[0].give_up_at <= now:
+            wait = self._waits.popleft()
+            if self._waiting.get(wait.block) is wait:
+                self._tiers.catalog.note_departed(wait.read.block_hash, "load_timeout")
+                self._count_failure("timeout")
+                self._stop_waiting(wait.block)
 
     def _count_failure(self, reason: str) -> None:
         count_failure(self._tiers.counters.load_failures, reason, _FAILED)
 
     def _settle(self, read: _Read, page: Block | None) -> None:
         """End a read: who waits is copied from the page, if that is ready, or computed."""
-        for block in read.waiting:
+        for block in list(read.waiting):
             self._stop_waiting(block)
             if page is not None and page.is_ready and block.ref_count:  # else nobody wants it
                 self.copy([(page, block)])
 
     def _stop_waiting(self, block: Block) -> None:
+        del self._waiting.pop(block).read.waiting[block]
         block.is_loading = False
         self._tiers.device.release([block])

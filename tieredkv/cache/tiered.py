@@ -17,7 +17,7 @@ Called by the engine's thread only.
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,9 @@ from tieredkv.storage.worker_messages import (
 from tieredkv.types import BlockHash, Tier
 
 LOOKUP_TIMEOUT_S = 1.0
+MAX_EXPIRED = 64
+"""Blocks that one step looks at since they may have expired; the next goes on."""
+
 PATIENCE_S = 0.25
 
 
@@ -58,6 +61,7 @@ class TieredCache:
         self.demoter = Demoter(tiers, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
         self._lookups: dict[int, Prefix | None] = {}  # None where the answer is overdue
+        self._num_overdue = 0
         self._short_since: dict[Prefix, float] = {}
         self._handlers: dict[type, Callable[[Any], object]] = {
             LookupDone: self._on_lookup_done,
@@ -88,6 +92,7 @@ class TieredCache:
         if time.monotonic() < prefix.lookup_give_up_at:
             return False
         self._lookups[prefix.lookup_job] = None
+        self._num_overdue += 1
         prefix.lookup_job = None
         self.tiers.counters.load_failures["lookup_timeout"] += 1
         return True
@@ -101,7 +106,7 @@ class TieredCache:
         head = prefix.hashes[:1]  # without it a chain is hardly ever cached
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
         if room and any((*copies, *map(prefix.records.get, head))):
-            self.expire_due()
+            self._expire(prefix.hashes)
             wanted = prefix.wanted = self._readable(prefix)[:room]
             self.tiers.wanted.update(wanted)
             for pool in pools:
@@ -136,7 +141,7 @@ class TieredCache:
         self._ask(prefix)
         if prefix.lookup_job is not None:
             return False
-        self.expire_due()
+        self._expire(prefix.hashes)
         chain = device.find(self._readable(prefix))
         found = [block for block in chain if block is not None]
         device.acquire(found)
@@ -220,6 +225,7 @@ class TieredCache:
         """
         device, index = self.tiers.device, len(prefix.hashes)
         block = prefix.blocks[index]
+        self._expire([block_hash])
         prefix.hashes.append(block_hash)
         prefix.sources.append(None)
         known = device.insert(block, block_hash, prefix.tenant)
@@ -257,10 +263,10 @@ class TieredCache:
         self._unpin(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
+        self.promoter.note_release(prefix.blocks)
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
-        self.promoter.note_release()
         self.demoter.note_change()
 
     # Moves
@@ -292,17 +298,29 @@ class TieredCache:
         self.demoter.pump()
 
     def expire_due(self) -> None:
-        """Make every block unreachable whose time has come; end the pin of others."""
+        """Drop blocks whose time has come, a few at a time; end the pin of others."""
         tiers, now = self.tiers, self.tiers.clock.now()
         aged: list[BlockHash] = []
-        for entry in tiers.catalog.due(now):
+        for entry in tiers.catalog.due(now, MAX_EXPIRED):
             if tiers.catalog.is_expired(entry, now):
-                tiers.drop(entry.block_hash, "ttl")
-                tiers.counters.expired_blocks += 1
+                self._drop_expired(entry)
             else:
                 aged.append(entry.block_hash)
         for pool in tiers.pools.values():
             pool.touch(aged)
+
+    def _expire(self, hashes: Sequence[BlockHash]) -> None:
+        """Make the expired ones of some blocks unreachable, whether their turn has come or not."""
+        catalog, now = self.tiers.catalog, self.tiers.clock.now()
+        self.expire_due()
+        if catalog.is_behind:
+            for entry in filter(None, map(catalog.get, hashes)):
+                if catalog.is_expired(entry, now):
+                    self._drop_expired(entry)
+
+    def _drop_expired(self, entry: Entry) -> None:
+        self.tiers.drop(entry.block_hash, "ttl")
+        self.tiers.counters.expired_blocks += 1
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> int:
         """Make the blocks that the filter wants unreachable in VRAM and host memory; count them.
@@ -316,6 +334,12 @@ class TieredCache:
         self.promoter.evict(is_wanted)
         self.demoter.note_change()
         return len(wanted)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether only the bound of one step has kept the last `pump` from starting more."""
+        is_behind = self.tiers.catalog.is_behind
+        return is_behind or self.promoter.has_more or self.demoter.has_more
 
     @property
     def is_idle(self) -> bool:
@@ -346,8 +370,8 @@ class TieredCache:
         While an answer is overdue nobody else waits for one: a disk that hangs costs one timeout.
         """
         tiers, records = self.tiers, prefix.records
-        is_overdue = None in self._lookups.values()
-        if tiers.store is None or not tiers.can_load or prefix.lookup_job is not None or is_overdue:
+        can_ask = tiers.store is not None and tiers.can_load and not self._num_overdue
+        if tiers.store is None or not can_ask or prefix.lookup_job is not None:
             return
         end = None if prefix.read_ends is None else max(prefix.read_ends, default=0)
         unknown = tiers.host.missing(tiers.device.missing(prefix.hashes[:end]))
@@ -359,8 +383,11 @@ class TieredCache:
             self._lookups[prefix.lookup_job] = prefix
 
     def _on_lookup_done(self, event: LookupDone) -> None:
-        prefix = self._lookups.pop(event.job, None)
+        if event.job not in self._lookups:
+            return
+        prefix = self._lookups.pop(event.job)
         if prefix is None:
+            self._num_overdue -= 1
             return
         prefix.lookup_job = None
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())

@@ -1,0 +1,12 @@
+"""What measures a step beside long queues fills every queue that it names."""
+
+from tests.stress import step_cost
+from tieredkv.types import ignore_progress
+
+
+def test_every_queue_is_measured_beside_few_entries_and_many() -> None:
+    rows = step_cost.run(ignore_progress, entries=2048, steps=2)
+    assert [row["queue"] for row in rows] == list(step_cost.CASES)
+    for row in rows:
+        assert (row["entries"], row["few"]) == (2048, step_cost.FEW)
+        assert row["few_median_ms"] > 0 and 0 < row["median_ms"] <= row["max_ms"]
