@@ -1,11 +1,13 @@
-"""Rules for all tests: which of them this machine can run."""
+"""Rules for all tests: which of them this machine can run, and at what price."""
 
+import gc
 import os
 
 import hypothesis
 import pytest
 import torch
 
+gc.disable()  # while test modules are imported: of what they load, hardly anything is garbage
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not torch.cuda.is_available():  # Triton reads it when it is imported, which comes later
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -24,3 +26,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but never look at what the imports have loaded."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let extension modules free what they hold, or they complain of leaks."""
+    gc.unfreeze()

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from tieredkv.cli import main
 from tieredkv.storage.codec import decode_header
 from tieredkv.types import BlockRecord, ignore_progress
 
+CommandLine = Callable[..., tuple[int, str, str]]
+Bench = Callable[..., dict[str, Any]]
 ARMS = ["cold", "device", "host", "disk", "restart"]
 
 
@@ -76,29 +78,47 @@ def test_bench_ttft_refuses_what_it_cannot_measure(
     assert message in capsys.readouterr().err
 
 
-def run_bench(*words: str, folder: Path) -> dict[str, Any]:
-    """Run a bench and return its report; it draws where that is possible."""
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", *words, "--commit", "abc", "--json"]
-    picture = folder / f"{words[0]}.png"
-    if find_spec("matplotlib"):
-        command += ["--plot", str(picture)]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    assert result.returncode == 0, result.stdout + result.stderr
-    *table, last = result.stdout.splitlines()
-    report: dict[str, Any] = json.loads(last)
-    assert set(report) >= {"hardware", "commit", "command", "raw", "rows", "problems"}
-    assert (report["commit"], report["problems"]) == ("abc", [])
-    assert report["command"].startswith(f"tieredkv bench {words[0]}")
-    assert all(limit > 0 for limit in report["raw"].values())
-    assert any("raw limits of this run" in line for line in table)
-    if find_spec("matplotlib"):
-        assert picture.read_bytes().startswith(b"\x89PNG")
-    return report
+@pytest.fixture
+def tieredkv(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> CommandLine:
+    """Return what runs a command line in this process: exit code, stdout and stderr."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["tieredkv", *words])  # what reports say was run
+        capsys.readouterr()
+        return main(list(words)), *capsys.readouterr()
+
+    return run
 
 
-def test_bench_transfer_moves_every_byte_and_tells_the_ratio_to_raw(tmp_path: Path) -> None:
+@pytest.fixture
+def run_bench(tieredkv: CommandLine, tmp_path: Path) -> Bench:
+    """Return what runs a bench and returns its report; it draws where that is possible."""
+
+    def run(*words: str) -> dict[str, Any]:
+        picture = tmp_path / f"{words[0]}.png"
+        plot = ["--plot", str(picture)] if find_spec("matplotlib") else []
+        exit_code, stdout, stderr = tieredkv("bench", *words, "--commit", "abc", "--json", *plot)
+        assert exit_code == 0, stdout + stderr
+        *table, last = stdout.splitlines()
+        report: dict[str, Any] = json.loads(last)
+        assert set(report) >= {"hardware", "commit", "command", "raw", "rows", "problems"}
+        assert (report["commit"], report["problems"]) == ("abc", [])
+        assert report["command"].startswith(f"tieredkv bench {words[0]}")
+        assert all(limit > 0 for limit in report["raw"].values())
+        assert any("raw limits of this run" in line for line in table)
+        if find_spec("matplotlib"):
+            assert picture.read_bytes().startswith(b"\x89PNG")
+        return report
+
+    return run
+
+
+def test_bench_transfer_moves_every_byte_and_tells_the_ratio_to_raw(run_bench: Bench) -> None:
     sizes = ["--block-size-bytes", "4KiB,20KiB", "--total", "1MiB", "--repeats", "2"]
-    report = run_bench("transfer", *sizes, folder=tmp_path)
+    report = run_bench("transfer", *sizes)
     directions = ["host to device", "device to host", "both at once"]
     assert list(report["raw"]) == directions
     assert [(row["block_bytes"], row["direction"]) for row in report["rows"]] == [
@@ -112,10 +132,10 @@ def test_bench_transfer_moves_every_byte_and_tells_the_ratio_to_raw(tmp_path: Pa
         assert (row["one_block_us"] is None) == (row["direction"] == "both at once")
 
 
-def test_bench_attention_reaches_the_reference_and_tells_what_limits_it(tmp_path: Path) -> None:
+def test_bench_attention_reaches_the_reference_and_tells_what_limits_it(run_bench: Bench) -> None:
     cases = ["32+0", "16+48", "1x64", "3x16..100"]
     words = ["--shape", "qwen2.5-0.5b", "--cases", ",".join(cases), "--repeats", "1"]
-    report = run_bench("attention", *words, folder=tmp_path)
+    report = run_bench("attention", *words)
     assert [(row["kind"], row["case"]) for row in report["rows"]] == list(
         zip(["prefill", "prefill", "decode", "decode"], cases, strict=True)
     )
@@ -133,9 +153,9 @@ def test_bench_attention_reaches_the_reference_and_tells_what_limits_it(tmp_path
         assert row["ratio"] == pytest.approx(row["limit_ms"] / row["ms"])
 
 
-def test_bench_decode_counts_tokens(tmp_path: Path) -> None:
+def test_bench_decode_counts_tokens(run_bench: Bench) -> None:
     words = ["--model", "tiny-random", "--repeats", "1", "--contexts", "40,80", "--tokens", "12"]
-    report = run_bench("decode", *words, "--workloads", "3x50+9", folder=tmp_path)
+    report = run_bench("decode", *words, "--workloads", "3x50+9")
     assert [(row["part"], row["requests"]) for row in report["rows"]] == [
         ("itl", "1x40+13"),
         ("itl", "1x80+13"),
@@ -153,8 +173,8 @@ def test_bench_decode_counts_tokens(tmp_path: Path) -> None:
 DISK = ["--block-bytes", "64KiB", "--disk-size", "8MiB", "--index-blocks", "100,1000"]
 
 
-def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path) -> None:
-    report = run_bench("disk", "--dir", ".", *DISK, "--repeats", "2", folder=tmp_path)
+def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path, run_bench: Bench) -> None:
+    report = run_bench("disk", "--dir", ".", *DISK, "--repeats", "2")
     assert list(report["raw"]) == ["read_GBps", "write_GBps", "checksum_GBps"]
     read, *writes, few, many = report["rows"]
     assert [(row["part"], row["case"]) for row in report["rows"]] == [
@@ -286,12 +306,6 @@ tiers = ["device"]
 """
 
 
-def bench_serve(server: Server, *words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Let conversations begin at a rate for a while."""
-    command = [sys.executable, "-P", "-m", "tieredkv", "bench", "serve", "--url", server.root]
-    return subprocess.run([*command, *words], capture_output=True, text=True, cwd=folder)
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Run a server that has a retention for the tiers off, and wants a key."""
@@ -303,7 +317,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(
-    server: Server, tmp_path: Path
+    server: Server, tmp_path: Path, tieredkv: CommandLine
 ) -> None:
     words = ["--rates", "2", "--duration", "3", "--turns", "3", "--think", "0.2"]
     words += ["--system-tokens", "300", "--user-tokens", "100", "--answer-tokens", "20"]
@@ -311,9 +325,9 @@ def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(
     picture = tmp_path / "serve.png"
     if find_spec("matplotlib"):
         words += ["--plot", str(picture)]
-    result = bench_serve(server, *words, folder=tmp_path)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(result.stdout.splitlines()[-1])
+    exit_code, stdout, stderr = tieredkv("bench", "serve", "--url", server.root, *words)
+    assert exit_code == 0, stderr
+    report = json.loads(stdout.splitlines()[-1])
     assert report["model"] == "tiny-random"
     assert [row["retention"] for row in report["rows"]] == ["device_only", "in_memory"]
     for row in report["rows"]:
@@ -326,15 +340,17 @@ def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(
     assert picture.exists() == bool(find_spec("matplotlib"))
 
 
-def test_bench_serve_fails_where_requests_fail(server: Server, tmp_path: Path) -> None:
+def test_bench_serve_fails_where_requests_fail(server: Server, tieredkv: CommandLine) -> None:
     words = ["--rates", "9", "--duration", "1", "--api-key", "sk-a", "--retentions", "for_ever"]
-    result = bench_serve(server, *words, folder=tmp_path)
-    assert result.returncode == 1
-    assert "error: for_ever at 9.0/s: 400 " in result.stderr
-    assert "Invalid value: 'for_ever'" in result.stderr
+    exit_code, _, stderr = tieredkv("bench", "serve", "--url", server.root, *words)
+    assert exit_code == 1
+    assert "error: for_ever at 9.0/s: 400 " in stderr
+    assert "Invalid value: 'for_ever'" in stderr
 
 
-def test_bench_serve_says_where_no_server_answers(server: Server, tmp_path: Path) -> None:
-    result = bench_serve(server, "--api-key", "sk-b", folder=tmp_path)
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith(f"error: `{server.root}` does not answer: ")
+def test_bench_serve_says_where_no_server_answers(server: Server, tieredkv: CommandLine) -> None:
+    exit_code, stdout, stderr = tieredkv(
+        "bench", "serve", "--url", server.root, "--api-key", "sk-b"
+    )
+    assert (exit_code, stdout) == (1, "")
+    assert stderr.startswith(f"error: `{server.root}` does not answer: ")

@@ -268,19 +268,6 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         assert server.df()["disk"]["blocks"] == 0
 
 
-def test_admin_is_off_where_only_tenants_have_keys_and_has_a_key_of_its_own(tmp_path: Path) -> None:
-    tenant = {"Authorization": "Bearer sk-a"}
-    with running(tmp_path, "--api-key", "sk-a") as server:
-        off = http.post(f"{server.root}/admin/cache/df", headers=tenant)
-        assert (off.status_code, off.json()["error"]["code"]) == (403, "admin_off")
-        assert http.get(f"{server.root}/metrics").status_code == 200
-    with running(tmp_path, "--api-key", "sk-a", "--admin-key", "sk-root") as server:
-        url = f"{server.root}/admin/cache/df"
-        assert http.post(url, headers=tenant).status_code == 401
-        assert http.post(url, headers={"Authorization": "Bearer sk-root"}).status_code == 200
-        assert "sk-root" not in server.log
-
-
 def test_a_long_end_says_how_far_it_is(tmp_path: Path) -> None:
     flags = ("--disk-write-limit", "100KiB", "--drain-timeout", "5s")
     with running(tmp_path, *flags) as server:

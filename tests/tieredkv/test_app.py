@@ -63,16 +63,21 @@ def ask(
     settings: Settings = Settings(),  # noqa: B008
     method: str = "POST",
     num_times: int = 1,
+    key: str | None = None,
 ) -> httpx.Response:
     """Return the whole answer, to a stream where no other body is given; of several the last."""
     keys = Keys(settings=settings, is_strict=False, is_local=True)
     api = build_app(Api(settings, engine, tokenization, keys))  # type: ignore[arg-type]
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
     body = body or {"model": "m", "stream": True, **PATHS.get(path, {})}
 
     async def send() -> list[httpx.Response]:
         transport = httpx.ASGITransport(api)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-            return [await http.request(method, path, json=body) for _ in range(num_times)]
+            asked = (
+                http.request(method, path, json=body, headers=headers) for _ in range(num_times)
+            )
+            return [await each for each in asked]
 
     responses = asyncio.run(send())
     assert len({response.status_code for response in responses}) == 1
@@ -228,6 +233,28 @@ def test_who_has_no_key_is_told_how_to_give_one(tokenization: Tokenization, path
     settings = Settings(api_keys=("k",))
     response = ask(Engine(0.0, answered), tokenization, path, settings=settings)
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_admin_is_off_where_only_tenants_have_keys_and_has_a_key_of_its_own(
+    tokenization: Tokenization, caplog: pytest.LogCaptureFixture
+) -> None:
+    def status(key: str, path: str = "/admin/cache/df", **settings: str) -> tuple[int, str | None]:
+        told = ask(
+            Engine(0.0, answered),
+            tokenization,
+            path,
+            settings=Settings(api_keys=("sk-a",), **settings),  # type: ignore[arg-type]
+            method="GET" if path == "/metrics" else "POST",
+            key=key,
+        )
+        is_json = told.headers["content-type"] == "application/json"
+        return told.status_code, told.json().get("error", {}).get("code") if is_json else None
+
+    assert status("sk-a") == (403, "admin_off")
+    assert status("sk-a", "/metrics") == (200, None)
+    assert status("sk-a", admin_key="sk-root")[0] == 401
+    assert status("sk-root", admin_key="sk-root") == (200, None)
+    assert "sk-root" not in caplog.text
 
 
 def test_only_tokens_of_the_vocabulary_have_a_text(tokenization: Tokenization) -> None:
