@@ -207,10 +207,10 @@ class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
-    """Said each second from when the engine can serve on: its process runs.
+    """Sent each second once the engine can serve, by a thread that runs beside the steps.
 
     Attributes:
-        step_s: how long the step that it is in has lasted, or its wait for something to do.
+        step_s: how long ago the last step ended.
     """
 
     step_s: float

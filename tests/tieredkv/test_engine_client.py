@@ -103,7 +103,8 @@ def test_the_engine_says_how_long_its_step_has_lasted(monkeypatch: pytest.Monkey
     ours, theirs = socket.socketpair()
     decoder: Any = msgspec.msgpack.Decoder(ToServer)
     server = FrameChannel[ToServer](ours, decoder)
-    process = EngineProcess(FrameChannel(theirs, msgspec.msgpack.Decoder(messages.ToEngine)))
+    channel = FrameChannel(theirs, msgspec.msgpack.Decoder(messages.ToEngine))
+    process = EngineProcess(channel)
     thread = threading.Thread(target=process.run)
     server.send(messages.Start(settings=Settings()))
     thread.start()
@@ -127,6 +128,7 @@ def test_the_engine_says_how_long_its_step_has_lasted(monkeypatch: pytest.Monkey
     server.send(messages.Shutdown())
     thread.join(HANG_S)
     server.close()
+    channel.close()
     assert not thread.is_alive()
 
 

@@ -45,9 +45,9 @@ def digest_of(key: str) -> str:
         ('[a]\nkey = "sk-s\\n"', "`a` has a key that is blank or has blanks around it"),
         ('[a]\nkey = ""', "`a` needs one of `key` and `key_sha256`"),
         (f'[a]\nkey_sha256 = "{digest_of("")}"', "`a` has a key that is blank"),
-        ('[a]\nkey = "sk-s"\nshare = "sk-s"', "is no file of keys"),
-        ('a = "sk-s"', "is no file of keys"),
-        ('[a]\nkey = "sk-s', "is no file of keys"),
+        ('[a]\nkey = "sk-s"\nshare = "sk-s"', "is not a file of keys"),
+        ('a = "sk-s"', "is not a file of keys"),
+        ('[a]\nkey = "sk-s', "is not a file of keys"),
     ],
 )
 def test_a_bad_file_is_refused_by_its_table_and_never_shows_a_key(
@@ -68,7 +68,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
     for path, told in (
         (pipe, "is not a regular file"),
         (Path("/dev/zero"), "is not a regular file"),
-        (tmp_path, "is no"),
+        (tmp_path, "is not a"),
         (large, f"has {MAX_FILE_BYTES + 1} bytes"),
         (tmp_path / "none", "No such file"),
     ):

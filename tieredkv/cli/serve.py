@@ -1,4 +1,4 @@
-"""`tieredkv serve` and `generate`: a model for many clients, or for a prompt at once."""
+"""`tieredkv serve` and `tieredkv generate`: a model behind HTTP, or in this process."""
 
 import sys
 from typing import Any
@@ -17,13 +17,16 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
 @click.command()
 @click.argument("model", required=False)
 @settings_options("model", "cache", "scheduler", "server")
+@click.option("--strict-params", "is_strict", is_flag=True, help="Refuse unknown request fields.")
 @click.option(
-    "--strict-params", "is_strict", is_flag=True, help="Refuse request fields that are unknown."
+    "--allow-open-access",
+    "allows_open_access",
+    is_flag=True,
+    help="Listen on a non-loopback address without API keys.",
 )
 @click.option(
-    "--allow-open-access", "allows_open_access", is_flag=True, help="Let others in without a key."
+    "--log-level", type=LEVELS, default="INFO", help="How much to log. Prompts are never logged."
 )
-@click.option("--log-level", type=LEVELS, default="INFO", help="Never prompts.")
 @json_option
 def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
     """Serve MODEL over HTTP, in OpenAI's and Anthropic's shapes.

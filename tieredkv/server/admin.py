@@ -1,6 +1,6 @@
 """The verbs of the command line over HTTP, for operators.
 
-It knows verbs and the JSON that the command line prints; who may ask is checked before.
+It knows verbs and the JSON that the command line prints; the caller has checked the admin key.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from tieredkv.storage.results import EvictFilter
 
 
 class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `evict` may be told; an unknown field could have meant fewer blocks."""
+    """The filter of `evict`. Unknown fields are refused: they could have meant fewer blocks."""
 
 
 async def respond(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Response:

@@ -25,17 +25,21 @@ from tieredkv.server.openai_answers import openai_body
 logger = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES = 64 << 10
+"""Headers are refused once more bytes than this have been received without their end."""
+
 HEADERS_TIMEOUT_S = 20.0
 WRITE_TIMEOUT_S = 60.0
 LINGER_S = 3.0
-"""A closed connection is read from, and its answer may be fetched, for this long at most."""
+"""How long a connection that is being closed is still read from."""
 
 MAX_LINGER_BYTES = 32 << 20
 MAX_FRAMING_BYTES = 1 << 20
-"""What the headers and the chunk sizes of one request may take beside the body itself."""
+"""How many bytes the headers and the chunk sizes of one request may take, beside its body."""
 
 RECEIVE_BYTES = 16 << 10
-"""Bytes parsed at once: tiny chunks cost 1 µs a byte, during which nobody else is answered."""
+"""How much is read and parsed at once: parsing tiny chunks takes about 1 µs a byte, and no other
+request is answered meanwhile.
+"""
 
 NUM_IDLE = 1000
 NUM_OTHER_DESCRIPTORS = 200
@@ -102,12 +106,12 @@ class Connections:
 
 
 class TimedConnection(H11Protocol):
-    """A connection none of whose phases lasts for ever.
+    """A connection with a time limit for each of its phases.
 
-    Headers must end in time, what is written must be read in time, and a connection that is closed
-    while the client may still be sending lingers: it tells the client that nothing more comes and
-    drops what arrives, for a bounded time, because a socket that is closed with unread bytes in it
-    resets the connection and takes the answer along. Bodies have their time in `limits.read_body`.
+    Headers must be complete in time, and answers must be read in time; `limits.read_body` limits
+    the time for bodies. A connection that is closed while the client may still be sending lingers:
+    the sending side is closed, and what arrives is dropped for a short time. Closing the socket at
+    once would reset the connection, and the client could lose the answer.
     """
 
     def __init__(self, connections: Connections, **wiring: Any) -> None:
@@ -179,7 +183,7 @@ class TimedConnection(H11Protocol):
         self._refuse(status, msg)
 
     def shutdown(self) -> None:
-        """End once the request in hand is answered; one that has not arrived yet never will be."""
+        """Close after the answer in progress; refuse a request whose body is still arriving."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         elif self.cycle.more_body:
@@ -188,11 +192,11 @@ class TimedConnection(H11Protocol):
             self.cycle.keep_alive = False
 
     def _should_upgrade(self) -> bool:
-        """Ignore requests for another protocol, as RFC 9110 has it; there is none."""
+        """Ignore requests to upgrade, as RFC 9110 allows; only HTTP/1 is spoken."""
         return False
 
     async def _answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        """Have the application answer one request, and close where its body has not all arrived."""
+        """Have the application answer; close the connection if the body was not received whole."""
         self._connections.work(self)
 
         async def receive_counted() -> Message:
@@ -234,7 +238,7 @@ class TimedConnection(H11Protocol):
             self.cycle.message_event.set()
 
     def end(self, transport: asyncio.Transport) -> None:
-        """Close the transport, after a while if the client may still be sending."""
+        """Close the transport, at once or after lingering if the client may still be sending."""
         if self._is_ending:
             return
         self._is_ending = True
@@ -267,7 +271,7 @@ class TimedConnection(H11Protocol):
 
 
 class _Transport:
-    """The transport as uvicorn sees it: closing it is up to the connection."""
+    """The transport as uvicorn sees it: its connection decides how to close."""
 
     def __init__(self, transport: asyncio.Transport, connection: TimedConnection) -> None:
         self._transport, self._connection = transport, connection

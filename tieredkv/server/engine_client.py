@@ -1,4 +1,4 @@
-"""The engine's process, as the server sees it: started, spoken to, and known to be dead.
+"""The engine's process as the server sees it: started, talked to, and watched for its death.
 
 It knows frames and process ids, no HTTP and no text. Everything runs on the server's event loop.
 """
@@ -30,7 +30,9 @@ logger = logging.getLogger(__name__)
 EXIT_GRACE_S = 10.0
 SILENCE_LIMIT_S = 10.0
 STEP_LIMIT_S = 60.0
-"""Steps take seconds at most on a GPU; a large model on a CPU may look stuck for a while."""
+"""A step takes seconds at most on a GPU. A large model on a CPU can take longer, and the engine is
+then reported as stuck until the step ends.
+"""
 
 TICK_S = 1.0
 _decoder: msgspec.msgpack.Decoder[ToServer] = msgspec.msgpack.Decoder(ToServer)
@@ -45,17 +47,17 @@ class EngineClient:
     output with a `finish_reason`: the engine's death is an output with "error".
 
     Args:
-        settings: what it loads, at once.
-        on_progress: told how far loading and draining are.
-        log_level: of its process.
+        settings: passed to the engine, which starts to load at once.
+        on_progress: called with the progress of loading and draining.
+        log_level: of the engine's process.
 
     Attributes:
-        stats: what the engine last said of its tiers; empty until it did.
-        info: what it last said of itself; there once it is ready.
+        stats: the engine's newest figures of its tiers; empty before the first.
+        info: the engine's newest description of itself; set once it is ready.
         pid: the engine's process.
-        is_alive: the process has not ended.
-        has_died: it has ended without being told to.
-        on_death: called when it does, after every request has had its last output.
+        is_alive: whether the process is there.
+        has_died: whether the process ended without being told to.
+        on_death: called when it has, after every request got its last output.
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class EngineClient:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine answers nobody now, in a sentence; None while it does.
+        """Why the engine cannot answer now, as a sentence; None while it can.
 
-        A process that is stopped says nothing; a step that hangs, in the driver for instance, is
-        told of by the thread that receives. Either may end by itself.
+        A stopped process sends nothing. While a step hangs, in the GPU's driver for instance, the
+        engine's receiving thread still reports how long the step has lasted. Both can recover.
         """
         if not self.is_alive:
             return "The engine has died"
@@ -124,12 +126,12 @@ class EngineClient:
             self._channel.send(request)
 
     def abort(self, request_id: str) -> None:
-        """Stop a request; nothing more of it is told."""
+        """Stop a request; `take` is not called for it any more."""
         if self._takers.pop(request_id, None) is not None:
             self._tell(messages.Abort(request_id))
 
     def give_shares(self, shares: dict[str, float]) -> None:
-        """Give tenants their shares of every tier, in place of those before."""
+        """Replace the tenants' shares of every tier."""
         self._tell(messages.Shares(shares))
 
     async def evict(self, wanted: EvictFilter) -> dict[str, Any]:
@@ -179,7 +181,7 @@ class EngineClient:
             self._channel.send(message)
 
     def _tick(self) -> None:
-        """Count a second in which this process ran; only such a second is one of silence."""
+        """Count one second of silence; seconds in which this process did not run do not count."""
         self._silent_s += TICK_S
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         trouble = self.trouble

@@ -1,4 +1,4 @@
-"""Who may ask: API keys from flags and from a file, what each may do, and the operator's own key.
+"""Access: API keys from flags and from a file, what each allows, the admin key, and host names.
 
 It knows digests of keys and headers, not what a request asks for. A tenant is a key's digest.
 """
@@ -25,13 +25,13 @@ _PORT = re.compile(r":\d*$")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a table of the file says of a key; one from a flag has the defaults.
+    """One table of the file of keys; keys given as flags have the defaults.
 
     Attributes:
-        key, key_sha256: the key or its digest in hex, one of the two.
-        retention: the longest policy that its requests may name; None for the server's.
-        share: of every tier, which others cannot take from it.
-        admin: it opens `/admin`, too.
+        key, key_sha256: the key or its digest in hex; exactly one of the two is given.
+        retention: the longest policy that requests with this key may name; None for the server's.
+        share: the fraction of every tier that is reserved for this key.
+        admin: whether the key also opens `/admin`.
     """
 
     key: str = ""
@@ -42,12 +42,12 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class Access(NamedTuple):
-    """What all keys together may do, by their digests.
+    """Everything that is looked up by a key's digest.
 
     Attributes:
-        rules: what the requests of a key may say.
-        admins: of the keys that open `/admin`.
-        shares: of every tier, by the tenants that have one.
+        rules: the rules for the requests of each key.
+        admins: the digests of the keys that open `/admin`.
+        shares: the reserved fraction of every tier, for the tenants that have one.
     """
 
     rules: dict[str, Rules]
@@ -57,15 +57,15 @@ class Access(NamedTuple):
 
 @dataclass(kw_only=True)
 class Keys:
-    """The keys of a server, and what each may do.
+    """The keys of a server, and the checks of a request's headers.
 
     Attributes:
-        settings: where they are.
-        is_strict: as `Rules` have it.
-        is_local: only this machine can ask.
+        settings: name the keys and the file of keys.
+        is_strict: whether unknown request fields are refused.
+        is_local: whether the server listens on loopback only.
 
     Raises:
-        ConfigError: the file of keys is not as it must be.
+        ConfigError: the file of keys cannot be used.
     """
 
     settings: Settings
@@ -80,10 +80,10 @@ class Keys:
         self.adopt(self.read())
 
     def read(self) -> Access:
-        """Read the file and return what all keys may do; changes nothing, in whatever thread.
+        """Read the keys and return what they allow, without changing anything; any thread may.
 
         Raises:
-            ConfigError: the file is not as it must be.
+            ConfigError: the file of keys cannot be used; the message names the table at fault.
         """
         settings, own = self.settings, {_digest(key): Key() for key in self.settings.api_keys}
         by_table = {} if settings.api_keys_file is None else _read_file(settings.api_keys_file)
@@ -107,16 +107,16 @@ class Keys:
         return Access(rules, admins, shares)
 
     def adopt(self, access: Access) -> None:
-        """Have requests from now on judged by what was read; on the loop."""
+        """Use what was read for all later requests; called on the server's event loop."""
         self._access = access
 
     @property
     def shares(self) -> dict[str, float]:
-        """Shares of every tier, by the tenants that have one."""
+        """The reserved fraction of every tier, for the tenants that have one."""
         return self._access.shares
 
     def tenant(self, headers: Mapping[str, str]) -> str:
-        """Return whose request it is: a digest of its key, or the one tenant where no key is set.
+        """Return the tenant of a request: its key's digest, or "" where no key is set.
 
         Raises:
             RequestError: keys are set and the request has none of them.
@@ -124,13 +124,14 @@ class Keys:
         return _match(headers, self._access.rules) if self._access.rules else ""
 
     def check_host(self, path: str, headers: Mapping[str, str]) -> None:
-        """Refuse a request that came to a name which is not this server's.
+        """Refuse a request whose Host header does not name this server.
 
-        A web page whose name is made to mean this machine (DNS rebinding) reads all that a server
-        without keys answers on loopback; its requests still carry the page's name.
+        A web page can have its own host name resolve to this machine (DNS rebinding). Browsers then
+        let it read every answer of a server without keys, but its requests still name the page's
+        host. Probes may leave the header out, on `/health` only.
 
         Raises:
-            RequestError: the Host header names another host, or nothing on a path but `/health`.
+            RequestError: the host is not accepted.
         """
         allowed = self.settings.allowed_hosts
         if "*" in allowed or not (allowed or (self.is_local and not self._access.rules)):
@@ -144,14 +145,16 @@ class Keys:
         raise RequestError(text, code="host_not_allowed", status=403)
 
     def rules(self, tenant: str) -> Rules:
-        """Return what a tenant's requests may say."""
+        """Return the rules for a tenant's requests."""
         return self._access.rules.get(tenant, self._others)
 
     def check_operator(self, headers: Mapping[str, str]) -> None:
-        """Refuse who has no admin key; where no key at all is set, this machine is trusted.
+        """Refuse requests without an admin key.
+
+        A server on loopback without any key trusts this machine, except for web pages.
 
         Raises:
-            RequestError: the key is missing or wrong, or anybody could ask.
+            RequestError: the key is missing or wrong, or no admin key is set where one is needed.
         """
         if self._access.admins:
             _match(headers, self._access.admins)
@@ -162,10 +165,12 @@ class Keys:
             raise RequestError(text, code="admin_off", status=403)
 
     def check_metrics(self, headers: Mapping[str, str]) -> None:
-        """Refuse who may not see figures: with an admin key only the operator, else any tenant.
+        """Refuse requests for metrics without a key, as `metrics_key` has it.
+
+        The admin key is needed if one is set, else any tenant's key.
 
         Raises:
-            RequestError: a key is missing or wrong.
+            RequestError: the key is missing or wrong.
         """
         needs_key = {"auto": not self.is_local, "always": True, "never": False}
         known = self._access.admins or list(self._access.rules)
@@ -174,7 +179,7 @@ class Keys:
 
 
 def _read_file(path: str) -> dict[str, Key]:
-    """Return the keys of a file by the names of their tables, each with a key that can be sent."""
+    """Return the keys of a file by the names of their tables, each checked by itself."""
     try:
         # A FIFO that nobody writes to would be waited for without `O_NONBLOCK`.
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -186,7 +191,7 @@ def _read_file(path: str) -> dict[str, Key]:
                 raise ConfigError(text)
             keys = msgspec.toml.decode(file.read(MAX_FILE_BYTES), type=dict[str, Key])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"`{path}` is no file of keys: {error}") from error
+        raise ConfigError(f"`{path}` is not a file of keys: {error}") from error
     if not keys:
         raise ConfigError(f"`{path}` holds no key")
     if (mode := status.st_mode & 0o777) & 0o077:
@@ -213,7 +218,7 @@ def _digest(key: str) -> str:
 
 
 def _match(headers: Mapping[str, str], digests: Iterable[str]) -> str:
-    """Return the digest of a request's key, which must be one of those."""
+    """Return the digest of the request's key, which must be one of `digests`."""
     scheme, _, given = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not given:
         given = headers.get("x-api-key", "")
@@ -223,9 +228,9 @@ def _match(headers: Mapping[str, str], digests: Iterable[str]) -> str:
             "Authorization header using Bearer auth (i.e. Authorization: Bearer YOUR_KEY)."
         )
         raise RequestError(text, code="invalid_api_key", status=401)
-    # Header bytes are told as Latin-1; a key of a file is UTF-8.
+    # Starlette decodes headers as Latin-1; this gets the bytes back, which may be UTF-8.
     digest = hashlib.sha256(given.strip().encode("latin-1", "replace")).hexdigest()
-    # Every key is compared, so that the time tells nothing of which one is close.
+    # Every key is compared, so that the time does not show which one is close.
     if not any([hmac.compare_digest(digest, each) for each in digests]):
         raise RequestError("Incorrect API key provided.", code="invalid_api_key", status=401)
     return digest

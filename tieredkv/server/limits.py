@@ -1,6 +1,7 @@
-"""Bounds on what clients can make the server hold: requests, bodies, headers, and time.
+"""Bounds on the requests and bodies that clients can make the server hold.
 
-It knows connections and bytes, not what they mean.
+It knows bytes, tenants and times, not what a request means. Bounds on connections and headers are
+in `connections`.
 """
 
 import asyncio
@@ -25,29 +26,28 @@ MAX_BODIES_BYTES = 2 << 30
 BODY_TIMEOUT_S = 60.0
 
 ID_HEADERS = ("x-request-id", "request-id")
-"""What OpenAI's and Anthropic's clients call the id that each answer has."""
+"""The headers with a request's id that OpenAI's and Anthropic's clients look for in an answer."""
 
 _CODES = {408: "timeout", 413: "request_too_large", 429: "queue_full"}
 
 
 @dataclass
 class Limits:
-    """Refuses what is too much at once, before its body is read.
+    """Refuses requests beyond the bounds, before their bodies are read.
 
-    It notes in the scope when a request has arrived, its id, which the answer gets, too, and whose
-    it is; `app` notes `is_answered`
-    there, but for what was refused.
+    It stores `arrived_at`, `request_id` and `tenant` in the scope of each request, and sends the id
+    with the answer. `app` stores `is_answered` in the scope of each request that it did not refuse.
 
-    Who holds less than an equal share is not refused for what others hold, so that twice as much
-    is held at the very most.
+    Tenants below their equal share of a bound are always admitted, so at most twice the bound is
+    held. Requests to `/admin` are not counted.
 
     Attributes:
-        app: takes the others; the operator's own requests are never too many.
-        max_requests: that are answered at once.
-        refuse: makes the answer to a request that is refused.
-        check_head: raises a `RequestError` for what is refused by its path and headers alone.
-        tenant_of: tells by its headers whose a request is.
-        max_body_bytes: the longest body; noted in the scope, for `read_body`.
+        app: the application that gets the admitted requests.
+        max_requests: the bound on requests in hand.
+        refuse: makes the answer to a refused request.
+        tenant_of: returns the tenant by the request's headers.
+        check_head: raises a `RequestError` if path and headers alone are a reason to refuse.
+        max_body_bytes: the bound on one body; `read_body` finds it in the scope.
     """
 
     app: ASGIApp
@@ -61,7 +61,7 @@ class Limits:
     _took_s: float = 0.0  # for the last request that was answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Pass one request on, or refuse it."""
         scope["arrived_at"] = time.perf_counter()
         request_id = scope["request_id"] = f"req_{uuid.uuid4().hex}"
         scope["max_body_bytes"] = self.max_body_bytes
@@ -102,13 +102,18 @@ class Limits:
             self._bytes -= held
 
     def _too_much(self, why: str, tenant: str) -> RequestError:
-        """Return a refusal until about when one of the tenant's requests will be answered."""
+        """Return a refusal that says when one of the tenant's requests will probably have ended."""
         error = _refused(429, f"The server {why}; retry later.")
         return error.retry_in(self._took_s / max(1, self._requests[tenant]))
 
 
 async def read_body(request: Request) -> bytes:
-    """Return a body that is not too long, by its header to begin with, and arrives in time."""
+    """Return a request's body.
+
+    Raises:
+        RequestError: the body, or the length that its header names, is above the limit, or the body
+            takes too long to arrive.
+    """
     _check_size(int(request.headers.get("content-length", "0")), request.scope["max_body_bytes"])
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):

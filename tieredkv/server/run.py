@@ -36,14 +36,14 @@ EXIT_INTERRUPTED = 130
 GC_THRESHOLDS = 50_000, 20, 1000
 
 OnReady = Callable[[str, EngineInfo], None]
-"""Told the URL and what the engine is, once requests are answered."""
+"""Called with the URL and the engine's description, once requests are answered."""
 
 
 def bind(settings: Settings, *, allows_open_access: bool) -> socket.socket:
-    """Take the address, before anything is loaded; nobody is answered yet.
+    """Bind the address before anything is loaded; the socket does not listen yet.
 
     Raises:
-        ConfigError: it cannot be had, or is open to others without a key.
+        ConfigError: the address cannot be bound, or others can reach it and no key is set.
     """
     host, port = settings.host, settings.port
     try:
@@ -88,10 +88,10 @@ class Server:
 
     Attributes:
         settings: model, tiers, address and keys.
-        on_progress: told how far loading and draining are.
-        on_ready: told once, when requests are answered.
-        is_strict: refuse unknown request fields.
-        allows_open_access: listen on an outside address without a key.
+        on_progress: called with the progress of loading and draining.
+        on_ready: called once, when requests are answered.
+        is_strict: whether unknown request fields are refused.
+        allows_open_access: whether a non-loopback address may be used without a key.
         log_level: of the engine's process.
     """
 
@@ -106,7 +106,8 @@ class Server:
         """Serve until SIGTERM, SIGINT or the engine's death, and return the exit code.
 
         The first signal stops accepting, ends the streams and lets the engine write what it
-        promised; a second one does not wait for that.
+        promised; a second signal does not wait for that. After the engine's death the clients are
+        told, and the exit code is 1, so that a supervisor starts the server again.
 
         Raises:
             TieredKVError: it cannot start; nothing stored was changed.
