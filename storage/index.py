@@ -418,7 +418,7 @@ class IndexTxn:
 
         The seals of the records are not checked.
         """
-        return ((key, codec.decode_link(data)) for key, data in self._walk("blocks", start))
+        return map(_link, self._walk("blocks", start))
 
     def hashes_from(self, start: bytes) -> Iterator[bytes]:
         """Walk over the hashes of all entries from a key on, without looking at the entries."""
@@ -603,6 +603,10 @@ class IndexTxn:
         with self._txn.cursor(db=self._dbs[name]) as cursor:
             if cursor.set_range(start) if start else cursor.first():
                 yield from cursor.iternext(keys=True, values=True)
+
+
+def _link(entry: tuple[bytes, bytes]) -> tuple[bytes, codec.Link | None]:
+    return entry[0], codec.decode_link(entry[1])
 
 
 def _segment_key(segment: int) -> bytes:

@@ -59,8 +59,8 @@ class Chains:
 
     def add(self, links: Sequence[tuple[bytes, codec.Link]]) -> None:
         """Take blocks into account, in the order of their hashes."""
-        self._keys.extend([_key(block_hash) for block_hash, _ in links])
-        self._parents.extend([_key(link.parent_hash) for _, link in links])
+        self._keys.frombytes(_keys([block_hash for block_hash, _ in links]))
+        self._parents.frombytes(_keys([link.parent_hash for _, link in links]))
         self._last_used.extend([link.last_used for _, link in links])
 
     def arrange(self) -> None:
@@ -420,6 +420,14 @@ def _climb(txn: IndexTxn, leaf: bytes, now: float) -> Iterator[Located]:
                 break
             yield located
             block_hash, below = located.record.parent_hash, located.record.position
+
+
+def _keys(hashes: Sequence[bytes]) -> bytes:
+    """The keys of blocks, as an array has them."""
+    starts = b"".join([each[:_KEY_BYTES] for each in hashes])
+    if len(starts) < _KEY_BYTES * len(hashes):  # a hash is shorter
+        starts = b"".join([each[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0") for each in hashes])
+    return np.frombuffer(starts, ">u8").astype(np.uint64).tobytes()
 
 
 def _key(block_hash: bytes) -> int:

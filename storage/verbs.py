@@ -10,7 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -221,13 +221,17 @@ class Verbs:
             EOFError: nobody waits any more.
         """
 
+        done: Future[tuple[Item | None, StopIteration | None]]
+        is_awaited = True
+
         def take_slice() -> None:
             slice_end = time.monotonic() + _SLICE_S
             try:
                 while time.monotonic() < slice_end:
                     if (item := next(steps)) is not None:
                         return done.set_result((item, None))
-                done.set_result((None, None))
+                if is_awaited:
+                    self.hand(take_slice)
             except StopIteration as ending:
                 done.set_result((None, ending))
             except Exception as error:
@@ -235,19 +239,20 @@ class Verbs:
                 if isinstance(error, CorruptIndexError | StoreFailedError):  # ends the worker
                     raise
 
-        next_report = 0.0
-        while True:
-            done: Future[tuple[Item | None, StopIteration | None]] = Future()
-            self.hand(take_slice)
-            item, ending = done.result()
-            if ending is not None:
-                result: Result = ending.value
-                return result
-            if item is not None:
+        try:
+            while True:
+                done = Future()
+                self.hand(take_slice)
+                while not wait([done], _REPORT_INTERVAL_S).done:
+                    caller.report(*progress())
+                item, ending = done.result()
+                if item is None:
+                    assert ending is not None, "steps go on until an item or their end"
+                    result: Result = ending.value
+                    return result
                 yield item
-            if time.monotonic() >= next_report:
-                next_report = time.monotonic() + _REPORT_INTERVAL_S
-                caller.report(*progress())
+        finally:
+            is_awaited = False
 
 
 def _frames_of(blocks: Sequence[bytes]) -> list[Sequence[bytes]]:
