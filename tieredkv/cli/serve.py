@@ -18,17 +18,23 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
 @click.argument("model", required=False)
 @settings_options("model", "cache", "scheduler", "server")
 @click.option(
-    "--strict-params", "is_strict", is_flag=True, help="Refuse request fields that are unknown."
+    "--strict-params", "is_strict", is_flag=True, help="Refuse requests with unknown fields."
 )
 @click.option(
-    "--allow-open-access", "allows_open_access", is_flag=True, help="Let others in without a key."
+    "--allow-open-access",
+    "allows_open_access",
+    is_flag=True,
+    help="Let everybody who reaches the address ask without a key.",
 )
-@click.option("--log-level", type=LEVELS, default="INFO", help="Never prompts.")
+@click.option(
+    "--log-level", type=LEVELS, default="INFO", help="How much to log. Prompts are never logged."
+)
 @json_option
 def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
-    """Serve MODEL over HTTP, in OpenAI's and Anthropic's shapes.
+    """Serve MODEL over HTTP with OpenAI's and Anthropic's APIs.
 
-    MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
+    MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random` for a trial without a
+    checkpoint, or `random:SHAPE` for random weights of a known shape, such as random:llama-3.1-8b.
 
     \b
     Examples:
@@ -58,11 +64,23 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 @click.command()
 @click.argument("model")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@click.option("--max-tokens", type=int, default=64, help="Longest answer.")
-@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
-@click.option("--top-p", type=float, default=1.0, help="Nucleus, e.g. 0.95.")
-@click.option("--top-k", type=int, default=0, help="Likeliest k; 0 takes all.")
-@click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
+@click.option("--max-tokens", type=int, default=64, help="Most tokens of an answer.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    help="Sampling temperature. 0 always takes the likeliest token.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    default=1.0,
+    help="Sample from the fewest tokens that reach this probability.",
+)
+@click.option(
+    "--top-k", type=int, default=0, help="Sample from the K likeliest tokens. 0 takes all."
+)
+@click.option("--stop", multiple=True, help="Text that ends an answer. May be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @click.option("--cache-salt", help="Share cached blocks only with prompts of the same salt.")
 @settings_options("model", "cache", "scheduler")
@@ -70,7 +88,9 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 def generate(
     loaded: LoadedSettings, prompts: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
-    """Continue each PROMPT, or what stdin holds, with MODEL in this process.
+    """Continue each PROMPT with MODEL in this process, without a server.
+
+    Without a PROMPT, the text on standard input is continued.
 
     \b
     Examples:
