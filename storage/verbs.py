@@ -220,7 +220,6 @@ class Verbs:
         Raises:
             EOFError: nobody waits any more.
         """
-
         done: Future[tuple[Item | None, StopIteration | None]]
         is_awaited = True
 

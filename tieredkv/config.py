@@ -56,7 +56,14 @@ _ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
 
 def _setting(section: str, default: Any, help: str, *, is_secret: bool = False) -> Any:
-    """Declare a field: its TOML section, its default, what it is for, whether it is shown."""
+    """Declare a field.
+
+    Args:
+        section: its TOML table.
+        default: its default.
+        help: complete sentences on what it is for.
+        is_secret: whether it is never shown.
+    """
     metadata = {"section": section, "help": help, "is_secret": is_secret}
     return field(default=default, repr=not is_secret, metadata=metadata)
 
@@ -74,82 +81,162 @@ class Settings:
         ConfigError: a value is out of range; it names the field, the value and what is allowed.
     """
 
-    model: str = _model("", "folder with a checkpoint, hub id, `tiny-random` or `random:SHAPE`")
-    dtype: Dtype = _model("auto", "auto, float32, bfloat16 or float16")
-    device: Device = _model("auto", "auto, cuda or cpu")
-    max_model_len: int | None = _model(None, "tokens of prompt and answer; the model's if not set")
-    fingerprint: Fingerprint = _model("full", "hash all bytes of the weights, or a sample of them")
+    model: str = _model(
+        "",
+        "Model to serve: a folder with a Hugging Face checkpoint, a hub id, `tiny-random` "
+        "for a trial, or `random:SHAPE` for random weights of a known shape.",
+    )
+    dtype: Dtype = _model(
+        "auto",
+        "Type of weights and computation. `auto` takes the checkpoint's type on a GPU and "
+        "float32 on a CPU.",
+    )
+    device: Device = _model("auto", "Where the model runs. `auto` takes the GPU if there is one.")
+    max_model_len: int | None = _model(
+        None, "Most tokens of a prompt and its answer together. By default the model's own limit."
+    )
+    fingerprint: Fingerprint = _model(
+        "full",
+        "What identifies the weights of cached blocks: a hash of all their bytes, or of a "
+        "sample, which is faster to compute for large checkpoints.",
+    )
     generation_config: GenerationConfig = _model(
         "auto",
-        "auto takes sampling defaults from the model's generation_config.json, none does not",
+        "Whether requests that name no sampling parameters get those of the model's "
+        "generation_config.json (`auto`) or tieredkv's own (`none`).",
     )
-    served_model_name: str | None = _model(None, "name in the API; the model if not set")
-    seed: int = _model(0, "seed of requests that name none")
+    served_model_name: str | None = _model(
+        None, "Name of the model in the API. By default the model as it was given."
+    )
+    seed: int = _model(0, "Seed for requests that name none.")
 
-    block_size: int = _cache(16, "tokens a block, a power of two from 16 to 256")
+    block_size: int = _cache(
+        16, "Tokens per block, a power of two from 16 to 256. Prefixes are shared in whole blocks."
+    )
     device_size: Bytes | None = _cache(
-        None, "VRAM for blocks; gpu_memory_utilization if not set, 256 MiB without a GPU"
+        None,
+        "GPU memory for blocks. By default what `gpu_memory_utilization` leaves, or 256 MiB "
+        "without a GPU.",
     )
-    gpu_memory_utilization: float = _cache(0.9, "share of VRAM for weights, activations and blocks")
-    host_size: Bytes = _cache(1 << 30, "pinned host memory for blocks")
-    disk_dir: str | None = _cache(None, "folder of the disk tier, e.g. /nvme/kv; none if not set")
-    disk_size: Bytes = _cache(20 << 30, "what the disk tier's files may occupy")
-    disk_write: DiskWrite = _cache("on_evict", "write when host memory evicts, or once computed")
-    disk_sync: DiskSync = _cache("commit", "flush at each group commit, or leave it to the system")
-    disk_write_limit: Bytes = _cache(0, "what goes to disk a second at most; 0 for no limit")
-    disk_compression: DiskCompression = _cache("off", "off, on, or auto: on if loads get faster")
-    hash_algo: HashAlgo = _cache("sha256", "sha256, or xxh3_128 for a single trusted tenant")
+    gpu_memory_utilization: float = _cache(
+        0.9, "Share of GPU memory for weights, activations and blocks together."
+    )
+    host_size: Bytes = _cache(1 << 30, "Pinned host memory for blocks.")
+    disk_dir: str | None = _cache(
+        None, "Folder of the disk tier, such as /nvme/kv. Without it there is no disk tier."
+    )
+    disk_size: Bytes = _cache(20 << 30, "Most bytes that the files of the disk tier may occupy.")
+    disk_write: DiskWrite = _cache(
+        "on_evict",
+        "When `24h` blocks are written to disk: as host memory evicts them, or soon after "
+        "they were computed.",
+    )
+    disk_sync: DiskSync = _cache(
+        "commit",
+        "Whether writes are flushed to the disk before they are acknowledged, or when the "
+        "system likes, which a power loss may undo.",
+    )
+    disk_write_limit: Bytes = _cache(
+        0, "Most bytes written to disk per second, to spare the SSD. 0 means no limit."
+    )
+    disk_compression: DiskCompression = _cache(
+        "off",
+        "Whether blocks on disk are compressed. `auto` compresses if that makes loads faster.",
+    )
+    hash_algo: HashAlgo = _cache(
+        "sha256",
+        "Hash that names blocks. `xxh3_128` is faster and safe only where one tenant is trusted.",
+    )
     isolate_by: IsolateBy = _cache(
-        "salt", "what keeps prompts apart: nothing, the API key, also salt, also cache key"
+        "salt",
+        "What keeps cached prompts apart: nothing, the API key, the key and `cache_salt`, or "
+        "these and `prompt_cache_key`.",
     )
-    default_retention: str = _cache("in_memory", "retention of requests that name none")
-    max_retention: str | None = _cache(None, "longest that requests may ask for; any if not set")
+    default_retention: str = _cache(
+        "in_memory",
+        "Retention of requests that name none: `in_memory`, `24h` or a policy of the config file.",
+    )
+    max_retention: str | None = _cache(
+        None, "Longest retention that requests may ask for. By default they may ask for any."
+    )
     min_cache_tokens: int = _cache(
-        0, "a shorter prompt is not cached; OpenAI's minimum is 1024, 0 for one block"
+        0,
+        "Prompts with fewer tokens are not cached. OpenAI's minimum is 1024; 0 caches from "
+        "one block on.",
     )
     restore: Restore = _cache(
-        "auto", "load cached blocks or compute them; auto loads, until it can tell which is faster"
+        "auto",
+        "Whether cached blocks are loaded or computed again. `auto` loads them until it has "
+        "measured which is faster.",
     )
-    load_timeout: Seconds = _cache(30.0, "a block that takes longer to load is computed")
-    drain_timeout: Seconds = _cache(30.0, "time to write what 24h promised when stopping")
-    sweep_interval: Seconds = _cache(10.0, "expired bytes are erased within this time")
+    load_timeout: Seconds = _cache(30.0, "A block that takes longer to load is computed instead.")
+    drain_timeout: Seconds = _cache(
+        30.0, "Longest time at a stop to write to disk what `24h` requests were promised."
+    )
+    sweep_interval: Seconds = _cache(10.0, "Expired blocks are erased from disk within this time.")
 
-    max_num_seqs: int = _scheduler(256, "requests that run at once")
+    max_num_seqs: int = _scheduler(256, "Most requests that run at once.")
     max_num_batched_tokens: int | None = _scheduler(
-        None, "prompt tokens a step; if not set 8192 on a GPU, twice that alone, 2048 elsewhere"
+        None,
+        "Most prompt tokens that a step computes. By default 8192 on a GPU, twice as many "
+        "for a request that runs alone, and 2048 on a CPU.",
     )
-    max_num_queued_reqs: int = _scheduler(1024, "requests that may wait; 429 beyond")
+    max_num_queued_reqs: int = _scheduler(
+        1024, "Most requests that wait. Further ones are answered with status 429."
+    )
 
-    host: str = _server("127.0.0.1", "address to listen on")
-    port: int = _server(8000, "port to listen on")
+    host: str = _server(
+        "127.0.0.1", "Address to listen on. One that others can reach needs API keys."
+    )
+    port: int = _server(8000, "Port to listen on. 0 takes a free one.")
     allowed_hosts: tuple[str, ...] = _server(
         (),
-        "host names to accept beside localhost; if not set all, but without keys on loopback none",
+        "Host name that requests may name besides localhost and the address itself, or `*` for "
+        "any. By default any name where clients need keys or others reach the address, else none.",
     )
     cors_origins: tuple[str, ...] = _server(
-        (), "web origins whose pages may use the API, e.g. http://localhost:3000, or * for any"
+        (),
+        "Web origin whose pages may use the API from a browser, such as http://localhost:3000, or "
+        "`*` for any. By default none may.",
     )
     api_keys: tuple[str, ...] = _server(
-        (), "keys that clients must present, if any", is_secret=True
+        (), "Key that clients must present. Each key is a tenant of its own.", is_secret=True
     )
     max_body_size: Bytes | None = _server(
-        None, "longest request body; 1 MiB and 32 bytes for each token of context if not set"
+        None, "Longest body of a request. By default 1 MiB and 32 bytes for each token of context."
     )
-    canonical_tools: Switch = _server("off", "sort the keys of tools, so that equal ones share")
+    canonical_tools: Switch = _server(
+        "off",
+        "Whether the keys of tools are sorted, so that equal tools in another order share blocks.",
+    )
     allow_special_in_content: Switch = _server(
-        "off", "take special tokens that messages spell for these tokens, not for text"
+        "off",
+        "Whether special tokens spelled out in messages count as these tokens. Otherwise they are "
+        "text.",
     )
-    anthropic_implicit: Switch = _server("on", "keep prompts without `cache_control`, too")
-    cache_lookback: int = _server(20, "`cache_control` hits end within so many blocks; 0 for any")
-    api_keys_file: str | None = _server(None, "TOML file of further keys, a table each")
-    admin_key: str | None = _server(None, "key that opens /admin", is_secret=True)
-    metrics_key: MetricsKey = _server("auto", "whether /metrics needs a key; auto: not on loopback")
+    anthropic_implicit: Switch = _server(
+        "on", "Whether `/v1/messages` also caches prompts without `cache_control`."
+    )
+    cache_lookback: int = _server(
+        20,
+        "How many content blocks before a `cache_control` marker a hit may end. 0 means anywhere.",
+    )
+    api_keys_file: str | None = _server(
+        None, "TOML file of API keys, with a table for each. SIGHUP reads it again."
+    )
+    admin_key: str | None = _server(None, "Key that opens /admin.", is_secret=True)
+    metrics_key: MetricsKey = _server(
+        "auto",
+        "Whether /metrics needs a key. With `auto` it does unless the server listens on "
+        "loopback only.",
+    )
     metric_labels: tuple[str, ...] = _server(
-        ("route", "prefix_version"), "fields of a request's metadata that label its metrics"
+        ("route", "prefix_version"),
+        "Fields of a request's `metadata` by which its metrics are labelled.",
     )
 
-    policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "retention policies")
-    clock_offset_file: str | None = _setting("", None, "for outside checks only")
+    policies: tuple[RetentionPolicy, ...] = _setting("", DEFAULT_POLICIES, "Retention policies.")
+    clock_offset_file: str | None = _setting("", None, "Turns the clock, for tests only.")
     tenant_shares: Mapping[str, float] = field(default_factory=dict, metadata={"section": ""})
 
     def __post_init__(self) -> None:

@@ -10,10 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from tests.storage.blocks import make_record, open_store, put
+from tests.test_readme import leaves
 from tests.waiting import HANG_S, wait_until
 from tieredkv.cli.main import cli
 from tieredkv.cli.main import main as run_main
@@ -73,10 +75,21 @@ def test_every_setting_has_a_flag_that_names_its_default() -> None:
             flag = REPEATED.get(name, f"--{name.replace('_', '-')}")
             assert re.search(rf"{flag}\b", text), name
     assert "--host-size, --host-cache-size SIZE" in text
-    assert "Pinned host memory for blocks, e.g. 64GiB. [default: (1 GiB)]" in text
-    assert (
-        "a block that takes longer to load is computed, e.g. 2m. [default: (30s)]" in text.lower()
-    )
+    assert "Pinned host memory for blocks. For example 64GiB. [default: (1 GiB)]" in text
+    assert "to load is computed instead. For example 2m. [default: (30s)]" in text
+
+
+def test_every_help_text_is_made_of_complete_sentences() -> None:
+    texts = {path: command.help or "" for path, command in leaves(cli).items()}
+    for path, command in leaves(cli).items():
+        for option in command.params:
+            if isinstance(option, click.Option):
+                texts[f"{path} {option.opts[0]}"] = option.help or ""
+    assert len(texts) > 150
+    for name, text in texts.items():
+        first = text.partition("\n\n")[0]
+        assert re.fullmatch(r"(`/|[A-Z]).*\.", first, re.DOTALL), (name, first)
+        assert ", e.g. " not in first, name
 
 
 def test_help_loads_neither_torch_nor_the_server() -> None:

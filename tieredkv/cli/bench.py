@@ -24,9 +24,11 @@ ENGINE = ("model", "cache", "scheduler")
 FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 PICTURE = click.Path(dir_okay=False, path_type=Path)
 Option = Callable[[Any], Any]
-COMMIT = click.option("--commit", help="Commit to report, for a tree without its history.")
-MODEL = click.option("--model", required=True, help="As for `serve`, e.g. random:llama-3.1-8b.")
-PLOT_HELP = "Draw the figures too; needs `pip install 'tieredkv[plot]'`."
+COMMIT = click.option("--commit", help="Commit to report, where the source has no history.")
+MODEL = click.option(
+    "--model", required=True, help="Model to measure, as for `serve`, such as random:llama-3.1-8b."
+)
+PLOT_HELP = "File for a plot of the figures. It needs `pip install 'tieredkv[plot]'`."
 PLOT = click.option("--plot", type=PICTURE, metavar="FILE.png", help=PLOT_HELP)
 
 
@@ -41,12 +43,14 @@ def several(flag: str, kind: Callable[[str], Any], **option: Any) -> Option:
 
 def repeats(count: int) -> Option:
     """Return the option that says how often a bench measures."""
-    return click.option("--repeats", type=COUNT, default=count, help="Behind each figure.")
+    return click.option(
+        "--repeats", type=COUNT, default=count, help="Runs per figure; the median is reported."
+    )
 
 
 @click.group()
 def bench() -> None:
-    """Measure on this machine."""
+    """Measure the tiers, the kernels, the engine or a running server."""
 
 
 def measured(
@@ -115,16 +119,27 @@ def measure(
 
 @measured(
     MODEL,
-    several("--prefix-tokens", COUNT, default="512,2048", help="Lengths."),
-    several("--arms", click.Choice(ARMS), default=",".join(ARMS), help="Where prefixes come from."),
+    several(
+        "--prefix-tokens",
+        COUNT,
+        default="512,2048",
+        help="Lengths of prefixes in tokens, with commas between.",
+    ),
+    several(
+        "--arms",
+        click.Choice(ARMS),
+        default=",".join(ARMS),
+        help="Where prefixes come from, with commas between.",
+    ),
     repeats(5),
     settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
 )
 def ttft() -> None:
     """Measure the time to the first token, cold and with the prefix in each tier.
 
-    Every hit is proved: its tier, its KV bytes and its tokens are compared with the cold run; exit
-    1 if one differs. `--disk-dir` is the folder in which a store is made and removed again.
+    Every hit is proved: its tier, its keys and values and its tokens are compared with the cold
+    run, and the exit code is 1 if one differs. The bench makes a store in the folder `--disk-dir`
+    and removes it again.
 
     \b
     Example:
@@ -133,17 +148,23 @@ def ttft() -> None:
 
 
 @measured(
-    several("--block-size-bytes", parse_bytes, default="512KiB,2MiB,8MiB", help="Blocks."),
-    click.option("--total", default="256MiB", help="Copied in one go."),
+    several(
+        "--block-size-bytes",
+        parse_bytes,
+        default="512KiB,2MiB,8MiB",
+        help="Sizes of blocks, with commas between.",
+    ),
+    click.option("--total", default="256MiB", help="Bytes copied per run."),
     repeats(9),
 )
 def transfer() -> None:
     """Measure how fast blocks move between VRAM and pinned host memory.
 
-    Blocks lie scattered on both sides and move as the engine moves them. Beside each rate stands
-    that of one large copy of the same run (raw); at both at once, rates are each way. Host us per
-    block is what the call costs the engine's thread, one block us the time of a single block from
-    call to arrival. Exit 1 if a byte arrives changed. Without a GPU, VRAM is ordinary memory.
+    Blocks lie scattered on both sides, and the engine's own code moves them. The column `raw` is
+    the rate of one large copy in the same run. For `both at once`, rates are those of each
+    direction. `host us per block` is the time that the call takes on the engine's thread, and
+    `one block us` the time of a single block from the call to its arrival. The exit code is 1 if a
+    byte arrives changed. Without a GPU, ordinary memory stands for VRAM.
 
     \b
     Example, half a minute:
@@ -152,27 +173,35 @@ def transfer() -> None:
 
 
 @measured(
-    click.option("--dir", "folder", type=FOLDER, required=True, help="On the disk to be measured."),
-    click.option("--block-bytes", default="2MiB", help="Payload of a block."),
-    click.option("--disk-size", default="4GiB", help="Budget of the store."),
-    several("--index-blocks", COUNT, default="10000,1000000", help="An index each."),
+    click.option(
+        "--dir", "folder", type=FOLDER, required=True, help="Folder on the disk to measure."
+    ),
+    click.option("--block-bytes", default="2MiB", help="Bytes of keys and values per block."),
+    click.option("--disk-size", default="4GiB", help="Budget of the store in bytes."),
+    several(
+        "--index-blocks",
+        COUNT,
+        default="10000,1000000",
+        help="Sizes of indexes in blocks, with commas between.",
+    ),
     repeats(3),
 )
 def disk() -> None:
-    """Measure what the disk tier makes of a disk, beside what the disk does without it.
+    """Measure the disk tier beside the disk itself.
 
     \b
-    read    a random quarter of a churned store, from one request, page cache dropped
-    write   at capacity with eviction going on, the whole budget a sample, for each way to sync
-    index   us a hash in lookups of 8192: hits, misses, through the worker, and the first calls
-            after an open; seconds to open a store of so many blocks
+    read    reads a random quarter of a store that has seen evictions, with the page cache dropped
+    write   writes the whole budget into a full store that evicts, for each way to sync
+    index   looks up 8192 hashes at a time: microseconds per hash for hits, for misses, through
+            the worker and right after an open, and the seconds that the open takes
 
-    Blocks go through the store's own worker. A ratio is to the mean of the raw O_DIRECT rates
-    just before and after, of as many threads and blocks. Amplification is what the device moved,
-    for others too, over the bytes of the blocks; own, what it moved for the worker; "-" where it
-    moved nothing, so that the bytes came from memory. Needs twice the budget and a KiB for each
-    block of an index. Exit 1 if a byte differs, a block fails, or the worker had more than 1.05
-    times the blocks and their headers read.
+    Blocks go through the store's own worker. A ratio compares with the mean of the raw O_DIRECT
+    rates just before and after, with as many threads and blocks. `amplification` is the bytes that
+    the device moved, for all programs, over the bytes of the blocks, and `own_amplification` those
+    that it moved for the worker. A "-" says that the device moved nothing, as the bytes came from
+    memory. The bench needs free space for twice the budget and 1 KiB per block of an index. The
+    exit code is 1 if a byte differs, a block fails, or the worker read more than 1.05 times the
+    blocks and their headers.
 
     \b
     Example, a few minutes:
@@ -181,19 +210,21 @@ def disk() -> None:
 
 
 @measured(
-    click.option("--shape", default="llama-3.1-8b", help="As after `random:`."),
-    click.option("--block-size", type=COUNT, default=16, help="Tokens a block."),
-    several("--cases", str, help="What to attend; by default what suits."),
+    click.option("--shape", default="llama-3.1-8b", help="Shape of the model, as after `random:`."),
+    click.option("--block-size", type=COUNT, default=16, help="Tokens per block."),
+    several(
+        "--cases", str, help="Cases to measure, as below. By default some that suit the device."
+    ),
     repeats(9),
 )
 def attention() -> None:
     """Measure the attention kernels over scattered blocks of the paged cache.
 
-    A case is a chunk of new over cached tokens (8192+24576), or a decode batch of requests x
-    context (64x4096, or 64x128..16384 for lengths between). The raw limits are a matrix product's
-    FLOPs and a copy's bytes of the same run; ratio is the larger of both times over ours. Exit 1 if
-    a result differs from the torch reference by more than rounding. On a CPU the reference itself
-    is what runs.
+    A case is a prefill of new tokens after cached ones (8192+24576), or a decode batch of requests
+    by context (64x4096, or 64x128..16384 for contexts of several lengths). The raw limits are the
+    FLOPs of a matrix product and the bytes of a copy in the same run, and `ratio` is the longer of
+    both times over the kernel's. The exit code is 1 if a result differs from the torch reference
+    by more than rounding. On a CPU the reference itself runs.
 
     \b
     Example, a minute:
@@ -203,22 +234,25 @@ def attention() -> None:
 
 @measured(
     MODEL,
-    several("--contexts", COUNT, help="ITL of one request, e.g. 1024,32768."),
-    click.option("--tokens", type=COUNT, default=200, help="Gaps behind an ITL."),
-    several("--workloads", str, help="Throughput, e.g. 128x1024+256,32x8192+128."),
+    several("--contexts", COUNT, help="Contexts of a request alone, such as 1024,32768."),
+    click.option(
+        "--tokens", type=COUNT, default=200, help="Tokens per measured time between tokens."
+    ),
+    several("--workloads", str, help="Workloads, as below, such as 128x1024+256,32x8192+128."),
     repeats(3),
     settings_options(*ENGINE, without=("seed", "device", "default_retention")),
 )
 def decode() -> None:
-    """Measure the time between tokens (ITL), and throughput.
+    """Measure the time between tokens (ITL) and the throughput of the engine.
 
     \b
-    --contexts   one request alone, at each context: its ITL
-    --workloads  requests x input + output tokens, all given at once: their throughput
+    --contexts   measures the ITL of one request alone, at each context
+    --workloads  measures the throughput of requests x prompt + answer tokens, all given at once
 
-    Without any of them, a small choice of both. The raw limit of a step is its weights and
-    KV over the copy bandwidth of the same run, that of a prompt its FLOPs over a matrix product's
-    rate. Tiers are sized for what is measured unless told.
+    Without either, a few of both are measured. The raw limit of a step is the time to copy its
+    weights, keys and values at the bandwidth of the same run, and that of a prompt the time of its
+    FLOPs at the rate of a matrix product. Tiers have the size that the measurement needs, unless
+    their sizes are given.
 
     \b
     Example, a minute without a GPU:
@@ -227,26 +261,43 @@ def decode() -> None:
 
 
 @measured(
-    click.option("--url", default="http://127.0.0.1:8000", help="Where it runs."),
-    click.option("--api-key", help="Key that it wants, if any."),
-    several("--rates", NUMBER, default="1,2,4", help="Conversations a second."),
-    several("--retentions", str, default="in_memory", help="Rows."),
-    click.option("--duration", type=NUMBER, default=60.0, help="Seconds a row."),
-    click.option("--turns", type=COUNT, default=4, help="Answers a conversation."),
-    click.option("--think", type=NUMBER, default=5.0, help="Seconds between turns."),
-    click.option("--system-tokens", type=COUNT, default=2000, help="Shared by all."),
-    click.option("--user-tokens", type=COUNT, default=200, help="New in each turn."),
-    click.option("--answer-tokens", type=COUNT, default=64, help="Of each answer."),
+    click.option("--url", default="http://127.0.0.1:8000", help="URL of the server, without /v1."),
+    click.option("--api-key", help="API key, if the server needs one."),
+    several(
+        "--rates",
+        NUMBER,
+        default="1,2,4",
+        help="Conversations that begin per second, with commas between.",
+    ),
+    several(
+        "--retentions", str, default="in_memory", help="Retentions to compare, with commas between."
+    ),
+    click.option("--duration", type=NUMBER, default=60.0, help="Seconds per rate and retention."),
+    click.option("--turns", type=COUNT, default=4, help="Answers per conversation."),
+    click.option(
+        "--think",
+        type=NUMBER,
+        default=5.0,
+        help="Mean seconds between an answer and the next turn.",
+    ),
+    click.option(
+        "--system-tokens",
+        type=COUNT,
+        default=2000,
+        help="Tokens of the system prompt, which all conversations share.",
+    ),
+    click.option("--user-tokens", type=COUNT, default=200, help="Tokens that each turn adds."),
+    click.option("--answer-tokens", type=COUNT, default=64, help="Tokens of each answer."),
     module="conversations",
 )
 def serve() -> None:
     """Measure a running server as its clients see it: conversations with think times.
 
-    They arrive at a rate, whether or not the server keeps up. All share a system prompt; each turn
-    sends what was said before. Rows tell the time to the first token and between tokens, by the
-    slowest tier that the prefix came from, and the share of prompt tokens that were cached. With
-    the tiers off, a retention keeps blocks in VRAM alone: configure one for it, such as
-    `[retention.device_only]`. Exit 1 if a request fails.
+    Conversations begin at a rate, whether or not the server keeps up. All share a system prompt,
+    and each turn sends what was said before. Rows tell the time to the first token and between
+    tokens, by the slowest tier that the prefix came from, and the share of prompt tokens that were
+    cached. To compare with a server without tiers, configure a retention that keeps blocks in VRAM
+    alone, such as `[retention.device_only]`. The exit code is 1 if a request fails.
 
     \b
     Example, a minute and a half without a GPU:

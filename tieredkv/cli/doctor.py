@@ -31,7 +31,10 @@ Finding = tuple[str, str, str]
 @settings_options("disk_dir")
 @answering
 def doctor(loaded: LoadedSettings) -> Answer:
-    """Check Python, torch, the GPU, pinned memory and the disk; exit 1 if something fails.
+    """Check what this machine can do for each tier.
+
+    It looks at Python, torch, the GPU, pinned memory and, with --disk-dir, the disk. The exit code
+    is 1 if a check fails.
 
     \b
     Example:

@@ -28,38 +28,38 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.version_option(tieredkv.__version__, prog_name="tieredkv")
 @click.pass_context
 def cli(context: click.Context) -> None:
-    """Serve language models with a prompt cache that keeps its promises.
+    """Serve language models and keep their prompt cache as long as each request asked.
 
     \b
-    tieredkv serves language models and keeps their prompt cache: in GPU memory, in pinned host
-    memory and on a local SSD, for as long as each request asked.
+    Cached prompts live in GPU memory, in pinned host memory and on a local SSD.
 
     \b
     Try it without a GPU or a checkpoint:
-      tieredkv bench ttft --model tiny-random              one prompt from every tier, timed
+      tieredkv bench ttft --model tiny-random              time a prompt from every tier
       tieredkv generate tiny-random "Once upon a time" --max-tokens 8
       tieredkv serve tiny-random --disk-dir ./kv --default-retention 24h
 
     \b
-    Serve a model of yours to OpenAI clients:
+    Serve your own model to clients of OpenAI's and Anthropic's APIs:
       tieredkv serve ./Llama-3.1-8B-Instruct --host-size 64GiB --disk-dir /nvme/kv --disk-size 2TiB
       curl localhost:8000/v1/models
 
     \b
-    See what is kept, and act on it, whether the server runs or not:
-      tieredkv df --disk-dir ./kv                          blocks and bytes of each tier
-      tieredkv ls --disk-dir ./kv                          prefixes on disk, and until when
-      tieredkv evict --disk-dir ./kv --older-than 2h       drop what nobody used for two hours
-      tieredkv verify --disk-dir ./kv                      read every block back and compare
+    Look at the cache and change it, whether the server runs or not:
+      tieredkv df --disk-dir ./kv                          show blocks and bytes of each tier
+      tieredkv ls --disk-dir ./kv                          list prefixes on disk
+      tieredkv evict --disk-dir ./kv --older-than 2h       evict what was unused for two hours
+      tieredkv verify --disk-dir ./kv                      compare every block with its checksums
 
     \b
     Measure and check:
-      tieredkv bench disk --dir /nvme                      what the disk tier makes of a disk
-      tieredkv doctor --disk-dir ./kv                      what this machine can do
-      tieredkv config show                                 every setting, and where it comes from
+      tieredkv bench disk --dir /nvme                      measure the disk tier beside the disk
+      tieredkv doctor --disk-dir ./kv                      check what this machine can do
+      tieredkv config show                                 show every setting and its source
 
     \b
-    Every verb has --help and --json. Settings: flag > TIEREDKV_* > --config file.toml > default.
+    Every verb has --help and --json. A setting is taken from its flag, else from the environment
+    (TIEREDKV_PORT), else from the --config file, else it has its default.
     """
     if context.invoked_subcommand is None:
         click.echo(context.get_help())

@@ -29,9 +29,10 @@ LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=Fals
 )
 @json_option
 def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any) -> int:
-    """Serve MODEL over HTTP, in OpenAI's and Anthropic's shapes.
+    """Serve MODEL over HTTP with OpenAI's and Anthropic's APIs.
 
-    MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random`, or `random:SHAPE`.
+    MODEL is a folder with a Hugging Face checkpoint, a hub id, `tiny-random` for a trial without a
+    checkpoint, or `random:SHAPE` for random weights of a known shape, such as random:llama-3.1-8b.
 
     \b
     Examples:
@@ -61,11 +62,24 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 @click.command()
 @click.argument("model")
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@click.option("--max-tokens", type=int, default=64, help="Longest answer.")
-@click.option("--temperature", type=float, default=0.0, help="0 is greedy.")
-@click.option("--top-p", type=float, help="Nucleus, e.g. 0.95; the model's default if not given.")
-@click.option("--top-k", type=int, help="Likeliest k, 0 for all; the model's default if not given.")
-@click.option("--stop", multiple=True, help="Text that ends the answer; repeatable.")
+@click.option("--max-tokens", type=int, default=64, help="Most tokens of an answer.")
+@click.option(
+    "--temperature",
+    type=float,
+    default=0.0,
+    help="Sampling temperature. 0 always takes the likeliest token.",
+)
+@click.option(
+    "--top-p",
+    type=float,
+    help="Sample from the fewest tokens that reach this probability. By default the model's own.",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    help="Sample from the K likeliest tokens; 0 takes all. By default the model's own.",
+)
+@click.option("--stop", multiple=True, help="Text that ends an answer. May be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end token.")
 @click.option("--cache-salt", help="Share cached blocks only with prompts of the same salt.")
 @settings_options("model", "cache", "scheduler")
@@ -73,7 +87,9 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
 def generate(
     loaded: LoadedSettings, prompts: tuple[str, ...], as_json: bool, **options: Any
 ) -> None:
-    """Continue each PROMPT, or what stdin holds, with MODEL in this process.
+    """Continue each PROMPT with MODEL in this process, without a server.
+
+    Without a PROMPT, the text on standard input is continued.
 
     \b
     Examples:

@@ -51,7 +51,7 @@ def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Comm
 
         for setting in reversed(fields):
             load_first = _option(setting)(load_first)
-        text = "TOML file with further settings, e.g. configs/24h.toml."
+        text = "TOML file with further settings, such as configs/24h.toml."
         return click.option("--config", "config_path", type=FILE, help=text)(load_first)
 
     return add
@@ -60,24 +60,22 @@ def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Comm
 def _option(setting: "dataclasses.Field[Any]") -> Callable[[Command], Command]:
     default, kind, text = setting.default, kind_of(setting), setting.metadata["help"]
     choices = get_args(setting.type) if get_origin(setting.type) is Literal else ()
-    if text.split(",")[0] not in choices:
-        text = f"{text[0].upper()}{text[1:]}"
     if kind.example:
-        text = f"{text}, e.g. {kind.example}"
+        text = f"{text} For example {kind.example}."
     return click.option(
         *_SPELLINGS.get(setting.name, (f"--{setting.name.replace('_', '-')}",)),
         setting.name,
         type=click.Choice(choices) if choices else str,
         multiple=setting.type == tuple[str, ...],
         metavar=None if choices else kind.metavar,
-        help=f"{text}.",
+        help=text,
         show_default=False if default in (None, "", ()) else kind.show(default),
     )
 
 
 @click.group()
 def config() -> None:
-    """Settings: what they are and where they come from."""
+    """Show the settings and where their values come from."""
 
 
 @config.command()
@@ -85,7 +83,10 @@ def config() -> None:
 @settings_options("model", "cache", "scheduler", "server")
 @answering
 def show(loaded: LoadedSettings) -> Answer:
-    """Show every setting and where its value comes from; takes the flags of `serve`.
+    """Show every setting and where its value comes from.
+
+    It takes the flags of `serve`, so that a command line can be tried out. Each value is a flag's,
+    an environment variable's (`TIEREDKV_PORT`), the config file's or the default.
 
     \b
     Example:

@@ -40,9 +40,9 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
 
 @store_verb
 def df(store: StoreControl) -> Answer:
-    """Show what each tier holds.
+    """Show how many blocks and bytes each tier holds.
 
-    The tiers of a server that does not run are empty; its disk is there.
+    It works on a running server and on a stopped one, of which only the disk tier is left.
 
     \b
     Example:
@@ -65,9 +65,9 @@ def df(store: StoreControl) -> Answer:
 
 
 @store_verb
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most so many chains.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="List at most N chains.")
 def ls(store: StoreControl, limit: int | None) -> Listing:
-    """List the prefix chains on disk, the last used first.
+    """List the chains of blocks on disk, the most recently used first.
 
     A chain is a prompt's blocks up to one that no other block follows. `evict` takes the ids.
 
@@ -96,17 +96,27 @@ def ls(store: StoreControl, limit: int | None) -> Listing:
 
 @store_verb
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", is_flag=True, help="Every block.")
+@click.option("--all", is_flag=True, help="Evict every block.")
 @click.option(
-    "--older-than", "older_than_s", metavar="DURATION", help="Blocks unused for so long, e.g. 2h."
+    "--older-than",
+    "older_than_s",
+    metavar="DURATION",
+    help="Evict blocks that were not used for this long, such as 2h.",
 )
 @click.option(
-    "--ns", "namespace_prefix", metavar="HEX", help="Blocks of a namespace, or its beginning."
+    "--ns",
+    "namespace_prefix",
+    metavar="HEX",
+    help="Evict the blocks of the namespaces that begin with this.",
 )
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option(
+    "--dry-run", is_flag=True, help="Say what would be evicted from disk, and change nothing."
+)
 def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
-    """Drop blocks from every tier: chains by ID, or those that a filter means.
+    """Evict blocks from every tier, by chain or by filter.
+
+    An ID is one that `tieredkv ls` has printed.
 
     \b
     Examples:
@@ -137,11 +147,12 @@ def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
 
 
 @store_verb
-@click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
+@click.option("--no-repair", is_flag=True, help="Count bad blocks and leave them in the store.")
 def verify(store: StoreControl, no_repair: bool) -> Answer:
-    """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
+    """Read every block on disk and compare it with its checksums.
 
-    Bad blocks are deleted, so that they are computed again when they are wanted.
+    Bad blocks are deleted, so that they are computed again when a prompt needs them. The exit code
+    is 1 if a block was bad.
 
     \b
     Example:
