@@ -147,7 +147,8 @@ class EngineClient:
         else:
             self._channel.send(messages.Evict(id, wanted))
         try:
-            return await answer
+            body: dict[str, Any] = await answer
+            return body
         finally:
             del self._evictions[id]
 
