@@ -165,7 +165,7 @@ def test_a_full_store_that_lost_what_orders_its_blocks_takes_new_ones_after_a_sw
     with plain_index(path, name) as (txn, database):
         txn.drop(database, delete=False)
     with open_store(path) as store:
-        fresh = [make_record("fresh", position) for position in range(8)]
+        fresh = [make_record("fresh", position) for position in range(64)]
         for slot in filter(None, store.reserve_many(fresh)):
             store.abandon(slot)
         sweep(store)
