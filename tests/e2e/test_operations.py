@@ -164,7 +164,8 @@ def test_an_operator_evicts_on_a_server_without_a_disk(tmp_path: Path) -> None:
         url = f"{server.root}/admin/cache"
         assert complete(server, f"evict {TEXT}").status_code == 200
         assert http.post(f"{url}/df").json()["disk"] is None
-        for body in ({}, {"al": True}, {"dry_run": True}, {"ids": [[]]}):
+        bodies: list[Any] = [{}, {"al": True}, {"dry_run": True}, {"ids": [[]]}]
+        for body in bodies:
             assert http.post(f"{url}/evict", json=body).status_code == 400, body
         would = http.post(f"{url}/evict", json={"all": True, "dry_run": True}).json()
         assert would["evicted_blocks"] > 0

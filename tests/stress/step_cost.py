@@ -4,9 +4,9 @@
 
 The scheduler and the tiered cache are the real ones; the blocks are of a few bytes and the store's
 worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries
-in one queue, and the median and the longest time of the steps beside it: processor time of the thread,
-so that other processes do not count. The same steps beside few entries stand next to them: a step
-that costs more with more entries holds up the next token of every stream.
+in one queue, and the median and the longest time of the steps beside it: processor time of the
+thread, so that other processes do not count. The same steps beside few entries stand next to them:
+a step that costs more with more entries holds up the next token of every stream.
 """
 
 import gc
@@ -64,7 +64,7 @@ class _Worker(StoreClient):
         self.shares: dict[bytes, float] = {}
         self.lent: list[LentPage] = []
         self.num_lookups = 0
-        self._events: list[Event] = []
+        self._events = deque[Event]()
 
     def lookup(self, hashes: Sequence[bytes]) -> int:
         self.num_lookups += 1
@@ -91,7 +91,8 @@ class _Worker(StoreClient):
         self._events += [PageStored(page.record.block_hash, page.page_id, "") for page in done]
 
     def poll(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = list(self._events)
+        self._events.clear()
         return events
 
     def stats(self) -> StoreStats:
@@ -252,9 +253,14 @@ def _nothing_can_go(entries: int) -> Steps:
         engine.cache.demoter.demote(entries)
         engine.step()
     engine.fill(entries // 2)
+
+    def step() -> None:
+        engine.cache.demoter.demote(32)
+        engine.step()
+
     while True:
         engine.cache.demoter.note_change()
-        yield lambda: (engine.cache.demoter.demote(32), engine.step())
+        yield step
 
 
 def _blocks_of_floors(entries: int) -> Steps:
@@ -302,7 +308,7 @@ def _late_reads(entries: int) -> Steps:
     for _ in range(entries // PROMPT_BLOCKS):
         prefix = engine.prefix(PROMPT_BLOCKS)
         engine.cache.arrive(prefix, is_next=True)
-        found = {
+        found: dict[bytes, bytes] = {
             each: encode_record(Located(_record(each, now), Extent(1, 0), BLOCK_BYTES, bytes(16)))
             for each in prefix.hashes
         }
@@ -311,7 +317,12 @@ def _late_reads(entries: int) -> Steps:
         engine.cache.admit(prefix, PROMPT_BLOCKS)
     while True:
         other = engine.compute(1, "in_memory")
-        yield lambda other=other: (engine.cache.release(other), engine.step())  # type: ignore[misc]
+
+        def step(other: Prefix = other) -> None:
+            engine.cache.release(other)
+            engine.step()
+
+        yield step
 
 
 def _record(block_hash: BlockHash, now: float) -> BlockRecord:

@@ -206,7 +206,12 @@ def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
 def test_what_a_floor_keeps_is_passed_over_once_and_keeps_its_place() -> None:
     pool = BlockPool(40)
     asked: list[int] = []
-    pool.can_evict = lambda block: not asked.append(block.block_id)
+
+    def can_evict(block: Block) -> bool:
+        asked.append(block.block_id)
+        return True
+
+    pool.can_evict = can_evict
     for number in range(30):
         [block] = take(pool, 1)
         pool.insert(block, name(number), b"quiet")

@@ -141,7 +141,8 @@ class EngineClient:
             RequestError: the engine is dead, or stops.
         """
         id = next(self._ids)
-        answer = self._evictions[id] = self._loop.create_future()
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._evictions[id] = answer
         if self._is_stopping or not self.is_alive:
             answer.set_exception(_death())
         else:
