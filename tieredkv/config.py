@@ -175,8 +175,7 @@ class Settings:
         (), "Key that clients must present. Each key is a tenant of its own."
     )
     canonical_tools: Switch = _server(
-        "off",
-        "Whether the keys of tools are sorted, so that equal tools in another order share blocks.",
+        "off", "Whether the keys of each tool's JSON are sorted, so that equal tools share blocks."
     )
     anthropic_implicit: Switch = _server(
         "on", "Whether `/v1/messages` also caches prompts without `cache_control`."
