@@ -206,8 +206,7 @@ class Settings:
         None, "Longest body of a request. By default 1 MiB and 32 bytes for each token of context."
     )
     canonical_tools: Switch = _server(
-        "off",
-        "Whether the keys of tools are sorted, so that equal tools in another order share blocks.",
+        "off", "Whether the keys of each tool's JSON are sorted, so that equal tools share blocks."
     )
     allow_special_in_content: Switch = _server(
         "off",
