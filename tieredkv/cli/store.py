@@ -24,7 +24,7 @@ SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
 def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
-    """Make a command of a verb, which is called with the verbs of the store that is named."""
+    """Make a command of a function, which is given the store that `--disk-dir` names."""
 
     @functools.wraps(verb)
     def ask(*, loaded: LoadedSettings, **options: Any) -> Answer | Listing:
@@ -42,7 +42,7 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
 def df(store: StoreControl) -> Answer:
     """Show what each tier holds.
 
-    The tiers of a server that does not run are empty; its disk is there.
+    While the server is stopped, only the disk tier holds anything.
 
     \b
     Example:
@@ -65,7 +65,9 @@ def df(store: StoreControl) -> Answer:
 
 
 @store_verb
-@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="At most so many chains.")
+@click.option(
+    "--limit", type=click.IntRange(min=1), metavar="N", help="List at most this many chains."
+)
 def ls(store: StoreControl, limit: int | None) -> Listing:
     """List the prefix chains on disk, the last used first.
 
@@ -96,17 +98,28 @@ def ls(store: StoreControl, limit: int | None) -> Listing:
 
 @store_verb
 @click.argument("ids", nargs=-1, metavar="[ID]...")
-@click.option("--all", is_flag=True, help="Every block.")
+@click.option("--all", is_flag=True, help="Evict every block.")
 @click.option(
-    "--older-than", "older_than_s", metavar="DURATION", help="Blocks unused for so long, e.g. 2h."
+    "--older-than",
+    "older_than_s",
+    metavar="DURATION",
+    help="Evict blocks that were not used for this long, e.g. 2h.",
 )
 @click.option(
-    "--ns", "namespace_prefix", metavar="HEX", help="Blocks of a namespace, or its beginning."
+    "--ns",
+    "namespace_prefix",
+    metavar="HEX",
+    help="Evict the blocks of a namespace; its first digits do.",
 )
-@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Only say what would go from disk; change nothing.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+@click.option(
+    "--dry-run", is_flag=True, help="Show what would be evicted from disk; change nothing."
+)
 def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
-    """Drop blocks from every tier: chains by ID, or those that a filter means.
+    """Evict blocks from every tier: chains by their ID, or the blocks that a filter selects.
+
+    `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
+    uses is stored. Blocks that other chains use stay.
 
     \b
     Examples:
@@ -137,7 +150,7 @@ def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
 
 
 @store_verb
-@click.option("--no-repair", is_flag=True, help="Count bad blocks, but leave them in the store.")
+@click.option("--no-repair", is_flag=True, help="Count bad blocks, but do not delete them.")
 def verify(store: StoreControl, no_repair: bool) -> Answer:
     """Read every block on disk and compare it with its checksums; exit 1 if one is bad.
 
