@@ -1,7 +1,7 @@
-"""Frames over a stream socket, sent without ever waiting for the other side.
+"""Messages in frames over a stream socket; sending never waits for the other side.
 
 A frame is a little-endian u32 length and that many bytes of msgpack: one tagged struct of
-`tieredkv.storage.worker_messages`. It knows bytes and limits, not what a message means.
+`tieredkv.storage.worker_messages`. This module does not know what the messages mean.
 """
 
 import select
@@ -16,10 +16,10 @@ import msgspec
 from tieredkv.errors import StorageError
 
 MAX_ENGINE_FRAME_BYTES = 256 << 20
-"""Between engine and worker, who trust each other; 8,192 records are about 3 MiB."""
+"""Largest frame between engine and worker, which trust each other; 8,192 records are 3 MiB."""
 
 MAX_CONTROL_FRAME_BYTES = 1 << 20
-"""From a command-line client: a verb and its filter, with at most some thousand ids."""
+"""Largest frame from a command-line client: a verb and its filter, with some thousand ids."""
 
 MAX_QUEUED_BYTES = 32 << 20
 """What may wait for a side that does not read before callers hold back what can be held back."""

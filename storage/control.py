@@ -1,7 +1,8 @@
-"""What the command line asks of a store, whether somebody is serving it or not.
+"""The command line's side of a store's verbs, on a running server or a stopped store.
 
-It never opens a store: on a live one it talks to the worker's socket, on a stopped one it starts
-the same worker and talks to that. It knows no tables and no exit codes.
+The command line never opens a store itself. If a worker serves the store, this module talks to the
+worker's socket; if none does, it starts the same worker and talks to that one. It does not know
+tables or exit codes.
 """
 
 import contextlib
@@ -53,7 +54,8 @@ class StoreControl:
 
     Args:
         path: the store's folder.
-        answer_timeout_s: a worker that says nothing for this long is reported, not waited for.
+        answer_timeout_s: how long a worker may say nothing before this is reported as an error. A
+            worker that is busy with a long verb says so several times a second.
         clock_offset_file: for a worker that has to be started; see `tieredkv.clock`.
     """
 
@@ -74,17 +76,16 @@ class StoreControl:
         """Return what each tier holds: `device`, `host`, `disk`, `writer_pid`."""
         return self._answer(ControlCall("df"))
 
-    def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, int]:
+    def ls(self, limit: int | None = None) -> Generator[list[ChainInfo], None, None]:
         """Yield what the disk tier holds by chain, some chains at a time, the last used first.
 
         The worker waits until a page is taken before it makes the next one. Close the generator if
-        it is not to be read to its end. It returns how many chains there are.
+        it is not to be read to its end.
 
         Args:
-            limit: at most so many; None for all.
+            limit: how many chains to list at most; None for all.
         """
-        body = yield from self._ask(ControlCall("ls", limit=limit))
-        return int(body["num_chains"])
+        yield from self._ask(ControlCall("ls", limit=limit))
 
     def evict(self, wanted: EvictFilter) -> dict[str, Any]:
         """Drop blocks from every tier; `{"evicted_blocks", "freed_bytes", "unknown_ids", ...}`.
@@ -117,7 +118,7 @@ class StoreControl:
                 return body
 
     def _ask(self, call: ControlCall, progress: VerbProgress | None = None) -> Asking:
-        """Ask the live worker, or one started for this; again while it is just coming or going."""
+        """Ask the live worker, or start one; try again while a worker is starting or stopping."""
         folder_fd = _open_folder(self._path)
         self._has_page = False
         try:
@@ -144,9 +145,9 @@ class StoreControl:
         progress: VerbProgress | None,
         index: messages.IndexStart = "as_it_is",
     ) -> Asking:
-        """Have a worker of our own serve the stopped store meanwhile.
+        """Start a worker on the stopped store, ask it, and stop it again.
 
-        Where that fails without saying why, `verify` has the next one look for damage first; where
+        If that worker fails without saying why, `verify` has the next one look for damage first. If
         the index is damaged, and what is found is to be repaired, the index is made again.
 
         Raises:

@@ -1,7 +1,8 @@
-"""The worker's socket for command-line clients, which nothing that a client does can hold up.
+"""The worker's socket for command-line clients.
 
-It knows connections: who may connect, how long they may be silent, how much they may send. What a
-verb does is told to it as a function.
+It limits how many clients are connected, how long they may be silent, how much they may send and
+how long they may leave an answer unread, so that no client can hold up the worker. It does not know
+the verbs: a function that carries them out is given to it.
 """
 
 import logging
@@ -79,8 +80,8 @@ def socket_address(folder_fd: int) -> str:
 class ControlServer:
     """Accepts clients and has their calls carried out, each client on a thread of its own.
 
-    A client that says nothing, reads nothing or talks nonsense loses its connection and costs that
-    thread and one bounded buffer until then.
+    A client that sends nothing, reads nothing or does not speak the protocol loses its connection.
+    Until then it takes one thread and one bounded buffer.
     """
 
     def __init__(self, folder: str, carry_out: CarryOut) -> None:
@@ -135,7 +136,7 @@ class ControlServer:
                 sock.close()
 
     def _make_room(self) -> bool:
-        """Hang up on the longest idle client if there are too many; False if none is idle."""
+        """Close the connection that is idle for longest if there are too many; False if none is."""
         if self._room.acquire(blocking=False):
             return True
         with self._answering, suppress(KeyError, OSError):  # OSError: it went by itself

@@ -1,6 +1,8 @@
-"""A store as its operator sees it: listed by chain, evicted from, verified; all of it in steps.
+"""What an operator does with a store: list its chains, evict blocks, verify them.
 
-Between two steps blocks may come and go. What is dropped or mended, the store does itself.
+Each of these is a generator that works in short steps, so that other work can go on in between.
+Blocks may come and go between two steps. The store itself drops and repairs blocks; this module
+only chooses them.
 """
 
 import math
@@ -42,11 +44,11 @@ Value = TypeVar("Value")
 
 
 class Chains:
-    """Who follows whom among the stored blocks, as one walk over them found it.
+    """The stored blocks and their parents, as one walk over the index found them.
 
-    Blocks may come and go meanwhile; it is as right as any list is a moment later. It knows a block
-    by the first bytes of its hash, so one in 10^13 may be taken for another's parent, and by its
-    place among these keys. It takes 36 bytes a block.
+    Blocks may come and go during the walk, so a chain may be out of date like any list. A block is
+    known by its key, which is the first 8 bytes of its hash, and by its place among the sorted
+    keys; one block in 10^13 may be taken for another's parent. The memory is 36 bytes a block.
     """
 
     def __init__(self) -> None:
@@ -110,7 +112,7 @@ class Chains:
 
 
 def gathering(store: BlockStore) -> Generator[None, None, Chains]:
-    """See which blocks there are and whom they follow, in steps; nothing is arranged yet."""
+    """Read all blocks and their parents, in steps; `arrange` has to be called on the result."""
     chains, now = Chains(), store.clock.now()
     for entries in _walking(store, IndexTxn.links, _GATHERED_BLOCKS):
         chains.add([(key, link) for key, link in entries if link and now < link.expires_at])
@@ -269,9 +271,9 @@ def listing(
 def verifying(
     store: BlockStore, result: VerifyResult, *, repair: bool
 ) -> Generator[None, None, None]:
-    """Read every payload again and check it, and the index against itself, in steps.
+    """Read every payload and check it, then check the index against itself, in steps.
 
-    What was found so far is in `result`; what is bad is dropped if it is to be repaired.
+    `result` always holds the findings so far. With `repair`, bad blocks are dropped.
     """
     is_whole, page = True, memoryview(b"")
     for block_hash in (key for entries in _walking(store, IndexTxn.blocks) for key, _ in entries):
@@ -313,9 +315,10 @@ def _walking(
     walk: Callable[[IndexTxn, bytes], Iterator[tuple[bytes, Value]]],
     num_entries: int = TXN_BLOCKS,
 ) -> Iterator[list[tuple[bytes, Value]]]:
-    """Walk over all entries, a slice a step; blocks may come and go between two steps.
+    """Walk over all entries and yield some of them at a time; others may come and go in between.
 
-    It ends where keys go back, or it might never do so.
+    The walk ends where a key is smaller than the one before it, as on a damaged page: it might
+    never end otherwise.
     """
     start = b""
     while True:
@@ -412,7 +415,7 @@ def _last_stored(txn: IndexTxn, chains: Chains, leaf: int) -> bytes:
 
 
 def _climb(txn: IndexTxn, leaf: bytes, now: float) -> Iterator[Located]:
-    """The stored blocks of a chain, from its leaf on; it ends at a hole."""
+    """Yield the stored blocks of a chain from its last one up to the first hole."""
     block_hash, below = leaf, math.inf
     with suppress(CorruptBlockError):
         while block_hash and (located := txn.get(block_hash)) and located.record.position < below:

@@ -24,7 +24,9 @@ class EvictResult(NamedTuple):
 
 
 class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which blocks an operator wants gone; what is given must all apply, nothing given is nothing.
+    """Which blocks an operator wants to evict: those that every given choice applies to.
+
+    If no choice is given, no block is meant.
 
     Attributes:
         all: every block.
@@ -42,7 +44,7 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
 
     def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
-        """Return whether a block is meant, if its chain is."""
+        """Return whether age and namespace of a block apply; ids are looked up by the caller."""
         if self.older_than_s is not None and now - last_used < self.older_than_s:
             return False
         return namespace.hex().startswith((self.namespace_prefix or "").lower())

@@ -1,8 +1,8 @@
 """The verbs of the command line, as the worker carries them out.
 
-It knows what each verb answers and whom else it concerns. Each runs on its client's thread and has
-the index thread do what touches the store, never longer than a slice at a time, so that loads and
-stores go on under a long `verify`.
+Each verb runs on its client's thread. The index thread does the part that touches the store, for a
+short slice of time at once, so that loads and stores go on during a long `verify`. A verb that
+concerns VRAM and host memory asks the engine as well.
 """
 
 import itertools
@@ -37,13 +37,15 @@ Result = TypeVar("Result")
 
 @dataclass(eq=False)
 class Verbs:
-    """Carries out one store's verbs; any number of them at once.
+    """Carries out the verbs of one store, any number of them at once.
 
     Args:
-        hand: has something called by the index thread.
-        after_writes: the same, once every store received so far is acknowledged, and before any
-            later one is begun, so that what was on its way is evicted too.
-        ask_engine: sends a question to the engine; None where there is none to ask.
+        store: the store.
+        hand: hands a call to the index thread.
+        after_writes: hands a call to the index thread, to be made once every store received so far
+            is acknowledged and before any later one is begun. So an eviction also drops blocks
+            that were being written when it was asked for.
+        ask_engine: sends a question to the engine; None if there is no engine.
     """
 
     store: BlockStore
@@ -62,7 +64,7 @@ class Verbs:
 
     @property
     def idle_s(self) -> float:
-        """For how long nobody has asked for anything."""
+        """Seconds since the last verb ended; 0 while one is carried out."""
         return 0.0 if self._running else time.monotonic() - self._ended_at
 
     def carry_out(self, call: ControlCall, caller: Caller) -> dict[str, Any]:
@@ -86,7 +88,7 @@ class Verbs:
                 steps = inspection.listing(self.store, chains, call.limit)
                 for page in self._steps(steps, caller):
                     caller.send_page(page)
-                return {"num_chains": len(chains.leaves)}
+                return {}
             case "evict":
                 return self._evict(call, caller)
             case "verify":
@@ -207,15 +209,15 @@ class Verbs:
         caller: Caller,
         progress: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> Generator[Item, None, Result]:
-        """Have the index thread take steps, a slice at a time, and yield what some of them yield.
+        """Have the index thread take steps for a slice of time at once; yield the items they yield.
 
-        It takes none while the caller is busy with an item. Whoever waits for the answer hears now
-        and then that work goes on; once nobody does, it ends.
+        No step is taken while the consumer is busy with an item. The caller is told several times
+        a second that work goes on; if the caller has gone, the steps end.
 
         Args:
             steps: a generator, whose result this one returns.
-            caller: who waits.
-            progress: tells (done, total), where that is known.
+            caller: the client that waits for the answer.
+            progress: returns (done, total), or (0, 0) where that is not known.
 
         Raises:
             EOFError: nobody waits any more.

@@ -16,7 +16,7 @@ from rich.table import Table
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PIPE_COLUMNS = 200
-"""Lines in a pipe are not wrapped to a terminal that is not there."""
+"""Width of tables in a pipe, where there is no terminal to fit them to."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Answer with one JSON document on the last line."
@@ -27,10 +27,10 @@ class Answer(NamedTuple):
     """What a verb has found.
 
     Attributes:
-        document: for programs.
-        rows: for people, of a table.
-        lines: for people, below it.
-        texts: how many columns of the table are texts; numbers follow.
+        document: the JSON document that `--json` prints.
+        rows: the rows of the table that people are shown.
+        lines: lines that people are shown below the table.
+        texts: how many columns of the table are text; the columns after them are numbers.
         is_problem: whether the exit code is 1.
     """
 
@@ -42,14 +42,14 @@ class Answer(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a verb has found, where it may be more than fits into memory.
+    """A list that a verb has found, which may be too long for memory.
 
     Attributes:
-        pages: a list, some items at a time; read once, and closed.
-        document: makes the JSON document from them, in parts.
-        as_row: what people are shown of an item.
-        nothing: what they are told where the list is empty.
-        texts: how many columns of the table are texts; numbers follow.
+        pages: yields some items of the list at a time; it is read once, then closed.
+        document: turns the pages into the parts of the JSON document that `--json` prints.
+        as_row: turns an item into a row of the table that people are shown.
+        nothing: what people are shown if the list is empty.
+        texts: how many columns of the table are text; the columns after them are numbers.
     """
 
     pages: Generator[Any, None, object]
@@ -108,9 +108,9 @@ def print_json(document: object) -> None:
 
 
 def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> None:
-    """Write a table of rows by column to stdout, numbers right behind the first columns of text.
+    """Write rows as a table to stdout; the first columns are text, the others numbers.
 
-    Columns called `…_all` are left out.
+    Columns whose name ends with `_all` are left out.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     names = dict.fromkeys(key for row in rows for key in row if not key.endswith("_all"))
@@ -123,7 +123,7 @@ def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> Non
 
 
 def as_text(value: object) -> str:
-    """Return what people read: numbers in four digits, names without underscores."""
+    """Return a value as people read it: numbers in four digits, names without underscores."""
     if isinstance(value, dict):
         return ", ".join(f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
     if isinstance(value, list):

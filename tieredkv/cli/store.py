@@ -24,7 +24,7 @@ SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
 def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
-    """Make a command of a verb, which is called with the verbs of the store that is named."""
+    """Make a command of a function, which is given the store that `--disk-dir` names."""
 
     @functools.wraps(verb)
     def ask(*, loaded: LoadedSettings, **options: Any) -> Answer | Listing:
@@ -42,7 +42,7 @@ def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
 def df(store: StoreControl) -> Answer:
     """Show how many blocks and bytes each tier holds.
 
-    It works on a running server and on a stopped one, of which only the disk tier is left.
+    While the server is stopped, only the disk tier holds anything.
 
     \b
     Example:
@@ -114,9 +114,10 @@ def ls(store: StoreControl, limit: int | None) -> Listing:
     "--dry-run", is_flag=True, help="Say what would be evicted from disk, and change nothing."
 )
 def evict(store: StoreControl, yes: bool, **filters: Any) -> Answer:
-    """Evict blocks from every tier, by chain or by filter.
+    """Evict blocks from every tier: chains by their ID, or the blocks that a filter selects.
 
-    An ID is one that `tieredkv ls` has printed.
+    `ls` prints the IDs. An ID stays good while the first or the last block that only this chain
+    uses is stored. Blocks that other chains use stay.
 
     \b
     Examples:
