@@ -23,7 +23,7 @@ import click
 import msgspec
 import torch
 
-from tests.fake_store import DAY_S, EMPTY_STATS, kept_by
+from tests.fake_store import DAY_S, kept_by
 from tests.stress.engine_thread import NoCopies
 from tieredkv.bench import raw
 from tieredkv.bench.progress import terminal_progress
@@ -42,7 +42,7 @@ from tieredkv.engine.scheduler import Scheduler
 from tieredkv.retention import RetentionPolicies
 from tieredkv.storage.client import Event, StoreClient
 from tieredkv.storage.codec import Extent, Located, encode_record
-from tieredkv.storage.results import StoreStats, TouchItem
+from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
 from tieredkv.storage.worker_messages import LentPage, LookupDone, PageStored, StoreCall, WorkerUp
 from tieredkv.types import BlockHash, BlockRecord, Progress, tracked
 
@@ -96,7 +96,7 @@ class _Worker(StoreClient):
         return events
 
     def stats(self) -> StoreStats:
-        return EMPTY_STATS
+        return NO_STATS
 
 
 class _Clock(Clock):
@@ -297,7 +297,7 @@ def _worker_restarts(entries: int) -> Steps:
     engine = _Engine(entries)
     engine.fill(entries)
     while True:
-        engine.worker.tell(WorkerUp(EMPTY_STATS))
+        engine.worker.tell(WorkerUp(NO_STATS))
         yield engine.step
 
 
