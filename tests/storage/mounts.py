@@ -49,7 +49,8 @@ def _run(*command: str) -> None:
         raise CannotMountError(f"`{command[0]}` is not installed") from None
     if done.returncode:
         lines = (done.stderr or done.stdout).strip().splitlines()
-        raise CannotMountError(f"`{command[0]}` failed: {lines[0] if lines else done.returncode}")
+        why = lines[0].rpartition(": ")[2] if lines else f"exit code {done.returncode}"
+        raise CannotMountError(f"`{command[0]}` failed: {why}")
 
 
 @contextlib.contextmanager

@@ -181,7 +181,16 @@ def test_doctor_says_what_the_disk_can_do(tmp_path: Path) -> None:
     names = {check["name"]: check["status"] for check in checks}
     assert {"python", "torch", "cuda" if "cuda" in names else "cuda:0"} <= set(names)
     assert names["permissions"] == "ok"
-    assert {"O_DIRECT", "hole punching", "free space"} <= set(names)
+    calls = {
+        "O_DIRECT",
+        "fallocate",
+        "hole punching",
+        "shared mmap",
+        "fdatasync",
+        "flock",
+        "rename",
+    }
+    assert {*calls, "free space"} <= set(names)
     assert list(tmp_path.iterdir()) == []
 
 
