@@ -83,24 +83,17 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
     files = told("transformers_weights")
     yield files, f"`transformers_weights` = {files} in config.json is not supported"
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
-    for layers in sorted(set(told("layer_types") or ()) - {"full_attention"}):
-        size = told(_WINDOWS.get(layers, ""))
-        what = f"it has `{layers}` layers, and only full attention is paged"
-        if layers in _WINDOWS and size:
-            what += f" (`{_WINDOWS[layers]}` = {size} is below its context of {context_len} tokens)"
-        yield not _is_wide(size, context_len), what
-    # A config that lists the types of its layers was checked above. Others have one window for all
-    # layers; whether a layer uses it is also seen by the probe.
-    if not told("layer_types"):
-        for field in _WINDOWS.values():
-            size = told(field)
-            is_used = size and not (
-                field == "sliding_window" and told("use_sliding_window") is False
-            )
-            what = (
-                f"it attends within a window (`{field}` = {size}), and only full attention is paged"
-            )
-            yield is_used and not _is_wide(size, context_len), what
+    kinds = set(told("layer_types") or ()) - {"full_attention"}
+    for kind_of_layer in sorted(kinds - {*_WINDOWS}):
+        yield True, f"it has `{kind_of_layer}` layers, and only full attention is paged"
+    for kind_of_layer, field in _WINDOWS.items():
+        size = told(field)
+        # A config that does not list the types of its layers has one window for all of them.
+        is_used = size and not (field == "sliding_window" and told("use_sliding_window") is False)
+        is_used = kind_of_layer in kinds or (is_used and not told("layer_types"))
+        what = f"its attention has a window of {size} tokens (`{field}`), and windows are not paged"
+        way_out = f"with `max_model_len` = {size} it can be served"
+        yield is_used and not _is_wide(size, context_len), f"{what}; {way_out}" if size else what
     size = told("attn_logit_softcapping")
     yield size, f"its attention is changed by `attn_logit_softcapping` = {size}"
     is_causal = told("is_causal") is not False and not told("use_bidirectional_attention")

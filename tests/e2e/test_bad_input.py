@@ -99,8 +99,8 @@ def test_a_sliding_window_is_refused_with_its_size(generate: Run, tmp_path: Path
     config: Any = MistralConfig(sliding_window=4096, num_hidden_layers=1, hidden_size=64)
     config.save_pretrained(folder)
     message = refusal(generate(model=folder), 2)
-    assert message.startswith(f"model `{folder}` cannot be served: it uses sliding window att")
-    assert "`sliding_window` = 4096" in message
+    assert message.startswith(f"model `{folder}` cannot be served: its attention has a wind")
+    assert "4096 tokens (`sliding_window`)" in message
     assert not (tmp_path / "kv").exists()
 
 

@@ -10,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tieredkv.config import Dtype
+from tieredkv.engine.llm import LLM
 from tieredkv.engine.loader import LoadedModel, find_model
 from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
+from tieredkv.engine.sampling_params import SamplingParams
 from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.errors import ConfigError, ModelError
 
@@ -67,6 +69,21 @@ def test_end_tokens_that_the_model_does_not_have_are_left_out(folder: Path) -> N
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [8, 32000]}))
     (folder / "generation_config.json").unlink()
     assert load(folder).eos_token_ids == {8, 257}
+
+
+def test_a_shorter_context_makes_a_model_with_a_window_fit(
+    checkpoints: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(checkpoints("mistral"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sliding_window": 64}))
+    with pytest.raises(ModelError, match="a window of 64 tokens"):
+        find_model(str(folder), device="cpu")
+    assert find_model(str(folder), device="cpu", max_context_len=64).max_model_len == 64
+    with LLM(str(folder), device="cpu", max_model_len=64, host_size="1MiB") as llm:
+        [answer] = llm.generate([*range(10, 70)], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(answer.token_ids) == 4
 
 
 def test_progress_is_told(folder: Path) -> None:

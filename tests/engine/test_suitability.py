@@ -33,21 +33,25 @@ def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) ->
 @pytest.mark.parametrize(
     ("model_type", "changes", "reason"),
     [
-        ("mistral", {"sliding_window": 255}, "attends within a window (`sliding_window` = 255)"),
+        (
+            "mistral",
+            {"sliding_window": 255},
+            "255 tokens (`sliding_window`), and windows are not paged; with `max_model_len` = 255 ",
+        ),
         (
             "qwen2",
             {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 32},
-            "`sliding_attention` layer",
+            "window of 32 tokens",
         ),
         ("gemma2", {"layer_types": FULL}, "`attn_logit_softcapping` = 50.0"),
-        (
-            "gemma3_text",
-            {"sliding_window": 128},
-            "(`sliding_window` = 128 is below its context of 256",
-        ),
+        ("gemma3_text", {"sliding_window": 128}, "window of 128 tokens"),
         ("deepseek_v3", {}, "latent attention (MLA)"),
         ("qwen3_next", {}, "`linear_attention` layers"),
-        ("llama4_text", {"attention_chunk_size": 64}, "`chunked_attention` layers"),
+        (
+            "llama4_text",
+            {"attention_chunk_size": 64},
+            "window of 64 tokens (`attention_chunk_size`)",
+        ),
         ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "asks for `s_aux`"),
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "does not use transformers' attention interface"),
@@ -119,7 +123,7 @@ def test_a_window_at_least_as_long_as_the_context_is_no_window(
     examine(model_type, changes | {"sliding_window": 256})
     examine(model_type, changes | {"sliding_window": 100}, context_len=100)
     for window, context_len in ((255, 256), (100, 101)):
-        with pytest.raises(ModelError, match=f"`sliding_window` = {window}"):
+        with pytest.raises(ModelError, match=f"a window of {window} tokens"):
             examine(model_type, changes | {"sliding_window": window}, context_len)
 
 
