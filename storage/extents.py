@@ -173,7 +173,8 @@ class SegmentFiles:
             _punch(file.fd, offset, size)
         else:
             self._write(file, [aligned_buffer(file.slot_bytes)] * num_slots, offset)
-        self.bytes_erased += num_slots * file.slot_bytes
+        with self._lock:
+            self.bytes_erased += num_slots * file.slot_bytes
         self.refresh(first.segment)
 
     def sync(self, segments: set[int]) -> None:
