@@ -189,7 +189,8 @@ class SegmentFiles:
                 self.punch_hole = False
         if not self.punch_hole:
             self._write_zeroes(file, offset, size)
-        self.bytes_erased += num_slots * file.slot_bytes
+        with self._lock:
+            self.bytes_erased += num_slots * file.slot_bytes
         self.refresh(first.segment)
 
     def sync(self, segments: set[int]) -> None:

@@ -6,6 +6,7 @@ of the disk is an answer (a miss, a failed put) and a counter, never a wrong byt
 
 import errno
 import logging
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -71,6 +72,7 @@ class BlockStore:
         with self.index.reading() as txn:
             self._faults = Counter(txn.meta.faults)  # in the life of the store
         self._reported: set[str] = set()
+        self._counting = threading.Lock()  # faults come from the threads that read and that change
         self._deleted: Counter[str] = Counter()
         self._damaged: set[bytes] = set()  # keys of records that are to be dropped
         self._num_stored, self._num_expired = 0, num_expired
@@ -417,7 +419,8 @@ class BlockStore:
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
         recovery.make_again(self.slots)
-        self._faults["index"] += 1
+        with self._counting:
+            self._faults["index"] += 1
         self._damaged.clear()
 
     @contextmanager
@@ -513,9 +516,11 @@ class BlockStore:
     def _count_fault(self, error: BaseException) -> str:
         """Count a fault, log the first of its reason, and answer that."""
         reason = reason_of(error)
-        self._faults[reason] += 1
-        if reason not in self._reported:
+        with self._counting:
+            self._faults[reason] += 1
+            is_new = reason not in self._reported
             self._reported.add(reason)
+        if is_new:
             logger.warning("disk tier: %s: %s (later ones are only counted)", reason, error)
         return reason
 
