@@ -202,3 +202,18 @@ def test_an_empty_turn_and_a_breakpoint_inside_a_result_are_refused(
     for rules in (RULES, replace(RULES, is_strict=False)):
         with pytest.raises(RequestError, match=r"content\[0\]\.cache_control' is not supported"):
             ask(tokenization, result, rules=rules)
+
+
+def test_results_are_counted_as_the_messages_that_they_become(tokenization: Tokenization) -> None:
+    results = [block("tool_result", tool_use_id="1", content="a") for _ in range(16_385)]
+    with pytest.raises(RequestError, match="16384 turns and tool results at most"):
+        ask(tokenization, *results)
+
+
+def test_many_calls_in_one_turn_are_read_in_the_time_that_few_take_each() -> None:
+    calls = [block("tool_use", id=str(i), name="f") for i in range(20_000)]
+    turns = [{"role": "assistant", "content": calls}, {"role": "user", "content": "a"}]
+    request = read(MessagesRequest, {"model": "m", "max_tokens": 4, "messages": turns})
+    messages, places = request.layout
+    assert [call["id"] for call in messages[0]["tool_calls"]] == [str(i) for i in range(20_000)]
+    assert len(places) == 20_001
