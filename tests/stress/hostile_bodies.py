@@ -408,9 +408,11 @@ async def drained(server: Server, model: str, names: list[str], size: int, clien
 @click.option("--clients", default=2, help="That send one body at once.")
 @click.option("--seconds", default=3.0, help="For which each body is sent.")
 @click.option("--only", multiple=True, help="Send only these bodies.")
+@click.option("--skip", multiple=True, help="Leave these bodies out.")
 @click.option("--commit")
-def main(commit: str | None, only: tuple[str, ...], **told: Any) -> None:
+def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **told: Any) -> None:
     names = [*only] or [*BODIES, "chunks of one byte"]
+    names = [name for name in names if name not in skip]
     size = (1 << 20) + 32 * told["max_model_len"]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "m"
