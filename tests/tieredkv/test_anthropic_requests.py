@@ -210,3 +210,18 @@ def test_how_to_sample_is_left_to_the_model_where_a_request_does_not_say(
     params = ask(tokenization, text("one"), top_k=5).plan.params
     assert (params.temperature, params.top_p, params.top_k) == (None, None, 5)
     assert ask(tokenization, text("one"), temperature=1).plan.params.temperature == 1.0
+
+
+def test_results_are_counted_as_the_messages_that_they_become(tokenization: Tokenization) -> None:
+    results = [block("tool_result", tool_use_id="1", content="a") for _ in range(16_385)]
+    with pytest.raises(RequestError, match="16384 turns and tool results at most"):
+        ask(tokenization, *results)
+
+
+def test_many_calls_in_one_turn_are_read_in_the_time_that_few_take_each() -> None:
+    calls = [block("tool_use", id=str(i), name="f") for i in range(20_000)]
+    turns = [{"role": "assistant", "content": calls}, {"role": "user", "content": "a"}]
+    request = read(MessagesRequest, {"model": "m", "max_tokens": 4, "messages": turns})
+    messages, places = request.layout
+    assert [call["id"] for call in messages[0]["tool_calls"]] == [str(i) for i in range(20_000)]
+    assert len(places) == 20_001

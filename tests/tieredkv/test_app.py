@@ -3,6 +3,7 @@
 import asyncio
 import json
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -366,3 +367,15 @@ def test_other_requests_are_answered_while_a_long_one_is_read(
             return [each.status_code for each in (short, health, await asked)]
 
     assert asyncio.run(send()) == [200] * 3
+
+
+def test_a_refusal_does_not_hold_on_to_the_body(tokenization: Tokenization) -> None:
+    keys = Keys(settings=Settings(), is_strict=False, is_local=True)
+    api = Api(Settings(), Engine(0.0, answered), tokenization, keys)  # type: ignore[arg-type]
+    for body in ({"model": "m", "prompt": [1] * 600}, {"model": "m", "prompt": 1}):
+        with pytest.raises(RequestError) as caught:
+            content = json.dumps(body).encode()
+            api._read(ANSWERED["/v1/completions"], {"tenant": "", "path": ""}, content, Stop())
+        assert caught.value.__context__ is None
+        frames = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
+        assert frames[-1] == "_read"

@@ -30,6 +30,7 @@ from tieredkv.server.known_fields import (
 from tieredkv.units import parse_duration
 
 MAX_BREAKPOINTS = 4
+MAX_MESSAGES = 16_384
 _THOUGHTS = ("thinking", "redacted_thinking")
 _RUNS = ("tool_use", "tool_result")
 """Of these, several in a row are one position."""
@@ -199,7 +200,7 @@ class Conversation(ApiRequest, Marked):
     known_besides = without_effect
     refused = MESSAGES.refused
 
-    messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=16_384)
+    messages: Annotated[list[Turn], FailFast()] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: Texts = Field([])
     tools: Annotated[list[CustomTool], FailFast()] = Field([], max_length=1024)
     tool_choice: ToolChoice | None = None
@@ -224,6 +225,9 @@ class Conversation(ApiRequest, Marked):
             for j, block in enumerate(blocks):
                 is_result = block.type == "tool_result"
                 if j == 0 or is_result or messages[-1]["role"] == "tool":
+                    if len(messages) == MAX_MESSAGES:
+                        text = f"there may be {MAX_MESSAGES} turns and tool results at most"
+                        raise RequestError(f"messages: {text}")
                     messages.append({"role": "tool" if is_result else role, "content": []})
                 if block.type in _THOUGHTS:
                     if role != "assistant":

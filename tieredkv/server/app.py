@@ -185,8 +185,19 @@ class Api:
     ) -> "Response | Prepared":
         """Return what a body asks for, or the answer where that needs no engine.
 
-        All that grows with a body is done here: decoding, checks, rendering, encoding.
+        All that grows with a body is done here: decoding, checks, rendering, encoding. A refusal
+        does not hold on to what the body has become, so that this is freed in this thread, too.
         """
+        try:
+            return self._read_whole(kind, scope, content, stop)
+        except RequestError as error:
+            refusal = error
+        refusal.__cause__ = refusal.__context__ = None
+        raise refusal.with_traceback(None)
+
+    def _read_whole(
+        self, kind: type[ApiRequest], scope: Scope, content: bytes, stop: Stop
+    ) -> "Response | Prepared":
         info, tenant = self._engine.info, scope["tenant"]
         parsed = parse_body(content, MAX_VALUES + info.max_model_len)
         if parsed.get("model") is None and not kind.model_fields["model"].is_required():

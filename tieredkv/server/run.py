@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -34,6 +35,8 @@ STREAMS_END_S = 5
 KEEP_ALIVE_S = 30
 EXIT_INTERRUPTED = 130
 GC_THRESHOLDS = 50_000, 20, 1000
+SWITCH_INTERVAL_S = 0.001
+"""A thread that reads a long request gives way to the event loop after this time."""
 
 OnReady = Callable[[str, EngineInfo], None]
 """Called with the URL and the engine's description, once requests are answered."""
@@ -164,6 +167,7 @@ class Server:
                 # not looked through; what a large body becomes is seldom looked through.
                 gc.freeze()
                 gc.set_threshold(*GC_THRESHOLDS)
+                sys.setswitchinterval(SWITCH_INTERVAL_S)
                 with contextlib.closing(Api(self.settings, engine, tokenization, keys)) as api:
                     await self._serve(sock, api, engine)
         except TieredKVError:
