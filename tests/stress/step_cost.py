@@ -228,6 +228,9 @@ def _noted(entries: int) -> Steps:
         claims = frozenset({"24h"})
         made = [Entry(each, ROOT, ROOT, b"", 0, now, now, claims) for each in engine.chain(8192)]
         yield lambda made=made: engine.cache.demoter.note_computed(made)  # type: ignore[misc]
+        while not engine.cache.is_idle:
+            engine.worker.write(len(engine.worker.lent))
+            engine.step()
 
 
 def _host_is_full(entries: int) -> Steps:
