@@ -255,9 +255,8 @@ class EngineCore:
 
     def wait(self, timeout_s: float) -> None:
         """Return when something may have changed: a wake, a copy that arrived, or the timeout."""
-        if self._launched is not None or (not self._is_stalled and self._requests):
-            return
-        if self.cache.has_more:
+        is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
+        if is_stepping or self.cache.has_more:
             return
         transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
         give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)

@@ -1,4 +1,4 @@
-"""Which request is admitted next: fair between tenants, and those of one prefix near each other.
+"""The queue of waiting requests: fair between tenants, and requests of one prefix run together.
 
 Between tenants it is start-time fair queueing: it is the turn of the tenant for which the fewest
 tokens were computed, and one that comes back starts level with the others. So at most one request
@@ -33,7 +33,7 @@ class RequestQueue:
     """Requests that wait, one queue a tenant; nothing here costs more for a longer queue.
 
     Attributes:
-        waited_s: how long the last one admitted had waited.
+        waited_s: how long the request that was admitted last had waited.
     """
 
     def __init__(self) -> None:

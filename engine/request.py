@@ -30,7 +30,8 @@ class Request:
 
     Attributes:
         asked: what was asked for.
-        max_output_tokens: tokens that it may generate at most; one is sampled though none is told.
+        max_output_tokens: the most tokens that it may generate. At least 1: with `max_tokens=0` one
+            token is sampled and not returned.
         token_ids: prompt, then what was generated; `pending(request_index)` for tokens that
             the device has not returned yet.
         request_index: its place among the running requests, -1 while it is none of them.

@@ -27,15 +27,16 @@ from tieredkv.types import BlockHash, HashAlgo
 logger = logging.getLogger(__name__)
 
 MAX_REST = 1 / 32
-"""Of a budget; so short a rest of a prompt is computed with the chunk before it, not by itself."""
+"""Fraction of a budget: a shorter rest of a prompt is computed with the chunk before it."""
 
 CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
 
 MAX_ADMITTED_TOKENS = 32_768
-"""Of prompts that begin in one step; looking up more would hold up the next tokens of others.
+"""The most prompt tokens that are admitted in one step.
 
-Hashing as many does, too: beside others, who was hashed since the last step begins in the next.
+Looking up more blocks would hold up the next tokens of other requests, and so does hashing: if so
+many tokens were hashed since the last step, their requests are admitted in the next one.
 """
 
 SHORT_STEP = 1 / 32
@@ -54,10 +55,11 @@ admitted still goes by the tokens that were computed.
 SHORT_STEPS_S = 10.0
 
 RETURN_S = 0.01
-"""Who asked again so soon after a quick answer is waited for that long after the next one.
+"""A tenant that asked again within this time is given as long after its next answer.
 
-Else it would find a step in progress each time. Meanwhile long prompts get nothing, and beside it
-three quarters of a short step. Source: anticipatory scheduling, Iyer and Druschel 2001.
+Long prompts resume only then; otherwise each request of the tenant would find a step in progress.
+Beside such a request, long prompts get three quarters of a short step.
+Source: anticipatory scheduling, Iyer and Druschel 2001.
 """
 
 
@@ -76,7 +78,7 @@ def longest_chunk(budget: int) -> int:
 
 
 MAX_SCORED_TOKENS = 256
-"""Of a prompt whose every token is scored, in one step: each has logits of the whole vocabulary."""
+"""The most tokens of a scored prompt in one step: each has logits for the whole vocabulary."""
 
 SCORING = -1
 """Claimed, beside ids of blocks, by the one row of a step that is scored."""

@@ -191,7 +191,9 @@ def _owed_to_a_stuck_worker(entries: int) -> Steps:
     """`write_behind` owes the disk so many blocks, and the worker finishes none."""
     engine = _Engine(2 * entries, num_pages=2 * entries, is_write_behind=True)
     engine.fill(entries)
-    for _ in range(entries // 16):  # until no more is taken
+    before = -1
+    while (taken := engine.tiers.host.num_cached + len(engine.worker.lent)) != before:
+        before = taken
         engine.step()
     while True:
         yield engine.step
@@ -226,6 +228,9 @@ def _noted(entries: int) -> Steps:
         claims = frozenset({"24h"})
         made = [Entry(each, ROOT, ROOT, b"", 0, now, now, claims) for each in engine.chain(8192)]
         yield lambda made=made: engine.cache.demoter.note_computed(made)  # type: ignore[misc]
+        while not engine.cache.is_idle:
+            engine.worker.write(len(engine.worker.lent))
+            engine.step()
 
 
 def _host_is_full(entries: int) -> Steps:

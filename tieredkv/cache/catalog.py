@@ -1,7 +1,7 @@
-"""What the RAM tiers hold and until when, and why what has left them did, as far as remembered.
+"""What the RAM tiers hold and until when, and why the blocks that left them last have left.
 
-There is one entry a block, whichever of the tiers has it. It knows identity and retention; it does
-not know pools, bytes or devices.
+There is one entry per block, whichever of the tiers has it. This module knows identity and
+retention; it does not know pools, bytes or devices.
 Called by the engine's thread only.
 """
 
@@ -30,12 +30,14 @@ class Entry(msgspec.Struct, gc=False):
     """Identity and retention of one full block that VRAM or host memory holds.
 
     Attributes:
-        claims: names of the retention policies that asked for it; it lives by the longest.
-        pinned_until: evicted only after all that is not pinned, and not idle, until then; 0.0
-            for no such wish. What makes it old counts all the same.
-        disk_expires_at: what the disk was last told, 0.0 while no acknowledged copy is there.
-        is_droppable: its demotion was given up, so that it may be evicted without a copy below.
-        refusal: why the store could not take it the last time that it was asked; else empty.
+        claims: names of the retention policies that asked for the block; the longest one counts.
+        pinned_until: until then the block is evicted only after all blocks without a pin, and it
+            does not count as idle; 0.0 without a pin. A pin does not extend its absolute lifetime.
+        disk_expires_at: the deadline that the disk was last told; 0.0 while the disk has
+            acknowledged no copy.
+        is_droppable: the block may be evicted without a copy below, since its demotion was given
+            up.
+        refusal: why the store did not take the block the last time that it was asked, or empty.
         queued_second: when it is looked at next, in seconds since the epoch.
     """
 
@@ -61,7 +63,7 @@ class Entry(msgspec.Struct, gc=False):
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """What its deadline follows from, beside its claims."""
+        """The times from which, together with its claims, its deadline follows."""
         return self.computed_at, self.last_used, self.pinned_until
 
 
@@ -69,7 +71,7 @@ _SHARED = [name for name in Entry.__struct_fields__ if name in BlockRecord.__str
 
 
 def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
-    """Return what an entry and the record of the same block both say."""
+    """Return the fields that an entry and the record of the same block have in common."""
     return {name: getattr(block, name) for name in _SHARED}
 
 

@@ -1,8 +1,8 @@
 """Takes blocks down: device block to host page, host page to disk, ahead of need.
 
 Demotion keeps enough clean blocks (see `Tiers`) at the old end of each pool, so that an allocation
-neither waits for PCIe nor for the disk. What cannot be demoted in time is dropped, oldest first,
-and counted.
+waits neither for PCIe nor for the disk. Blocks that cannot be demoted in time are dropped, the
+oldest first, and counted.
 
 Called by the engine's thread only.
 """
@@ -25,21 +25,21 @@ from tieredkv.types import BlockHash, BlockId, BlockRecord, PageId, Progress, Ti
 POLL_S = 0.0005
 
 MAX_MOVES = 16
-"""Copies, and writes, that one step starts beside two for each block that was computed before it.
+"""Copies, and writes, that one step may start, besides two for each block computed since the last.
 
-What waits is then moved a little faster than more comes, and a step never does more for it than
-follows from what it computes.
+The queues then drain faster than they fill, and the work of a step does not depend on how long
+they are.
 """
 
 LOOKS_PER_MOVE = 8
-"""Blocks that may be looked at for each move: most are clean already, or need no copy any more."""
+"""Queued blocks that a step may examine for each move; many of them need no move any more."""
 
 Waiting = OrderedDict[BlockHash, None]
-"""Blocks that are to go down, in order, each once; one that is started leaves."""
+"""A queue of blocks to be moved down, each of them once; a block leaves when its move starts."""
 
 
 class _Write(NamedTuple):
-    """One page lent to the store, and for whom: another entry of this hash may come meanwhile."""
+    """One page lent to the store, and its entry: the hash may get another entry meanwhile."""
 
     page: Block
     entry: Entry
@@ -190,7 +190,7 @@ class Demoter:
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
 
-        At least a reserve of them: the next allocation must not wait in its turn.
+        This covers at least the reserve, so that the next allocation does not have to wait, too.
         """
         tiers = self._tiers
         for block in tiers.device.dirty(max(num_blocks, self._device_reserve)):

@@ -1,10 +1,11 @@
 """Brings blocks up: disk to host page, host page to device block.
 
-Two phases each: `start` or `prefetch` holds source and destination, completion lets go of them.
-A read that fails, comes late or is no longer wanted costs a miss and nothing else.
+Each move has two phases: `start` or `prefetch` holds the source and the destination, and the
+completion releases them. A read that fails, is late or is no longer wanted costs a miss and nothing
+else.
 
-Pages on loan: a page handed to the store stays held until the store says that it is done with it;
-a timeout ends the waiting of a device block, never the loan.
+A page that was lent to the store stays held until the store returns it. A timeout ends the waiting
+of a device block, never the loan of the page.
 
 Called by the engine's thread only.
 """
@@ -26,7 +27,7 @@ from tieredkv.storage.worker_messages import LentPage, PageLoaded
 from tieredkv.types import TENANT_BYTES, BlockHash, BlockId, BlockRecord, PageId
 
 MAX_READS = 128
-"""Reads that one step starts, or ends since nobody wants them any more; the next goes on."""
+"""Queued reads that one step may start or cancel; the next step continues with the others."""
 
 _FAILED = "a block could not be loaded (%s); it is computed again"
 _HARMLESS = frozenset(("missing", "evicted", "expired", "closing", "worker_died", "worker_down"))
@@ -41,8 +42,8 @@ class _Read:
     """A block that is to come from disk.
 
     Attributes:
-        record: as the disk has it, sealed.
-        page: it is being read into, on loan since `began_at`; None until there is room.
+        record: the encoded record that the disk returned.
+        page: the page that is read into, on loan since `began_at`; None until there is room.
         waiting: device blocks that are filled from it, held.
     """
 
@@ -255,7 +256,7 @@ class Promoter:
             self._tiers.store.load(items)
 
     def _give_up(self) -> None:
-        """Let no block wait whose read is late; its page stays on loan."""
+        """Stop waiting for reads that are late; their pages stay on loan."""
         now = time.monotonic()
         while self._waits and self._waits[0].give_up_at <= now:
             wait = self._waits.popleft()
@@ -268,7 +269,7 @@ class Promoter:
         count_failure(self._tiers.counters.load_failures, reason, _FAILED)
 
     def _settle(self, read: _Read, page: Block | None) -> None:
-        """End a read: who waits is copied from the page, if that is ready, or computed."""
+        """End a read: blocks that wait are copied from the page if it is ready, else computed."""
         for block in list(read.waiting):
             self._stop_waiting(block)
             if page is not None and page.is_ready and block.ref_count:  # else nobody wants it

@@ -4,7 +4,7 @@ A request's prompt is a chain of full blocks. `arrive` asks every tier for the w
 starts disk reads; `admit` gives the request a block table in which each full block is either ready,
 on its way up, or waiting to be computed; `complete` publishes what was computed; `release` lets go.
 
-Whose is a device block, by state:
+Who owns a device block, by its state:
 
     hashed, ready        shared: any request with this prefix may hold it; never written again
     hashed, not ready    shared: being filled by a promotion, or to be computed by the first request
@@ -40,7 +40,7 @@ from tieredkv.types import BlockHash, Tier
 
 LOOKUP_TIMEOUT_S = 1.0
 MAX_EXPIRED = 64
-"""Blocks that one step looks at since they may have expired; the next goes on."""
+"""Queued blocks that one step examines for expiry; the next step continues with the others."""
 
 PATIENCE_S = 0.25
 
@@ -98,7 +98,7 @@ class TieredCache:
         return True
 
     def pin(self, prefix: Prefix) -> None:
-        """Have what a queued request wants evicted last, up to half of each pool in all."""
+        """Have the blocks that a queued request wants evicted last, up to half of each pool."""
         if prefix.wanted or prefix.blocks:
             return
         pools = self.tiers.pools.values()
@@ -113,7 +113,7 @@ class TieredCache:
                 pool.touch(wanted[: pool.most_pinned - pool.num_pinned])
 
     def _unpin(self, prefix: Prefix) -> None:
-        """Undo a `pin`: the blocks become the youngest of all, if nobody else wants them."""
+        """Undo `pin`: blocks that nobody else wants become the youngest of those without a pin."""
         tiers, wanted, prefix.wanted = self.tiers, prefix.wanted, []
         tiers.wanted.subtract(wanted)
         for block_hash in wanted:
@@ -298,7 +298,7 @@ class TieredCache:
         self.demoter.pump()
 
     def expire_due(self) -> None:
-        """Drop blocks whose time has come, a few at a time; end the pin of others."""
+        """Drop expired blocks, a bounded number per call, and end pins whose time is over."""
         tiers, now = self.tiers, self.tiers.clock.now()
         aged: list[BlockHash] = []
         for entry in tiers.catalog.due(now, MAX_EXPIRED):
@@ -310,7 +310,7 @@ class TieredCache:
             pool.touch(aged)
 
     def _expire(self, hashes: Sequence[BlockHash]) -> None:
-        """Make the expired ones of some blocks unreachable, whether their turn has come or not."""
+        """Drop the expired ones among some blocks, even if the sweep has not reached them yet."""
         catalog, now = self.tiers.catalog, self.tiers.clock.now()
         self.expire_due()
         if catalog.is_behind:

@@ -25,9 +25,9 @@ class CacheCounters:
     """Counts since start; blocks unless the name says otherwise.
 
     Attributes:
-        allocation_waits: times an allocation found room only behind a copy still under way.
+        allocation_waits: allocations that had to wait for a copy to end.
         demotions_dropped: blocks evicted without the copy below that they should have had.
-        load_failures: by reason; each was recomputed.
+        load_failures: failed loads by reason; each of these blocks was recomputed.
         evictions: copies in RAM by `tier,reason`.
         move_seconds: how many copies by `from,to`, and their seconds from start to end, summed;
             between VRAM and host memory of several blocks each.
@@ -74,8 +74,8 @@ class Tiers:
         is_write_behind: write to disk soon after computing, not only on eviction.
         device_reserve_blocks: device blocks to be kept clean ahead of need.
         load_timeout_s: a block that has not come from disk by then is computed.
-        shares: of each tier, by tenant, as given or an equal one of the rest; empty while one
-            tenant has all.
+        shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
+            what is left; empty while there is one tenant only.
         pools: of the two RAM tiers.
         wanted: blocks that queued requests want, and how many of them; evicted last.
     """
