@@ -348,6 +348,8 @@ async def attack(
         rows.append({"body": "nothing", "health_ms": idle_ms})
         for name in names:
             path, body = body_of(name, size, model) if name in BODIES else (CHAT, b"")
+            await asyncio.sleep(0.2)  # making the body has held up who asks `/health`, too
+            health.take()
             end, answers, told = time.perf_counter() + seconds, list[float](), set[str]()
 
             async def send() -> None:
