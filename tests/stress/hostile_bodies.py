@@ -419,7 +419,7 @@ def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **tol
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "m"
         save_model(model, told["vocab_size"], told["max_model_len"])
-        with running(Path(folder), model=str(model)) as server:
+        with running(Path(folder), "--device-size", "256MiB", model=str(model)) as server:
             path, body = body_of("prose", 20_000, str(model))
             httpx.post(server.root + path, content=body, timeout=300)
             before = resident_bytes(server.pids["server"])
