@@ -6,6 +6,7 @@ This module knows whose work it does, not what the work is.
 import asyncio
 import contextlib
 import ctypes
+import gc
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -130,10 +131,11 @@ class FairThreads:
 
 
 def trim_memory() -> None:
-    """Return freed memory to the system, if the C library is glibc.
+    """Free what only cycles refer to, and return freed memory to the system.
 
-    Otherwise glibc keeps what many threads have allocated and freed in its arenas.
+    The latter is for glibc, which otherwise keeps in its arenas what many threads have freed.
     """
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
