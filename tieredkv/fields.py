@@ -1,6 +1,7 @@
-"""Checked objects of JSON bodies and parameters, with OpenAI's texts for what is not as it must be.
+"""Check the JSON bodies of requests and report faults in OpenAI's words.
 
-It knows types and ranges, not what any field is for. `null` is the same as an absent field.
+This module knows types and ranges, not what any field is for. A field that is `null` counts as
+absent.
 """
 
 import operator
@@ -25,11 +26,12 @@ MAX_DEPTH = 64
 MAX_CONTAINERS = 65_536
 MAX_KEYS = 131_072
 MAX_VALUES = 262_144
-"""What a body may hold besides the token ids of one prompt: decoding it takes some 50 ms at most,
-during which no other thread runs."""
+"""The most values a body may hold, beside the token ids of one prompt.
+
+No other thread runs while a body is decoded; these bounds keep that below about 50 ms."""
 
 MAX_TOLD_CHARACTERS = 200
-"""Of a client's key or value in an error."""
+"""Length to which a client's key or value is cut in an error text."""
 
 _SCAN_BYTES = 1 << 20
 
@@ -44,7 +46,7 @@ _NAMES = {
     "null": "NoneType",
 }
 _CALLED = {name: called for called, names in _NAMES.items() for name in names.split()}
-"""What a value is called, by its type or by the error of what is none; others say it themselves."""
+"""Names used in errors, by Python type or pydantic error; unlisted errors bring their own."""
 
 _OF_NAMES = {
     "unknown": ("Unknown parameter: '{}'.", "unknown_parameter"),
@@ -58,7 +60,7 @@ _OF_BOUNDS = {
     "min_length": ("empty_{}", "empty {}", "{a_kind} with minimum length {bound}"),
     "max_length": ("{}_above_max_length", "{} too long", "{a_kind} with maximum length {bound}"),
 }
-"""Code, fault and what was expected, by pydantic's name of a bound; `{}` is the kind of value."""
+"""Error code, fault and expected value for each bound of pydantic; `{}` is the kind of value."""
 
 
 def names_of(text: str) -> frozenset[str]:
@@ -130,14 +132,14 @@ Body = TypeVar("Body", bound=Object)
 
 
 class TextOr(BeforeValidator):
-    """Takes a text, too, and says so in the description of the API."""
+    """Lets a field take a string as well, and says so in the description of the API."""
 
     def __get_pydantic_json_schema__(self, schema: Any, describe: Callable[[Any], Any]) -> Any:
         return {"anyOf": [{"type": "string"}, describe(schema)]}
 
 
 def list_of(make: Callable[[str], Any]) -> TextOr:
-    """Return what lets a text stand for a list of what is made of it, and refuses all but lists."""
+    """Return a validator that takes a list, or a string in place of a list with one item."""
 
     def listed(value: Any) -> Any:
         if isinstance(value, str):
@@ -150,7 +152,7 @@ def list_of(make: Callable[[str], Any]) -> TextOr:
 
 
 PARTS = list_of(lambda text: {"type": "text", "text": text})
-"""Lets a text stand for its only part."""
+"""Takes a string in place of a list with one text part."""
 
 
 class JsonShape(NamedTuple):
@@ -170,10 +172,10 @@ class JsonShape(NamedTuple):
 
 
 def shape_of(body: bytes) -> JsonShape:
-    """Return what a JSON text holds without decoding it, which takes far more time and memory.
+    """Count the arrays, objects, keys and values of a JSON text without decoding it.
 
-    The interpreter lock is free most of the time. For a text that is not JSON the counts are those
-    of the part before its first fault, at least.
+    This is faster than decoding, needs less memory, and releases the interpreter lock most of the
+    time. If the text is not valid JSON, the counts cover at least the part before its first fault.
     """
     if b"\\" in body:  # then no quote but those at the ends of strings is left
         body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
@@ -197,18 +199,22 @@ def shape_of(body: bytes) -> JsonShape:
 
 
 def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
-    """Return the JSON object that a request's body is.
+    """Decode a request's body, which must be a JSON object.
+
+    Args:
+        body: the bytes that were sent.
+        max_values: how many values it may hold.
 
     Raises:
-        RequestError: it is none, or holds more than is worth decoding.
+        RequestError: it is no JSON object, or holds too many values or levels of nesting.
     """
-    # Most bodies have so little punctuation, strings included, that it need not be looked at.
-    is_worth_a_look = (
+    # Most bodies have so little punctuation, strings included, that they need not be counted.
+    needs_counting = (
         sum(map(body.count, b"[{")) > MAX_DEPTH
         or body.count(b":") > MAX_KEYS
         or body.count(b",") >= max_values
     )
-    if is_worth_a_look:
+    if needs_counting:
         shape, what = shape_of(body), "The JSON body of your request"
         if shape.depth > MAX_DEPTH:
             raise RequestError(f"{what} is nested more than {MAX_DEPTH} levels deep.")

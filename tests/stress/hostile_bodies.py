@@ -348,6 +348,8 @@ async def attack(
         rows.append({"body": "nothing", "health_ms": idle_ms})
         for name in names:
             path, body = body_of(name, size, model) if name in BODIES else (CHAT, b"")
+            await asyncio.sleep(0.2)  # making the body has held up who asks `/health`, too
+            health.take()
             end, answers, told = time.perf_counter() + seconds, list[float](), set[str]()
 
             async def send() -> None:
@@ -417,7 +419,7 @@ def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **tol
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "m"
         save_model(model, told["vocab_size"], told["max_model_len"])
-        with running(Path(folder), model=str(model)) as server:
+        with running(Path(folder), "--device-size", "256MiB", model=str(model)) as server:
             path, body = body_of("prose", 20_000, str(model))
             httpx.post(server.root + path, content=body, timeout=300)
             before = resident_bytes(server.pids["server"])

@@ -1,11 +1,13 @@
 """Texts and messages to token ids, and token ids to text.
 
-It knows the tokenizer and its chat template, no HTTP. All of it may take long for a long text, so
-that its callers decide in which thread it runs.
+This module knows the tokenizer and its chat template, no HTTP. Work on a long text takes long, so
+the callers decide in which thread it runs.
 
-What clients send is text. Where it spells a special token, a sign is put into the spelling before
-the template is rendered, and taken out again behind it; a spelling that had a sign in it is encoded
-as text. Such signs also tell where the parts of messages end in what the template has made.
+Messages and tools are text, even where they spell a special token such as `<|im_end|>`. Before the
+template is rendered, a guard is put into each such spelling. After rendering, the guards are taken
+out again, and each spelling that had one is encoded as text. The ends of marked parts are found in
+the same way, with signs of their own. Prompts of `/v1/completions` are not guarded: they have no
+template, so that their special tokens are the client's to write.
 """
 
 import contextlib
@@ -38,14 +40,15 @@ TOOLS = -1
 
 MAX_RENDERINGS = 100
 MAX_RENDERED_CHARACTERS = 1 << 24
-"""So many marks at most, and in texts of so many characters together, are looked for by rendering
-once more for each of them."""
+"""Limits on finding marks by one more rendering each: how many renderings there may be, and how
+many characters they may have together."""
 
 Mark = tuple[int, int]
-"""The end of a part of a message, by their indexes, or of a tool, by `TOOLS` and its index."""
+"""Marks the end of a part, by the indexes of its message and of the part in it, or the end of a
+tool, by `TOOLS` and the tool's index."""
 
 Messages = Sequence[Mapping[str, Any]]
-"""What chat templates know, but for `content`, which is a list of texts: its parts."""
+"""Messages as chat templates take them, except that `content` is a list of texts."""
 
 _BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
 """What vocabularies of bytes write for each of them."""
@@ -80,13 +83,13 @@ class Encoded(NamedTuple):
 
 
 class Signs:
-    """Numbers that nobody can guess, put into texts and found again in what is made of them.
+    """Random numbers that are put into texts before rendering and found again after it.
 
-    Digits stay as they are whatever a template does to a text: changes its case, strips it, or
-    prints it as JSON.
+    Digits survive whatever a template does to a text: changing its case, stripping it, or printing
+    it as JSON.
 
     Attributes:
-        guard: stands in spellings of special tokens.
+        guard: the number put into spellings of special tokens.
     """
 
     def __init__(self) -> None:
@@ -118,7 +121,7 @@ class Tokenization:
 
     Args:
         has_canonical_tools: tools are rendered with their keys sorted.
-        allows_special: special tokens that clients spell are taken for them, not for text.
+        allows_special: special tokens that messages spell become these tokens instead of text.
         max_model_len: prompts of more tokens are refused as soon as that is known.
     """
 
@@ -147,7 +150,7 @@ class Tokenization:
         """Return the same for one request.
 
         Args:
-            namespace: no other one may notice its texts.
+            namespace: whose pieces may be looked up; other namespaces never notice its texts.
             stop: tells whether the request is still wanted.
         """
         made = copy.copy(self)
@@ -248,9 +251,10 @@ class Tokenization:
     def _guarded(
         self, messages: Messages, arguments: Arguments, signs: Signs
     ) -> tuple[Messages, Arguments]:
-        """Return the same with a guard in each special token that a text spells.
+        """Return messages and arguments with a guard in each special token that a text spells.
 
-        What a template looks for in answers, such as the end of a thought, it has to find there.
+        A token that the template itself looks for, such as `</think>`, gets no guard in messages of
+        the assistant, because the template has to find it there.
         """
         looked_for = self._template(arguments).looked_for & {*self._encoder.special}
         of_clients = functools.partial(_guarded, self._special_but(frozenset()), signs.guard)

@@ -1,6 +1,6 @@
-"""Chat templates, rendered within bounds: a conversation to text.
+"""Render chat templates within bounds on loops and on the length of texts.
 
-It knows Jinja and what transformers gives to templates, no tokens.
+This module knows Jinja and what transformers provides to templates, no tokens.
 """
 
 import functools
@@ -28,10 +28,10 @@ MAX_CHARACTERS = 1 << 26
 MAX_POWER_BITS = 1 << 16
 
 _LIMITS = (ArithmeticError, MemoryError, SecurityError)
-"""What a template raises that goes beyond a limit of its sandbox."""
+"""Raised by templates that go beyond a limit of the sandbox."""
 
 _FAULTS = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What templates raise where a message or tool is not as they take for granted."""
+"""Raised by templates when a message or tool does not have the form that they expect."""
 
 _LOOKING = frozenset(
     {"endswith", "find", "index", "partition", "rpartition", "rsplit", "split", "startswith"}
@@ -99,7 +99,7 @@ class ChatTemplate:
     """One template, compiled; several threads may render it.
 
     Attributes:
-        looked_for: texts that it looks for in other texts, such as `</think>`.
+        looked_for: constants that the template searches texts for, such as `</think>`.
     """
 
     def __init__(self, source: str) -> None:

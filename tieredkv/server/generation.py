@@ -60,7 +60,7 @@ class Generation:
             engine.submit(request, self._take)
 
     async def has_begun(self, timeout_s: float | None) -> bool:
-        """Wait for the first piece; whether it is there in time.
+        """Wait for the first piece and return whether it came in time.
 
         Raises:
             RequestError, ClientGoneError: as `pieces` does, where nothing came before it.
@@ -99,10 +99,10 @@ class Generation:
             self._engine.abort(request_id)
 
     def _take(self, output: TokenOutput) -> None:
-        """Take in an output when it comes: a slow reader is not the engine's time."""
+        """Take an output as soon as it comes, so that a slow reader does not hold up the engine."""
         self._observer.on_output(output)
         index = self._unfinished.get(output.request_id)
-        if index is None:  # what was under way when a stop string ended it
+        if index is None:  # it was under way when a stop string ended the answer
             return
         if output.finish_reason in ("error", "abort"):
             self._end(index, output.finish_reason)

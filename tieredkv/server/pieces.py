@@ -1,9 +1,9 @@
 """Rendered conversations to token ids, piece by piece: what was encoded before is looked up.
 
-A text is cut before its special tokens. A tokenizer looks for these before all else and works on
-what lies between two of them by itself, so that the ids of the pieces, joined, are the text's. A
-long piece is cut between words, where encoding both sides together gives the same ids. So encoding
-takes short steps, between which it may be given up.
+A text is cut before its special tokens. A tokenizer looks for these first and encodes the text
+between two of them by itself, so the joined ids of the pieces are those of the whole text. A long
+piece is cut again between words or lines, but only where the ids around the cut are the same with
+and without it. Encoding therefore takes short steps and can be given up between them.
 """
 
 import functools
@@ -27,7 +27,7 @@ MAX_CHARACTERS = 1 << 20
 
 MAX_CHARACTERS_IN_ALL = 8 << 20
 PIECE_CHARACTERS = 256
-"""What a piece counts for beside its text, as many short ones take memory, too."""
+"""Added to the length of each kept piece, because many short pieces take memory, too."""
 
 CHUNK_CHARACTERS = 16 << 10
 BATCH_CHARACTERS = 128 << 10
@@ -45,18 +45,18 @@ _WORD_END = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _SPANS_WORDS = re.compile("[A-Za-z][ \u0120\u2581][A-Za-z]")
 _SPANS_LINES = re.compile("[\n\u010a][^\\s\u010a\u0120\u0109\u010d\u2581]")
-"""Names of tokens that reach over the end of a word or line, with what stands for white space."""
+"""Match names of tokens that reach across the end of a word or line, with the characters that
+vocabularies use for white space. If there is such a token, texts are not cut at these ends."""
 
 
 class TooLongError(Exception):
-    """A text has more tokens than it may have; how many is not known."""
+    """The text has more tokens than the limit; how many more is not known."""
 
 
 class Trie:
-    """Finds the longest of some texts wherever one of them begins, in one pass.
+    """Finds given texts in a longer one in a single pass; of several at one place, the longest.
 
-    An expression of plain alternatives would try all of them at each character that some begin
-    with.
+    A plain alternation would try every text at each character with which some of them begin.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:

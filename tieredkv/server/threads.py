@@ -1,11 +1,12 @@
-"""Threads for what long requests cost, in turns that tenants take one after another.
+"""A few threads that do the work on long requests, shared fairly among tenants.
 
-It knows whose work it does, not what the work is.
+This module knows whose work it does, not what the work is.
 """
 
 import asyncio
 import contextlib
 import ctypes
+import gc
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -38,8 +39,8 @@ class Stop(threading.Event):
 class FairThreads:
     """A few threads in which tenants have their work done in turns; used on one event loop.
 
-    A free thread goes to each tenant that waits in turn, however much work it waits with. No tenant
-    holds all threads, so that work of another one begins at once where only one keeps them busy.
+    Tenants that wait take turns, however much work each of them waits with. One tenant never holds
+    all threads, so that the work of a second tenant begins at once.
 
     Args:
         num_threads: at least 2.
@@ -54,7 +55,7 @@ class FairThreads:
         self._trimming: asyncio.TimerHandle | None = None
 
     async def run(self, tenant: str, work: Callable[[Stop], Result]) -> Result:
-        """Return what the work returns; it is told to stop where this call is cancelled.
+        """Do the work in a thread and return its result. If this call is cancelled, the work stops.
 
         Raises:
             StoppedError: the threads were closed before the work had ended.
@@ -64,7 +65,7 @@ class FairThreads:
         self._stops.add(stop)
 
         def end(done: asyncio.Future[Result]) -> None:
-            done.cancelled() or done.exception()  # which nobody may be there to ask for
+            done.cancelled() or done.exception()  # otherwise asyncio logs it as never retrieved
             self._stops.discard(stop)
             self._give_back(tenant)
 
@@ -130,10 +131,11 @@ class FairThreads:
 
 
 def trim_memory() -> None:
-    """Give the system what the C library keeps of freed memory, where it is glibc.
+    """Free what only cycles refer to, and return freed memory to the system.
 
-    What many threads have allocated and freed stays in its arenas otherwise.
+    The latter is for glibc, which otherwise keeps in its arenas what many threads have freed.
     """
+    gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
