@@ -292,14 +292,15 @@ def test_a_damaged_index_is_made_again_and_costs_no_request(
     before = contents(store)
     exit_code, _, stderr = run("df", "--disk-dir", store)
     assert exit_code == 1
-    assert f"error: the worker of `{store}` died" in stderr
+    assert f"error: the worker of `{store}` ended" in stderr
     assert "hint: `tieredkv verify` makes a damaged index again, as a server's start does" in stderr
     scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
     if damage is half:
         scratch.add("index/data.mdb")  # as long again as its header says
-    assert [e for e in contents(store) if e[0] not in scratch] == [
-        e for e in before if e[0] not in scratch
-    ]
+    # Zeroes may follow the index: its file is kept longer than its last page while it is open.
+    after = [(name, mode, data.rstrip(b"\0")) for name, mode, data in contents(store)]
+    before = [(name, mode, data.rstrip(b"\0")) for name, mode, data in before]
+    assert [e for e in after if e[0] not in scratch] == [e for e in before if e[0] not in scratch]
 
     if healer == "verify":
         exit_code, stdout, _ = run("verify", "--disk-dir", store, "--json")

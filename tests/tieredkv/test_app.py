@@ -335,7 +335,8 @@ def test_what_a_client_that_left_has_asked_is_not_worked_on(
         sent.append(message)
 
     monkeypatch.setattr(api, "_read", stuck)
-    scope |= {"query_string": b"", "scheme": "http", "server": ("x", 1), "headers": []}
+    scope |= {"query_string": b"", "scheme": "http", "server": ("x", 1)}
+    scope["headers"] = [(b"host", b"localhost")]
     loop.run_until_complete(build_app(api)(scope, receive, send))
     loop.close()
     assert stopped.wait(60)
@@ -358,7 +359,7 @@ def test_other_requests_are_answered_while_a_long_one_is_read(
 
     async def send() -> list[int]:
         transport = httpx.ASGITransport(build_app(api))
-        async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
             long = {"model": "m", "prompt": "a", "user": "u" * 10_000, "max_tokens": 1}
             asked = asyncio.create_task(http.post("/v1/completions", json=long))
             short = await http.post("/v1/completions", json={**long, "user": "u"})
