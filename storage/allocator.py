@@ -1,7 +1,7 @@
-"""Slots under a byte budget: which is lent, which waits to be erased, which block gives way.
+"""Extents under a byte budget: which is lent, which waits to be erased, which block gives way.
 
-It knows segments, slot sizes and the budget. Blocks give way least recently used first, tails
-before heads, no more than needed. A slot that failed twice is left alone until the next start.
+It knows segments, extent sizes and the budget. Blocks give way least recently used first, tails
+before heads, no more than needed. An extent that failed twice is left alone until the next start.
 """
 
 import errno
@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
-from tieredkv.storage.codec import Extent, Located, extent_key, slot_bytes_for
+from tieredkv.storage.codec import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
 from tieredkv.storage.folder import StoreFolder
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
-# One step of erasing; a slot changes two pages of the index, half of what a block does.
-_ERASED_SLOTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
+# One step of erasing; an extent changes two pages of the index, half of what a block does.
+_ERASED_EXTENTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
 _FULL_S = 1.0  # a filesystem that was full is asked for more after so long
 
 
@@ -57,26 +57,26 @@ def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
 
 
 @dataclass(eq=False)
-class SlotAllocator:
-    """Hands out slots, takes them back, and keeps what files occupy within the budget.
+class ExtentAllocator:
+    """Hands out extents, takes them back, and keeps what files occupy within the budget.
 
-    Every slot below `num_used` of its segment is exactly one of: a stored block's, free (erased),
-    or pending. Pending slots are `lent` (a put is under way) or `dirty` (to be reused or erased).
+    Every extent below `num_used` of its segment is exactly one of: a stored block's, free (erased),
+    or pending. Pending extents are `lent` (a put is under way) or `dirty` (to be reused or erased).
     A tenant with a share of the budget keeps that much, whoever else wants room; where nothing else
     is left, the longest unused gives way all the same.
 
     Where the filesystem has less room than the budget, that takes the budget's place until there is
     more: the longest unused gives way. Some is left to the index.
 
-    In memory these mirror the pending slots of the last committed transaction; `reload` restores
+    In memory these mirror the pending extents of the last committed transaction; `reload` restores
     that after a failed one. Used by the store's thread.
 
     Attributes:
-        faulty: slots that could not be read or written, while they are lent or a block's.
-        strikes: how often a slot was given up for it; after the first time it is erased before it
-            is lent again, after the second it stays free.
+        faulty: extents that could not be read or written, while they are lent or a block's.
+        strikes: how often an extent was given up for it. After the first time it is erased before
+            it is lent again; after the second it stays free.
         lack: what the filesystem lacked when it was last full.
-        has_no_file: the last slots that were wanted need a new file, and no inode is left for it.
+        has_no_file: the last extents that were wanted need a new file, and no inode is left for it.
     """
 
     folder: StoreFolder
@@ -105,7 +105,7 @@ class SlotAllocator:
     def reload(self) -> None:
         """Take over what the index says; files that it does not know are removed."""
         with self.index.reading() as txn:
-            segments, pending = set(txn.segments()), set(txn.slots("pending"))
+            segments, pending = set(txn.segments()), set(txn.extents("pending"))
         self.files.remove_unknown(segments)
         self._dirty = {}
         for extent in pending - self.lent.keys():
@@ -132,14 +132,14 @@ class SlotAllocator:
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
-        """Drop a block's entry; its slot is dirty from then on, unless there is no such slot.
+        """Drop a block's entry; its extent is dirty from then on, unless there is no such extent.
 
         After a transaction that lacked room, the bytes go before it is noted, and make some. A
         crash in between leaves an entry whose payload fails its checksum: a miss.
         """
-        segment, slot = located.extent
+        segment, number = located.extent
         state = txn.get_segment(segment)
-        if state is None or slot >= state.num_used or located.slot_bytes != state.slot_bytes:
+        if state is None or number >= state.num_used or located.extent_bytes != state.extent_bytes:
             txn.remove_damaged(located.record.block_hash)
             return
         if self._lacks_room:
@@ -148,13 +148,13 @@ class SlotAllocator:
         self._add_dirty(located.extent)
 
     def _add_dirty(self, extent: Extent) -> None:
-        self._dirty.setdefault(self.files.slot_bytes(extent.segment), {})[extent] = None
+        self._dirty.setdefault(self.files.extent_bytes(extent.segment), {})[extent] = None
         if extent in self.faulty:
             self.faulty.discard(extent)
             self.strikes[extent] += 1
 
     def is_retired(self, extent: Extent) -> bool:
-        """Whether a slot failed too often to be used again."""
+        """Whether an extent failed too often to be used again."""
         return self.strikes[extent] > 1
 
     def measure(self) -> None:
@@ -173,7 +173,7 @@ class SlotAllocator:
 
     @property
     def _fitting_bytes(self) -> int:
-        """How many neighbouring bytes of slots certainly fit into that room."""
+        """How many neighbouring bytes of extents certainly fit into that room."""
         return self.files.filesystem.fitting_bytes(self.room_bytes)
 
     @property
@@ -206,7 +206,7 @@ class SlotAllocator:
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of the slots that are lent or dirty."""
+        """Bytes of the extents that are lent or dirty."""
         return sum(self.lent.values()) + self._dirty_bytes
 
     @property
@@ -216,7 +216,7 @@ class SlotAllocator:
     def idle_bytes(self, txn: IndexTxn) -> int:
         """What `release_idle` can give back."""
         states = txn.segments().values()
-        unused = sum((each.num_slots - each.num_used) * each.slot_bytes for each in states)
+        unused = sum((each.num_extents - each.num_used) * each.extent_bytes for each in states)
         return self._dirty_bytes + unused
 
     @property
@@ -226,91 +226,95 @@ class SlotAllocator:
 
     @property
     def _most_bytes(self) -> int:
-        """What all slots together may have at the moment."""
+        """What all extents together may have at the moment."""
         budget = self.budget_bytes
         limit = min(budget, self._most_there) if self.is_disk_full else budget
         return limit - self.overhead_bytes - self._headroom_bytes
 
-    def check_fits(self, slot_bytes: int) -> None:
-        """Refuse a slot that no eviction could make room for.
+    def check_fits(self, extent_bytes: int) -> None:
+        """Refuse an extent that no eviction could make room for.
 
         Raises:
             StoreFullError: with both sizes.
         """
         most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
         most = self.files.filesystem.fitting_bytes(most)
-        if slot_bytes > most:
-            needs = f"a block needs {slot_bytes} bytes on disk, the budget of {self.budget_bytes}"
+        if extent_bytes > most:
+            needs = f"a block needs {extent_bytes} bytes on disk, the budget of {self.budget_bytes}"
             leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
             raise StoreFullError(f"{needs} {leaves}")
 
     # --- lending ----------------------------------------------------------------------------
 
-    def take(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
-        """List up to `count` slots as pending without evicting anything."""
-        taken = self._take_dirty(slot_bytes, count)
+    def take(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
+        """List up to `count` extents as pending without evicting anything."""
+        taken = self._take_dirty(extent_bytes, count)
         for source in (self._take_unused, self._take_free, self._take_new):
             if len(taken) < count:
-                found = source(txn, slot_bytes, count - len(taken))
+                found = source(txn, extent_bytes, count - len(taken))
                 for extent in found:
-                    txn.add_slot("pending", extent)
+                    txn.add_extent("pending", extent)
                 taken += found
         return taken
 
     def take_back(self, extent: Extent, *, is_stored: bool) -> None:
-        """End a loan: the slot is a stored block's, or dirty."""
+        """End a loan: the extent is a stored block's, or dirty."""
         if self.lent.pop(extent, None) is None:
-            raise IntegrityError(f"slot {extent} is not lent")
+            raise IntegrityError(f"extent {extent} is not lent")
         self.files.refresh(extent.segment)
         if not is_stored:
             self._add_dirty(extent)
 
-    def _take_dirty(self, slot_bytes: int, count: int) -> list[Extent]:
-        dirty = self._dirty.get(slot_bytes, {})
+    def _take_dirty(self, extent_bytes: int, count: int) -> list[Extent]:
+        dirty = self._dirty.get(extent_bytes, {})
         taken = list(islice((extent for extent in dirty if extent not in self.strikes), count))
         for extent in taken:
             del dirty[extent]
         return taken
 
-    def _take_unused(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
-        """Slots whose space was set aside and that were never handed out."""
+    def _take_unused(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
+        """Extents whose space was set aside and that were never handed out."""
         taken: list[Extent] = []
         for segment, state in txn.segments().items():
-            more = min(state.num_slots - state.num_used, count - len(taken))
-            if state.slot_bytes == slot_bytes and more > 0:
+            more = min(state.num_extents - state.num_used, count - len(taken))
+            if state.extent_bytes == extent_bytes and more > 0:
                 num_used = state.num_used + more
-                taken += [Extent(segment, slot) for slot in range(state.num_used, num_used)]
+                taken += [Extent(segment, number) for number in range(state.num_used, num_used)]
                 txn.put_segment(segment, state._replace(num_used=num_used))
         return taken
 
-    def _take_free(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
-        """Erased slots; where erasing made holes, their space is set aside again first."""
+    def _take_free(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
+        """Erased extents; where erasing made holes, their space is set aside again first."""
         taken: list[Extent] = []
         segments = txn.segments().items()
-        same = [s for s, state in segments if state.slot_bytes == slot_bytes and s in self.files]
+        same = [
+            s for s, state in segments if state.extent_bytes == extent_bytes and s in self.files
+        ]
         free = chain.from_iterable(map(txn.free, same))
         for extent in list(islice((e for e in free if not self.is_retired(e)), count)):
-            if self.files.punch_hole and self._fitting_bytes < slot_bytes:
+            if self.files.punch_hole and self._fitting_bytes < extent_bytes:
                 break
-            if not self._allocate(extent.segment, extent.slot, 1):
+            if not self._allocate(extent.segment, extent.number, 1):
                 break
-            txn.drop_slot("free", extent)
+            txn.drop_extent("free", extent)
             taken.append(extent)
         return taken
 
-    def _take_new(self, txn: IndexTxn, slot_bytes: int, count: int) -> list[Extent]:
-        """Slots of a segment that grows a step, or of a new one."""
-        largest = largest_file_bytes(self.budget_bytes) // slot_bytes or 1
-        same = {s: state for s, state in txn.segments().items() if state.slot_bytes == slot_bytes}
-        fits = [s for s in same if same[s].num_slots < largest and s in self.files]
-        state = same[fits[-1]] if fits else SegmentState(slot_bytes, 0, 0)
-        num_slots = state.num_slots
-        step = min(_STEP_BYTES, self.budget_bytes // 64) // slot_bytes
-        growth = min(max(step, count), self._fitting_bytes // slot_bytes, largest - num_slots)
+    def _take_new(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
+        """Extents of a segment that grows a step, or of a new one."""
+        largest = largest_file_bytes(self.budget_bytes) // extent_bytes or 1
+        same = {
+            s: state for s, state in txn.segments().items() if state.extent_bytes == extent_bytes
+        }
+        fits = [s for s in same if same[s].num_extents < largest and s in self.files]
+        state = same[fits[-1]] if fits else SegmentState(extent_bytes, 0, 0)
+        num_extents = state.num_extents
+        step = min(_STEP_BYTES, self.budget_bytes // 64) // extent_bytes
+        growth = min(max(step, count), self._fitting_bytes // extent_bytes, largest - num_extents)
         if growth <= 0:
             return []
         try:
-            segment = fits[-1] if fits else self._new_segment(txn, slot_bytes)
+            segment = fits[-1] if fits else self._new_segment(txn, extent_bytes)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
@@ -319,29 +323,29 @@ class SlotAllocator:
             self.has_no_file = True
             return []
         self.failpoint("segment:opened")
-        if not self._allocate(segment, num_slots, growth):
+        if not self._allocate(segment, num_extents, growth):
             return []
         self.failpoint("segment:grown")
-        txn.put_segment(segment, state._replace(num_slots=num_slots + growth))
-        return self._take_unused(txn, slot_bytes, count)
+        txn.put_segment(segment, state._replace(num_extents=num_extents + growth))
+        return self._take_unused(txn, extent_bytes, count)
 
-    def _new_segment(self, txn: IndexTxn, slot_bytes: int) -> int:
+    def _new_segment(self, txn: IndexTxn, extent_bytes: int) -> int:
         segment = txn.meta.next_segment
-        self.files.open(segment, slot_bytes, create=True)
+        self.files.open(segment, extent_bytes, create=True)
         txn.meta.next_segment += 1
-        txn.put_segment(segment, SegmentState(slot_bytes, 0, 0))
+        txn.put_segment(segment, SegmentState(extent_bytes, 0, 0))
         return segment
 
-    def _allocate(self, segment: int, first_slot: int, num_slots: int) -> bool:
+    def _allocate(self, segment: int, first_extent: int, num_extents: int) -> bool:
         """Set space aside; False where the filesystem has none beside what the index may need."""
-        slot_bytes = self.files.slot_bytes(segment)
-        needed_bytes = self.files.filesystem.spread_bytes(num_slots * slot_bytes)
+        extent_bytes = self.files.extent_bytes(segment)
+        needed_bytes = self.files.filesystem.spread_bytes(num_extents * extent_bytes)
         free_bytes = self.files.free_bytes()
         if needed_bytes + self._headroom_bytes > free_bytes:
             self.note_full(None, free_bytes)
             return False
         try:
-            self.files.allocate(segment, first_slot, num_slots)
+            self.files.allocate(segment, first_extent, num_extents)
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
@@ -352,7 +356,7 @@ class SlotAllocator:
     # --- giving back ------------------------------------------------------------------------
 
     def erasing(self) -> Iterator[None]:
-        """Erase the dirty slots, neighbours at once, in short steps; then unlink empty segments."""
+        """Erase dirty extents, neighbours at once, in short steps; then unlink empty segments."""
         start = b""
         while runs := self._next_runs(start):
             erased, end = [], time.monotonic() + _ERASING_S
@@ -367,23 +371,23 @@ class SlotAllocator:
                 for run in erased:
                     is_known = txn.get_segment(run[0].segment) is not None
                     for extent in run:
-                        txn.drop_slot("pending", extent)
+                        txn.drop_extent("pending", extent)
                         if is_known:
-                            txn.add_slot("free", extent)
+                            txn.add_extent("free", extent)
             self.failpoint("erase:committed")
             for extent in chain(*erased):
-                del self._dirty[self.files.slot_bytes(extent.segment)][extent]
+                del self._dirty[self.files.extent_bytes(extent.segment)][extent]
             yield
         self._remove_empty_segments()
 
     def _next_runs(self, start: bytes) -> list[list[Extent]]:
-        """Dirty slots for one step, from a key of `pending` on, as runs of neighbours."""
-        most = min(_ERASED_SLOTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
-        size_of = self.files.slot_bytes
+        """Dirty extents for one step, from a key of `pending` on, as runs of neighbours."""
+        most = min(_ERASED_EXTENTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
+        size_of = self.files.extent_bytes
         with self.index.reading() as txn:
-            pending = txn.slots("pending", start)
+            pending = txn.extents("pending", start)
             dirty = (each for each in pending if each in self._dirty.get(size_of(each[0]), ()))
-            # Along a run, the slot's number grows as the position in the list does.
+            # Along a run, the extent's number grows as the position in the list does.
             runs = groupby(enumerate(islice(dirty, most)), lambda e: (e[1][0], e[1][1] - e[0]))
             return [[extent for _, extent in run] for _, run in runs]
 
@@ -398,17 +402,17 @@ class SlotAllocator:
                 return True
         with self.index.reading() as txn:
             states = txn.segments().items()
-        unused = {s: state for s, state in states if state.num_slots > state.num_used}
+        unused = {s: state for s, state in states if state.num_extents > state.num_used}
         if unused:
             with self.changing() as txn:
                 for segment, state in unused.items():
-                    txn.put_segment(segment, state._replace(num_slots=state.num_used))
+                    txn.put_segment(segment, state._replace(num_extents=state.num_used))
             for segment in [s for s in unused if s in self.files]:
                 self.files.truncate(segment, unused[segment].num_used)
         return bool(unused) or before != (self.files.occupied_bytes, self.pending_bytes)
 
     def _remove_empty_segments(self) -> None:
-        """Unlink segments that hold neither blocks nor pending slots."""
+        """Unlink segments that hold neither blocks nor pending extents."""
         busy = {extent.segment for extent in chain(self.lent, *self._dirty.values())}
         with self.index.reading() as txn:
             used = [(s, state.num_used) for s, state in txn.segments().items() if s not in busy]
@@ -419,43 +423,43 @@ class SlotAllocator:
             self.failpoint("segment:forgotten")
             self.files.remove(segment)
 
-    def erase(self, first: Extent, num_slots: int = 1) -> bool:
+    def erase(self, first: Extent, num_extents: int = 1) -> bool:
         """Erase the bytes of neighbours; False where that failed, to be tried again."""
         try:
-            self.files.erase(first, num_slots)
+            self.files.erase(first, num_extents)
         except OSError as error:
             if error.errno not in self._erase_errors:
                 self._erase_errors.add(error.errno)
-                text = "slots such as %s cannot be erased at the moment and will be later: %s"
+                text = "extents such as %s cannot be erased at the moment and will be later: %s"
                 logger.warning(text, first, error)
             return False
         return True
 
     # --- evicting ---------------------------------------------------------------------------
 
-    def obtain(self, slot_bytes: int, tenant: bytes, count: int) -> list[Extent]:
-        """Take slots, evicting where nothing else gives way; fewer if even that does not help."""
-        slots: list[Extent] = []
+    def obtain(self, extent_bytes: int, tenant: bytes, count: int) -> list[Extent]:
+        """Take extents, evicting where nothing else gives way; fewer if even that does not help."""
+        extents: list[Extent] = []
         self.has_no_file = False
-        while len(slots) < count:
-            short = min(count - len(slots), TXN_BLOCKS)
+        while len(extents) < count:
+            short = min(count - len(extents), TXN_BLOCKS)
             with self.changing() as txn:
-                taken = self.take(txn, slot_bytes, short)
+                taken = self.take(txn, extent_bytes, short)
                 if len(taken) < short and not self.has_no_file:
                     spare = max(self.room_bytes, 0) + self.idle_bytes(txn)
-                    needed_bytes = (short - len(taken)) * slot_bytes
+                    needed_bytes = (short - len(taken)) * extent_bytes
                     needed_bytes = self.files.filesystem.spread_bytes(needed_bytes)
                     self._evict(txn, needed_bytes - spare, tenant)
-                    taken += self.take(txn, slot_bytes, short - len(taken))
+                    taken += self.take(txn, extent_bytes, short - len(taken))
                 self.failpoint("reserve:before")
             self.failpoint("reserve:done")
-            slots += taken
-            self.lent.update((extent, slot_bytes) for extent in taken)
-            missing_bytes = (short - len(taken)) * slot_bytes
+            extents += taken
+            self.lent.update((extent, extent_bytes) for extent in taken)
+            missing_bytes = (short - len(taken)) * extent_bytes
             missing_bytes = self.files.filesystem.spread_bytes(missing_bytes)
             if missing_bytes and (self.has_no_file or not self.release_idle(missing_bytes)):
                 break
-        return slots
+        return extents
 
     def _kept(self, txn: IndexTxn, needed_bytes: int, tenant: bytes) -> set[bytes]:
         """Name the tenants that an eviction of so many bytes would leave less than their share.
@@ -467,7 +471,7 @@ class SlotAllocator:
         spare = {each: -share * self._most_bytes for each, share in self.shares.items()}
         others_bytes = 0  # of tenants without a share
         for namespace, (num_blocks, num_bytes) in txn.namespaces().items():
-            has_bytes = num_blocks * slot_bytes_for(num_bytes // num_blocks)
+            has_bytes = num_blocks * extent_bytes_for(num_bytes // num_blocks)
             if (owner := namespace[:TENANT_BYTES]) in spare:
                 spare[owner] += has_bytes
             else:
@@ -480,9 +484,9 @@ class SlotAllocator:
         return {each for each in spare if spare[each] < least[each]}
 
     def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
-        """Drop blocks whose slots have so many bytes, as far as one transaction goes; count them.
+        """Drop blocks whose extents have so many bytes, as far as one transaction goes; count them.
 
-        A slot of another size than the one wanted counts too: its space can be given back.
+        An extent of another size than the one wanted counts too: its space can be given back.
         """
         victims: list[Located] = []
         for block_hash in txn.longest_unused(self._kept(txn, needed_bytes, tenant)):
@@ -491,7 +495,7 @@ class SlotAllocator:
             with suppress(CorruptBlockError):
                 if (located := txn.get(block_hash)) is not None:
                     victims.append(located)
-                    needed_bytes -= located.slot_bytes
+                    needed_bytes -= located.extent_bytes
         if needed_bytes > 0 and not victims and txn.meta.totals.num_blocks:
             txn.meta.needs_rebuild = True  # blocks are stored, and their keys are lost
         for located in victims:

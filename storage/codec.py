@@ -1,4 +1,4 @@
-"""The bytes of the store: index records, slot headers and index keys, each with its version.
+"""The bytes of the store: index records, extent headers and index keys, each with its version.
 
 It knows layouts and checksums (docs/format.md draws them); it opens no file and decides nothing.
 """
@@ -23,9 +23,9 @@ MAX_DIGEST_BYTES = 32
 # A sealed record: the seal of all behind it, expires_at once more, the entry in msgpack.
 _SEAL_BYTES = 8
 _DEADLINE = struct.Struct("<d")
-# A slot header: magic with the version, length of the sealed record that follows.
+# An extent header: magic with the version, length of the sealed record that follows.
 _HEADER = struct.Struct("<8sI")
-_SLOT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
+_EXTENT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 
 _EXPIRY = struct.Struct(">Q")
 _LRU = struct.Struct(">32sQI")
@@ -35,10 +35,10 @@ _CLAIM = ("retention", "expires_at", "last_used", "pinned_until", "hits")
 
 
 class Extent(NamedTuple):
-    """Where the bytes of one block lie: a slot of a segment file."""
+    """Where the bytes of one block lie: an extent of a segment file."""
 
     segment: int
-    slot: int
+    number: int
 
 
 class Located(NamedTuple):
@@ -51,9 +51,9 @@ class Located(NamedTuple):
     codec: int = CODEC_RAW
 
     @property
-    def slot_bytes(self) -> int:
-        """The slot size class that holds this payload."""
-        return slot_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
+    def extent_bytes(self) -> int:
+        """The extent size class that holds this payload."""
+        return extent_bytes_for(self.payload_bytes, self.codec, self.record.size_bytes)
 
 
 class Link(msgspec.Struct, array_like=True, gc=False):
@@ -88,14 +88,14 @@ def padded_bytes(size_bytes: int) -> int:
 
 
 def header_bytes_for(codec: int) -> int:
-    """Where the payload begins in its slot."""
+    """Where the payload begins in its extent."""
     return HEADER_BYTES if codec == CODEC_RAW else PACKED_HEADER_BYTES
 
 
-def slot_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: int = 0) -> int:
-    """Bytes of a slot: the header, then the payload, padded.
+def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: int = 0) -> int:
+    """Bytes of an extent: the header, then the payload, padded.
 
-    Slots of compressed payloads come in sixteenths of the block, so that they can be reused.
+    Extents of compressed payloads come in sixteenths of the block, so that they can be reused.
     """
     step = PAGE_ALIGNMENT_BYTES if codec == CODEC_RAW else padded_bytes(-(-block_bytes // 16))
     return -(-(header_bytes_for(codec) + payload_bytes) // step) * step
@@ -172,15 +172,15 @@ def decode_link(data: bytes) -> Link | None:
 
 
 def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:
-    """Write the slot header: the record as it is now, to be found without the index."""
+    """Write the extent header: the record as it is now, to be found without the index."""
     sealed, end = encode_record(located), header_bytes_for(located.codec)
-    buffer[:end] = (_HEADER.pack(_SLOT_MAGIC, len(sealed)) + sealed).ljust(end, b"\0")
+    buffer[:end] = (_HEADER.pack(_EXTENT_MAGIC, len(sealed)) + sealed).ljust(end, b"\0")
 
 
 def decode_header(header: bytes | memoryview) -> Located | None:
-    """Unpack a slot header; None where no sound header stands (never written, erased, damaged)."""
+    """Unpack the header of an extent; None if it was never written, was erased or is damaged."""
     magic, length = _HEADER.unpack_from(header)
-    if magic != _SLOT_MAGIC:
+    if magic != _EXTENT_MAGIC:
         return None
     sealed = bytes(header[_HEADER.size :][:length])
     try:
@@ -192,7 +192,7 @@ def decode_header(header: bytes | memoryview) -> Located | None:
 
 
 def is_header_of(header: Located | None, located: Located) -> bool:
-    """Return whether a slot header belongs to an index entry; claims made after it may differ."""
+    """Return whether a header belongs to an index entry; claims made after it may differ."""
     if header is None or header[1:] != located[1:]:
         return False
     claim = {name: getattr(located.record, name) for name in _CLAIM}

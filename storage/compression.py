@@ -30,9 +30,9 @@ ReadBlock = Callable[[Located, memoryview], object]
 
 
 class Packed(NamedTuple):
-    """A compressed block: the bytes of its slot, the header still to come, and of its payload."""
+    """A compressed block: the bytes of its image, the header still to come, and of its payload."""
 
-    slot: memoryview
+    image: memoryview
     payload: memoryview
     codec: int
 
@@ -88,7 +88,7 @@ def pack(block: memoryview, number: int) -> Packed | None:
     size, width = len(block), WIDTHS[number]
     if size % width:
         return None
-    slot = aligned_buffer(codec.slot_bytes_for(size))
+    image = aligned_buffer(codec.extent_bytes_for(size))
     elements = np.frombuffer(block, np.uint8).reshape(-1, width)
     lengths, end = [], PACKED_HEADER_BYTES + 4 * width
     for i in range(width):
@@ -99,16 +99,16 @@ def pack(block: memoryview, number: int) -> Packed | None:
         start, end = end, end + len(piece)
         if end > size * 15 // 16:
             return None
-        slot[start:end] = piece
+        image[start:end] = piece
         lengths.append(len(piece) | is_raw * _IS_RAW)
-    struct.pack_into(f"<{width}I", slot, PACKED_HEADER_BYTES, *lengths)
-    payload = slot[PACKED_HEADER_BYTES:end]
-    return Packed(slot[: codec.slot_bytes_for(len(payload), number, size)], payload, number)
+    struct.pack_into(f"<{width}I", image, PACKED_HEADER_BYTES, *lengths)
+    payload = image[PACKED_HEADER_BYTES:end]
+    return Packed(image[: codec.extent_bytes_for(len(payload), number, size)], payload, number)
 
 
-def slot_bytes_of(record: BlockRecord, packed: Packed | None) -> int:
-    """Bytes of the slot that a block needs, as it is or compressed."""
-    return len(packed.slot) if packed else codec.slot_bytes_for(record.size_bytes)
+def extent_bytes_of(record: BlockRecord, packed: Packed | None) -> int:
+    """Bytes of the image that a block needs, as it is or compressed."""
+    return len(packed.image) if packed else codec.extent_bytes_for(record.size_bytes)
 
 
 def unpack(payload: memoryview, number: int, into: memoryview) -> bool:

@@ -1,8 +1,8 @@
-"""Segment files: preallocated slots that are written, read and erased with O_DIRECT.
+"""Segment files: preallocated extents that are written, read and erased with O_DIRECT.
 
 It knows file descriptors, alignment, what files occupy and what a block's bytes must be; it does
-not know which slot is whose. What reads and writes bytes may be called from any thread, everything
-else is the owner's.
+not know which extent is whose. Any thread may call what reads and writes bytes; everything else is
+for the owner.
 """
 
 import errno
@@ -36,7 +36,7 @@ class _File:
 
     path: str
     fd: int
-    slot_bytes: int
+    extent_bytes: int
     occupied_bytes: int = 0
 
     def __del__(self) -> None:
@@ -63,7 +63,7 @@ class SegmentFiles:
     # --- life of a file ---------------------------------------------------------------------
 
     def names(self) -> dict[int, tuple[str, int]]:
-        """List what lies in the folder: segment -> (file name, slot bytes).
+        """List what lies in the folder: segment -> (file name, extent bytes).
 
         Raises:
             StorageError: a file that is no segment.
@@ -71,23 +71,23 @@ class SegmentFiles:
         found = {}
         for name in os.listdir(self.folder):
             stem, _, suffix = name.rpartition(".")
-            number, _, slot_bytes = stem.partition("-")
-            if suffix != "seg" or not (number.isdecimal() and slot_bytes.isdecimal()):
+            number, _, extent_bytes = stem.partition("-")
+            if suffix != "seg" or not (number.isdecimal() and extent_bytes.isdecimal()):
                 raise StorageError(f"`{self.folder}/{name}` is no segment file; move it away")
-            found[int(number)] = (name, int(slot_bytes))
+            found[int(number)] = (name, int(extent_bytes))
         return found
 
-    def open(self, segment: int, slot_bytes: int, *, create: bool = False) -> None:
+    def open(self, segment: int, extent_bytes: int, *, create: bool = False) -> None:
         """Open or create a segment file; a missing one raises FileNotFoundError.
 
-        Number and slot size are in its name for whoever looks.
+        Number and extent size are in its name for whoever looks.
         """
-        path = os.path.join(self.folder, f"{segment:08d}-{slot_bytes}.seg")
+        path = os.path.join(self.folder, f"{segment:08d}-{extent_bytes}.seg")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
         flags |= os.O_DIRECT if self.direct_io else 0
         flags |= os.O_CREAT if create else 0
         fd = os.open(path, flags, 0o600)
-        file = _File(path, fd, slot_bytes)
+        file = _File(path, fd, extent_bytes)
         if (owner := os.fstat(fd).st_uid) != os.geteuid():
             raise StorageError(f"`{path}` belongs to uid {owner}, not to this process; `chown` it")
         os.fchmod(fd, 0o600)
@@ -98,9 +98,9 @@ class SegmentFiles:
         """Length of a file."""
         return os.fstat(self._files[segment].fd).st_size
 
-    def slot_bytes(self, segment: int) -> int:
-        """Size of a segment's slots; 0 if its file is missing."""
-        return self._files[segment].slot_bytes if segment in self._files else 0
+    def extent_bytes(self, segment: int) -> int:
+        """Size of a segment's extents; 0 if its file is missing."""
+        return self._files[segment].extent_bytes if segment in self._files else 0
 
     def remove(self, segment: int) -> None:
         """Erase and unlink a whole segment file."""
@@ -144,8 +144,8 @@ class SegmentFiles:
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize if found.f_blocks else math.inf
 
-    def allocate(self, segment: int, first_slot: int, num_slots: int) -> None:
-        """Have the filesystem set the space of these slots aside; what they held may be lost.
+    def allocate(self, segment: int, first_extent: int, num_extents: int) -> None:
+        """Have the filesystem set the space of these extents aside; what they held may be lost.
 
         Where it cannot, zeroes are written, which takes the space as well.
 
@@ -154,7 +154,7 @@ class SegmentFiles:
         """
         file = self._files[segment]
         size_before = os.fstat(file.fd).st_size
-        offset, length = first_slot * file.slot_bytes, num_slots * file.slot_bytes
+        offset, length = first_extent * file.extent_bytes, num_extents * file.extent_bytes
         try:
             self._set_aside(file, offset, length)
         except OSError:
@@ -164,19 +164,19 @@ class SegmentFiles:
         finally:
             self.refresh(segment)
 
-    def truncate(self, segment: int, num_slots: int) -> None:
+    def truncate(self, segment: int, num_extents: int) -> None:
         """Give back the preallocated tail of a file."""
         file = self._files[segment]
         with storage_errors(file.path):
-            os.ftruncate(file.fd, num_slots * file.slot_bytes)
+            os.ftruncate(file.fd, num_extents * file.extent_bytes)
         self.refresh(segment)
 
-    def erase(self, first: Extent, num_slots: int) -> None:
+    def erase(self, first: Extent, num_extents: int) -> None:
         """Make neighbours read as zeroes: one hole where the filesystem can, else written ones."""
         file = self._files.get(first.segment)
         if file is None:
             return
-        offset, size = first.slot * file.slot_bytes, num_slots * file.slot_bytes
+        offset, size = first.number * file.extent_bytes, num_extents * file.extent_bytes
         size = min(size, os.fstat(file.fd).st_size - offset)
         if size <= 0:
             return
@@ -190,7 +190,7 @@ class SegmentFiles:
         if not self.punch_hole:
             self._write_zeroes(file, offset, size)
         with self._lock:
-            self.bytes_erased += num_slots * file.slot_bytes
+            self.bytes_erased += num_extents * file.extent_bytes
         self.refresh(first.segment)
 
     def sync(self, segments: set[int]) -> None:
@@ -205,10 +205,10 @@ class SegmentFiles:
     def write_block(
         self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
     ) -> Located:
-        """Write header and payload into a slot and answer what the index has to know.
+        """Write header and payload into an extent and answer what the index has to know.
 
         The page is written in place; what it holds beyond the block becomes zeroes. What is packed
-        is written in place of it, with zeroes to the end of its slot: older bytes lie there.
+        is written in place of it, with zeroes to the end of its extent: older bytes lie there.
         """
         if packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
@@ -218,17 +218,17 @@ class SegmentFiles:
         else:
             checksum = codec.payload_checksum(packed.payload)
             written = Located(record, extent, len(packed.payload), checksum, packed.codec)
-            buffers = [packed.slot]
+            buffers = [packed.image]
         codec.encode_header_into(buffers[0], written)
         file = self._file(extent.segment)
-        self._write(file, buffers, extent.slot * file.slot_bytes)
+        self._write(file, buffers, extent.number * file.extent_bytes)
         return written
 
     def read_block(self, located: Located, into: memoryview) -> None:
-        """Read a slot at once, check it and leave the block in `into`: `BlockStore.read_payload`.
+        """Read an extent, check it and leave the block in `into`; see `BlockStore.read_payload`.
 
         The header must be this block's at this place: identity, parent, sizes and checksum are told
-        twice, by the index and by the slot, and both must agree before the bytes may be used.
+        twice, by the index and by the extent, and both must agree before the bytes may be used.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
         block = into[: located.record.size_bytes]
@@ -247,7 +247,7 @@ class SegmentFiles:
         if count < size:
             raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
         if not codec.is_header_of(codec.decode_header(header), located):
-            raise corrupt(block_hash, "header", "the slot header is another one's or damaged")
+            raise corrupt(block_hash, "header", "the extent header is another one's or damaged")
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
         if located.codec != codec.CODEC_RAW:
@@ -257,18 +257,18 @@ class SegmentFiles:
                 raise corrupt(block_hash, "codec", "the payload is none of such a block")
 
     def header_at(self, extent: Extent) -> Located | None:
-        """Say what a slot's header claims to lie there; None where nothing sound stands."""
+        """Say what an extent's header claims to lie there; None where nothing sound stands."""
         header = scratch(HEADER_BYTES)
         self._read(extent, [header])
         found = codec.decode_header(header)
-        place = (extent, self.slot_bytes(extent.segment))
-        return found if found and (found.extent, found.slot_bytes) == place else None
+        place = (extent, self.extent_bytes(extent.segment))
+        return found if found and (found.extent, found.extent_bytes) == place else None
 
     def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
-        """Fill aligned buffers from the start of a slot; answer how many bytes there were."""
+        """Fill aligned buffers from the start of an extent; answer how many bytes there were."""
         file = self._file(extent.segment)
         with storage_errors(file.path):
-            count = _move(os.preadv, file.fd, buffers, extent.slot * file.slot_bytes)
+            count = _move(os.preadv, file.fd, buffers, extent.number * file.extent_bytes)
         with self._lock:
             self.bytes_read += count
         return count

@@ -1,6 +1,6 @@
 """What the filesystem under a folder can do: each system call that the store makes, tried once.
 
-It knows calls and what the store does without them; it knows no segments, slots or blocks.
+It knows calls and what the store does without them; it knows no segments, extents or blocks.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """The LMDB index: what is stored where, by whom, until when, and how much of it.
 
 Every change to a block changes its secondary keys and the counters in the same transaction. This
-module knows keys and values (docs/format.md), not files: slots are numbers here.
+module knows keys and values (docs/format.md), not files: extents are numbers here.
 
 One thread makes all changes and any thread may read; neither waits for the other. Only
 `looking_over`, which reads the whole index, takes turns with changes: LMDB cannot reuse pages while
@@ -71,14 +71,14 @@ class SegmentState(NamedTuple):
     """What the index knows of a segment file.
 
     Attributes:
-        slot_bytes: the one size of its slots.
-        num_slots: slots whose space is set aside in the file.
-        num_used: slots below this number were handed out at least once; each of them is a block's,
-            free or pending.
+        extent_bytes: the one size of its extents.
+        num_extents: extents whose space is set aside in the file.
+        num_used: extents below this number were handed out at least once; each of them is a
+            block's, free or pending.
     """
 
-    slot_bytes: int
-    num_slots: int
+    extent_bytes: int
+    num_extents: int
     num_used: int
 
 
@@ -102,8 +102,8 @@ class Meta(msgspec.Struct):
     faults: dict[str, int] = {}
 
 
-SlotList = Literal["pending", "free"]
-"""A slot that may hold bytes of no stored block, or an erased one."""
+ExtentList = Literal["pending", "free"]
+"""An extent that may hold bytes of no stored block, or an erased one."""
 
 _ORDERS = {"expiry": expiry_key, "lru": codec.lru_key}
 _encode = msgspec.msgpack.Encoder().encode
@@ -128,8 +128,8 @@ def _understand(database: str, decode: Callable[[bytes], Value], data: bytes) ->
 def _read_segment(data: bytes) -> SegmentState:
     """Decode what is known of a segment, and refuse what cannot be."""
     state = _understand("segments", _decode_segment, data)
-    is_so = state.slot_bytes > 0 and state.slot_bytes % PAGE_ALIGNMENT_BYTES == 0
-    if not is_so or not 0 <= state.num_used <= state.num_slots:
+    is_so = state.extent_bytes > 0 and state.extent_bytes % PAGE_ALIGNMENT_BYTES == 0
+    if not is_so or not 0 <= state.num_used <= state.num_extents:
         raise CorruptIndexError(f"an entry of `segments` is damaged: it says {state}")
     return state
 
@@ -390,14 +390,14 @@ class IndexTxn:
         self._put_keys(new)
 
     def remove(self, located: Located) -> None:
-        """Drop a block's entry and list its slot as pending, to be erased or reused."""
+        """Drop a block's entry and list its extent as pending, to be erased or reused."""
         self._txn.delete(located.record.block_hash, db=self._blocks)
         self._delete_keys(located)
         self._count(located, -1)
-        self.add_slot("pending", located.extent)
+        self.add_extent("pending", located.extent)
 
     def remove_damaged(self, block_hash: bytes) -> None:
-        """Drop an entry whose fields cannot be trusted; a rebuild finds its slot and keys again."""
+        """Drop an entry whose fields cannot be trusted; a rebuild finds its extent and keys."""
         self._txn.delete(block_hash, db=self._blocks)
         self.meta.needs_rebuild = True
 
@@ -462,25 +462,25 @@ class IndexTxn:
             orders = [self._lru_keys(codec.lru_prefix(each)) for each in some]
             yield from map(_read_lru_hash, merge(*orders, key=codec.lru_order))
 
-    # --- slots ------------------------------------------------------------------------------
+    # --- extents ------------------------------------------------------------------------------
 
-    def add_slot(self, name: SlotList, extent: Extent) -> None:
-        """List a slot that no stored block has."""
+    def add_extent(self, name: ExtentList, extent: Extent) -> None:
+        """List an extent that no stored block has."""
         self._txn.put(extent_key(extent), b"", db=self._dbs[name])
 
-    def drop_slot(self, name: SlotList, extent: Extent) -> None:
-        """Take a slot off a list."""
+    def drop_extent(self, name: ExtentList, extent: Extent) -> None:
+        """Take an extent off a list."""
         self._txn.delete(extent_key(extent), db=self._dbs[name])
 
-    def slots(self, name: SlotList, start: bytes = b"") -> Iterator[Extent]:
-        """Listed slots from a key on, neighbours together; change nothing while it walks."""
+    def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
+        """Listed extents from a key on, neighbours together; change nothing while it walks."""
         keys = (key for key, _ in self._walk(name, start))
         return (_understand(name, codec.split_extent_key, key) for key in keys)
 
     def free(self, segment: int) -> Iterator[Extent]:
-        """Free slots of one segment; change nothing while it walks."""
+        """Free extents of one segment; change nothing while it walks."""
         start = extent_key(Extent(segment, 0))
-        return takewhile(lambda extent: extent.segment == segment, self.slots("free", start))
+        return takewhile(lambda extent: extent.segment == segment, self.extents("free", start))
 
     def segments(self) -> dict[int, SegmentState]:
         """Every segment that the index knows."""
@@ -497,14 +497,14 @@ class IndexTxn:
         return None if data is None else _read_segment(data)
 
     def is_empty(self, segment: int, num_used: int) -> bool:
-        """Whether every slot that was handed out is free; it looks no further than a gap."""
-        free = (extent.slot for extent in self.free(segment))
-        return all(next(free, None) == slot for slot in range(num_used))
+        """Whether every extent that was handed out is free; it looks no further than a gap."""
+        free = (extent.number for extent in self.free(segment))
+        return all(next(free, None) == number for number in range(num_used))
 
     def remove_segment(self, segment: int) -> None:
-        """Forget a segment of free slots only, and those."""
+        """Forget a segment of free extents only, and those."""
         for extent in list(self.free(segment)):
-            self.drop_slot("free", extent)
+            self.drop_extent("free", extent)
         self._txn.delete(_segment_key(segment), db=self._dbs["segments"])
 
     # --- counters, meta -----------------------------------------------------------------
@@ -553,12 +553,12 @@ class IndexTxn:
         return int(stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages))
 
     def is_whole(self, located: Located) -> bool:
-        """Whether a record has its keys, and a slot in use that is on no other list."""
+        """Whether a record has its keys, and an extent in use that is on no other list."""
         keys = {name: key_of(located.record) for name, key_of in _ORDERS.items()}
         keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
         found = [self._txn.get(key, db=self._dbs[name]) for name, key in keys.items()]
         state = self.get_segment(located.extent.segment)
-        is_used = state is not None and located.extent.slot < state.num_used
+        is_used = state is not None and located.extent.number < state.num_used
         return is_used and found == [b"", b"", None, None]
 
     def contradictions(self) -> list[str]:
@@ -567,11 +567,11 @@ class IndexTxn:
         num_blocks = num["blocks"]
         num_used = sum(each.num_used for each in self.segments().values())
         sums = list(map(sum, zip(*self.namespaces().values(), strict=True))) or [0, 0]
-        num_slots = num_blocks + num["free"] + num["pending"]
+        num_extents = num_blocks + num["free"] + num["pending"]
         wrong = {
             "keys": any(num[name] != num_blocks for name in _ORDERS),
             "sums": sums != list(self.meta.totals) or sums[0] != num_blocks,
-            "slots": num_used != num_slots,
+            "extents": num_used != num_extents,
             "damaged entries": self.meta.needs_rebuild,
         }
         return [name for name, is_wrong in wrong.items() if is_wrong]

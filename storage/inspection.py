@@ -239,13 +239,13 @@ def evicting(
     for some in source:
         records = ((each, each.record) for each in some if each)
         doomed = [e for e, it in records if which.matches(it.namespace, it.last_used, now)]
-        freed_bytes += sum(located.slot_bytes for located in doomed)
+        freed_bytes += sum(located.extent_bytes for located in doomed)
         num_evicted += len(doomed)
         if not which.dry_run:
             store.delete([located.record.block_hash for located in doomed], "operator")
         yield
     if not which.dry_run:
-        yield from store.slots.erasing()
+        yield from store.allocator.erasing()
     return EvictResult(num_evicted, freed_bytes, chosen.unknown_ids)
 
 

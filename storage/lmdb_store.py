@@ -1,6 +1,6 @@
 """The disk tier's store: finds, reads, writes, expires and evicts blocks under a byte budget.
 
-It knows records and slots; it does not know tokens, models, the host arena or who asks. A fault
+It knows records and extents; it does not know tokens, models, the host arena or who asks. A fault
 of the disk is an answer (a miss, a failed put) and a counter, never a wrong byte.
 """
 
@@ -19,9 +19,9 @@ import msgspec
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptBlockError, IntegrityError, StorageError, StoreFullError
 from tieredkv.storage import codec, recovery
-from tieredkv.storage.allocator import TXN_BLOCKS, SlotAllocator, batches, headroom_bytes
-from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, slot_bytes_for
-from tieredkv.storage.compression import Packed, Packing, slot_bytes_of
+from tieredkv.storage.allocator import TXN_BLOCKS, ExtentAllocator, batches, headroom_bytes
+from tieredkv.storage.codec import Extent, Located, check_record, expiry_key, extent_bytes_for
+from tieredkv.storage.compression import Packed, Packing, extent_bytes_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
@@ -41,7 +41,7 @@ _SMALLEST_INDEX_BYTES = 512 << 10
 def minimum_budget_bytes(block_bytes: int) -> int:
     """The smallest budget in which blocks of this size can be stored and replaced."""
     index_bytes = _SMALLEST_INDEX_BYTES + headroom_bytes(_SMALLEST_INDEX_BYTES)
-    return index_bytes + 2 * slot_bytes_for(block_bytes)
+    return index_bytes + 2 * extent_bytes_for(block_bytes)
 
 
 class BlockStore:
@@ -52,23 +52,23 @@ class BlockStore:
 
     Invariants, as the tests verify them (`CheckedStore`), and `verify` but for the bytes of files:
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
-      - no two records share a slot; each slot ever handed out is a block's, free or pending;
-      - pending slots are those lent to puts and those waiting to be erased;
+      - no two records share an extent; each extent ever handed out is a block's, free or pending;
+      - pending extents are those lent to puts and those waiting to be erased;
       - the counters, in all and per namespace, are the sums over the records;
       - the files occupy no more than the budget.
     """
 
-    def __init__(self, slots: SlotAllocator, options: StoreOptions, num_expired: int) -> None:
-        self.path = slots.folder.path
-        self._folder = slots.folder
-        self.index = slots.index
-        self._files = slots.files
-        self.slots = slots
-        self.clock = slots.clock
+    def __init__(self, allocator: ExtentAllocator, options: StoreOptions, num_expired: int) -> None:
+        self.path = allocator.folder.path
+        self._folder = allocator.folder
+        self.index = allocator.index
+        self._files = allocator.files
+        self.allocator = allocator
+        self.clock = allocator.clock
         self.write_limit = WriteLimit(options.write_limit)  # heeded by callers of `write_payload`
         self.packing = Packing(options.compression, options.element_bytes)
         self._sync = options.sync == "commit"
-        self._failpoint = slots.failpoint
+        self._failpoint = allocator.failpoint
         with self.index.reading() as txn:
             self._faults = Counter(txn.meta.faults)  # in the life of the store
         self._reported: set[str] = set()
@@ -119,19 +119,19 @@ class BlockStore:
                 undo.callback(index.close)
                 files = SegmentFiles(folder.segments_path, filesystem)
                 undo.callback(files.close)
-                slots = SlotAllocator(folder, files, index, earlier, clock, failpoint)
-                num_expired = recovery.recover(slots, progress)
-            recovery.reach_budget(slots, budget)
+                allocator = ExtentAllocator(folder, files, index, earlier, clock, failpoint)
+                num_expired = recovery.recover(allocator, progress)
+            recovery.reach_budget(allocator, budget)
             folder.note_budget(budget)  # for whoever opens the store without one
             undo.pop_all()
-        return cls(slots, options, num_expired)
+        return cls(allocator, options, num_expired)
 
     def check_place(self) -> None:
         """Raise StorageError once the folder is not at its path any more."""
         self._folder.check_place()
 
     def close(self) -> None:
-        """Flush and close; every lent slot must be back. Harmless when repeated."""
+        """Flush and close; every lent extent must be back. Harmless when repeated."""
         try:
             self._files.close()
             self.index.close()
@@ -191,7 +191,7 @@ class BlockStore:
         if isinstance(error, CorruptBlockError):
             self.drop_bad(current)
         else:
-            self.slots.faulty.add(current.extent)
+            self.allocator.faulty.add(current.extent)
         return reason
 
     # --- storing ------------------------------------------------------------------------------
@@ -202,67 +202,69 @@ class BlockStore:
         return old is not None and self._is_as_good(old, record)
 
     def _is_as_good(self, old: Located, new: BlockRecord) -> bool:
-        return old.record.computed_at >= new.computed_at and old.extent not in self.slots.faulty
+        return old.record.computed_at >= new.computed_at and old.extent not in self.allocator.faulty
 
     def reserve_many(
         self, records: Sequence[BlockRecord], packed: Sequence[Packed | None] = ()
     ) -> list[Extent | None]:
-        """Lend a slot for each block, evicting no more than they need; one transaction a batch.
+        """Lend an extent for each block, evicting no more than they need; one transaction a batch.
 
-        Slots are of the compressed size for those blocks that have something in `packed`.
+        Extents are of the compressed size for those blocks that have something in `packed`.
 
-        None where slots lent to other puts leave no room at the moment. Every slot must come back
-        by `commit` or `abandon`.
+        None where extents lent to other puts leave no room at the moment. Every extent must come
+        back by `commit` or `abandon`.
 
         Raises:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
         """
-        sizes = list(map(slot_bytes_of, records, packed or [None] * len(records)))
+        sizes = list(map(extent_bytes_of, records, packed or [None] * len(records)))
         tenants = [record.namespace[:TENANT_BYTES] for record in records]
         kinds = list(zip(sizes, tenants, strict=True))
         for record, size in zip(records, sizes, strict=True):
             check_record(record)
-            self.slots.check_fits(size)
-        lent_before = set(self.slots.lent)
+            self.allocator.check_fits(size)
+        lent_before = set(self.allocator.lent)
         try:
-            self.slots.enforce_budget()
-            lent = {kind: iter(self.slots.obtain(*kind, kinds.count(kind))) for kind in set(kinds)}
+            self.allocator.enforce_budget()
+            lent = {
+                kind: iter(self.allocator.obtain(*kind, kinds.count(kind))) for kind in set(kinds)
+            }
             answer = [next(lent[kind], None) for kind in kinds]
-            is_full = self.slots.is_disk_full or self.slots.has_no_file
+            is_full = self.allocator.is_disk_full or self.allocator.has_no_file
             if is_full and not any(answer):
-                raise StoreFullError(errno.ENOSPC, self.slots.lack)
+                raise StoreFullError(errno.ENOSPC, self.allocator.lack)
         except BaseException as error:
-            for extent in self.slots.lent.keys() - lent_before:
+            for extent in self.allocator.lent.keys() - lent_before:
                 self.abandon(extent)
             self._count_fault(error)
             raise
         return answer
 
     def write_payload(
-        self, slot: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
+        self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
     ) -> Located:
-        """Write a block's bytes into its slot, for `commit`; any thread may call this.
+        """Write a block's bytes into its extent, for `commit`; any thread may call this.
 
         Args:
-            slot: lent for this record.
-            record: goes into the slot's header.
+            extent: lent for this record.
+            record: goes into the extent's header.
             payload: a page, 4 KiB-aligned, that starts with the block's bytes; those behind them
                 are overwritten with zeroes up to 4 KiB.
             packed: the block compressed, to be written instead.
 
         Raises:
-            StoreFullError, StorageError: not written; hand the slot to `write_failed`.
+            StoreFullError, StorageError: not written; hand the extent to `write_failed`.
         """
         self._failpoint("write:before")
-        written = self._files.write_block(slot, record, payload, packed)
+        written = self._files.write_block(extent, record, payload, packed)
         self._failpoint("write:done")
         return written
 
-    def write_failed(self, slot: Extent, error: StorageError) -> None:
-        """Count a failed write and take its slot back."""
+    def write_failed(self, extent: Extent, error: StorageError) -> None:
+        """Count a failed write and take its extent back."""
         if self._count_fault(error) == "io_error":
-            self.slots.faulty.add(slot)
-        self.abandon(slot)
+            self.allocator.faulty.add(extent)
+        self.abandon(extent)
 
     def commit(self, writes: Sequence[Located]) -> list[bool]:
         """Make written blocks findable, all of them in one transaction a batch.
@@ -271,10 +273,10 @@ class BlockStore:
         that is there already keeps its bytes and the later expiry, unless it was computed anew.
 
         Raises:
-            StorageError: none of the rest is stored; their slots are taken back.
+            StorageError: none of the rest is stored; their extents are taken back.
         """
-        if any(new.extent not in self.slots.lent for new in writes):
-            raise IntegrityError("a slot was committed that is not lent")
+        if any(new.extent not in self.allocator.lent for new in writes):
+            raise IntegrityError("an extent was committed that is not lent")
         stored: list[bool] = []
         segments = {new.extent.segment for new in writes}
         try:
@@ -295,7 +297,7 @@ class BlockStore:
                 self._bytes_noted = bytes_written
                 self._failpoint("commit:done")
                 for new, owner in zip(batch, owners, strict=True):
-                    self.slots.take_back(new.extent, is_stored=owner == new.extent)
+                    self.allocator.take_back(new.extent, is_stored=owner == new.extent)
                     stored.append(owner is not None)
                     self._num_stored += owner == new.extent
                     self._block_bytes += new.record.size_bytes
@@ -305,16 +307,16 @@ class BlockStore:
                 self.abandon(new.extent)
             self._count_fault(error)
             raise
-        self.slots.enforce_budget()
+        self.allocator.enforce_budget()
         return stored
 
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
         """Leave each of these tenants its share of the budget from now on."""
-        self.slots.shares = shares
+        self.allocator.shares = shares
 
-    def abandon(self, slot: Extent) -> None:
-        """Give back a slot that was not committed; its thread must be done with it."""
-        self.slots.take_back(slot, is_stored=False)
+    def abandon(self, extent: Extent) -> None:
+        """Give back an extent that was not committed; its thread must be done with it."""
+        self.allocator.take_back(extent, is_stored=False)
 
     def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
         """Refresh blocks; a block stored once more is a use and a claim of it too.
@@ -329,7 +331,7 @@ class BlockStore:
                     if old is not None and now < old.record.expires_at:
                         self._refresh(txn, old, item)
                 txn.saw_time(now)
-        self.slots.enforce_budget()
+        self.allocator.enforce_budget()
 
     def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
         """Return what decides on a thread of its own; None if decided, or too few are stored."""
@@ -351,7 +353,7 @@ class BlockStore:
         return num_deleted
 
     def sweeping(self) -> Iterator[None]:
-        """Drop what has expired and erase every slot that holds bytes of no stored block, in steps.
+        """Drop what has expired and erase extents that hold bytes of no stored block, in steps.
 
         Costs in proportion to what expires; after a damaged record was met, the index is made again
         once.
@@ -366,7 +368,7 @@ class BlockStore:
                 break
             self._num_expired += self._drop(due, now)
             yield
-        yield from self.slots.erasing()  # which makes room
+        yield from self.allocator.erasing()  # which makes room
         with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
         if needs_rebuild or self._damaged:
@@ -386,10 +388,10 @@ class BlockStore:
         return StoreStats(
             blocks=totals.num_blocks,
             bytes_live=totals.payload_bytes,
-            bytes_files=self.slots.occupied_bytes,
-            bytes_index=self.slots.overhead_bytes,
-            bytes_budget=self.slots.budget_bytes,
-            bytes_pending=self.slots.pending_bytes,
+            bytes_files=self.allocator.occupied_bytes,
+            bytes_index=self.allocator.overhead_bytes,
+            bytes_budget=self.allocator.budget_bytes,
+            bytes_pending=self.allocator.pending_bytes,
             bytes_written=self._files.bytes_written,
             bytes_written_ever=noted + self._files.bytes_written - self._bytes_noted,
             bytes_write_limit=self.write_limit.bytes_per_s or None,
@@ -397,8 +399,8 @@ class BlockStore:
             bytes_erased=self._files.bytes_erased,
             num_stored=self._num_stored,
             num_expired=self._num_expired,
-            num_evicted=self.slots.num_evicted,
-            num_slots_retired=sum(map(self.slots.is_retired, self.slots.strikes)),
+            num_evicted=self.allocator.num_evicted,
+            num_extents_retired=sum(map(self.allocator.is_retired, self.allocator.strikes)),
             faults=dict(self._faults),
             deleted=dict(self._deleted),
             compression=self.packing.setting,
@@ -418,7 +420,7 @@ class BlockStore:
 
     def make_index_again(self) -> None:
         """Make the index again from its sound records."""
-        recovery.make_again(self.slots)
+        recovery.make_again(self.allocator)
         with self._counting:
             self._faults["index"] += 1
         self._damaged.clear()
@@ -426,7 +428,7 @@ class BlockStore:
     @contextmanager
     def _changing(self) -> Iterator[IndexTxn]:
         """One write transaction, which keeps the counters of faults too."""
-        with self.slots.changing() as txn:
+        with self.allocator.changing() as txn:
             yield txn
             txn.meta.faults = dict(self._faults)
 
@@ -461,7 +463,7 @@ class BlockStore:
             for key, block_hash in doomed:
                 located = self._get(txn, block_hash)
                 if located is not None and key in (None, expiry_key(located.record)):
-                    self.slots.remove(txn, located)
+                    self.allocator.remove(txn, located)
                     num_dropped += 1
                 elif key is not None:
                     txn.drop_expiry_key(key)
@@ -480,9 +482,9 @@ class BlockStore:
             if self._is_as_good(old, record) and now < old.record.expires_at:
                 self._refresh(txn, old, record)
                 return old.extent
-            self.slots.remove(txn, old)
+            self.allocator.remove(txn, old)
         txn.insert(new)
-        txn.drop_slot("pending", new.extent)
+        txn.drop_extent("pending", new.extent)
         return new.extent
 
     def _refresh(self, txn: IndexTxn, old: Located, item: TouchItem | BlockRecord) -> None:
@@ -500,7 +502,7 @@ class BlockStore:
         txn.replace(old, old._replace(record=new))
 
     def drop_bad(self, located: Located) -> None:
-        """Drop a block whose bytes are bad; a slot that another block owns stays as it is."""
+        """Drop a block whose bytes are bad; an extent that another block owns stays as it is."""
         block_hash = located.record.block_hash
         owner = None
         with suppress(OSError):
@@ -511,7 +513,7 @@ class BlockStore:
             if other is not None and other.extent == located.extent:
                 txn.remove_damaged(block_hash)
             else:
-                self.slots.remove(txn, located)
+                self.allocator.remove(txn, located)
 
     def _count_fault(self, error: BaseException) -> str:
         """Count a fault, log the first of its reason, and answer that."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from tieredkv.clock import Clock
 from tieredkv.errors import StorageError, StoreFullError
-from tieredkv.storage.allocator import SlotAllocator, largest_file_bytes
+from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.folder import StoreFolder
@@ -27,15 +27,15 @@ logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S = 60.0
 _MOST_BYTES_A_BLOCK = 4 * PAGE_BYTES  # of pages that one transaction writes
-_ADOPTED_SLOTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
+_ADOPTED_EXTENTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
 _ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
-_REPORTED_SLOTS = 25 * _ADOPTED_SLOTS
+_REPORTED_EXTENTS = 25 * _ADOPTED_EXTENTS
 
 OpeningProgress = Callable[[int, int], None]
-"""Called with (slots read, slots in all) now and then while a lost index is made again."""
+"""Called with (extents read, extents in all) now and then while a lost index is made again."""
 
 Found = tuple[list[Located], list[Extent]]
-"""Some blocks, and some slots; slots that belong to none of the blocks belong to no block."""
+"""Some blocks, and some extents; extents that belong to none of the blocks belong to no block."""
 
 
 def _settle_clock(index: Index, clock: Clock) -> int:
@@ -75,152 +75,159 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     return max(stored, wanted), wanted
 
 
-def recover(slots: SlotAllocator, progress: OpeningProgress) -> int:
+def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
     """Open the segments and erase what a crash left pending; make a lost index again.
 
     Answers how many blocks expired because of a clock that is behind them.
     """
-    index, files = slots.index, slots.files
+    index, files = allocator.index, allocator.files
     with index.reading() as txn:
         is_lost = not txn.meta.format
     if is_lost:
-        _adopt_slots(slots, progress)
-    num_expired = _settle_clock(index, slots.clock)
+        _adopt_extents(allocator, progress)
+    num_expired = _settle_clock(index, allocator.clock)
     with index.reading() as txn:
         known = txn.segments()
     for segment, state in known.items():
         _open_segment(index, files, segment, state)
-    slots.reload()
-    for _ in slots.erasing():
+    allocator.reload()
+    for _ in allocator.erasing():
         pass
     return num_expired
 
 
-def reach_budget(slots: SlotAllocator, budget_bytes: int) -> None:
+def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
     """Shrink a store, its index included, to a smaller budget.
 
     A bloated index is replaced by a compact copy. Both lie side by side for a while, so the copy is
     made only once both fit into the larger budget, the one in force until now.
     """
-    larger_bytes, slots.budget_bytes = slots.budget_bytes, budget_bytes
+    larger_bytes, allocator.budget_bytes = allocator.budget_bytes, budget_bytes
 
     def compact() -> bool:
-        before = slots.overhead_bytes
-        copy_bytes = slots.files.filesystem.spread_bytes(slots.index.used_bytes())
-        if slots.occupied_bytes + copy_bytes <= larger_bytes:
+        before = allocator.overhead_bytes
+        copy_bytes = allocator.files.filesystem.spread_bytes(allocator.index.used_bytes())
+        if allocator.occupied_bytes + copy_bytes <= larger_bytes:
             with suppress(StoreFullError):
-                slots.index.compact()
-            slots.measure()
-        return slots.overhead_bytes < before
+                allocator.index.compact()
+            allocator.measure()
+        return allocator.overhead_bytes < before
 
-    if slots.room_bytes < 0:
-        slots.folder.drop_set_aside()
-        slots.measure()
-    others_bytes = slots.overhead_bytes - slots.index.file_bytes()
+    if allocator.room_bytes < 0:
+        allocator.folder.drop_set_aside()
+        allocator.measure()
+    others_bytes = allocator.overhead_bytes - allocator.index.file_bytes()
     if others_bytes > budget_bytes:
-        what = f"what lies beside the store's files in `{slots.folder.path}`"
+        what = f"what lies beside the store's files in `{allocator.folder.path}`"
         takes = f"takes {others_bytes} bytes of a budget of {budget_bytes}"
         raise StoreFullError(f"{what} {takes}; make room there or raise the disk size")
-    while slots.room_bytes < 0:
-        is_bloated = 2 * slots.index.used_bytes() < slots.index.file_bytes()
-        if not (is_bloated and compact()) and not slots.give_way():
+    while allocator.room_bytes < 0:
+        is_bloated = 2 * allocator.index.used_bytes() < allocator.index.file_bytes()
+        if not (is_bloated and compact()) and not allocator.give_way():
             break
-    if slots.room_bytes < 0:
+    if allocator.room_bytes < 0:
         compact()
-    if slots.occupied_bytes > slots.budget_bytes:
-        what = f"the emptied store at `{slots.index.path}` occupies {slots.occupied_bytes} bytes"
-        raise StoreFullError(f"{what} of a budget of {slots.budget_bytes}; raise the disk size")
+    if allocator.occupied_bytes > allocator.budget_bytes:
+        where = f"the emptied store at `{allocator.index.path}`"
+        what = f"{where} occupies {allocator.occupied_bytes} bytes"
+        raise StoreFullError(f"{what} of a budget of {allocator.budget_bytes}; raise the disk size")
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
-    """Open one segment; slots beyond the end of a missing or short file are never handed out."""
+    """Open one segment; extents beyond the end of a missing or short file are never handed out."""
     try:
         if segment not in files:
-            files.open(segment, state.slot_bytes)
-        num_slots = files.size_bytes(segment) // state.slot_bytes
+            files.open(segment, state.extent_bytes)
+        num_extents = files.size_bytes(segment) // state.extent_bytes
     except FileNotFoundError:
         logger.warning("segment %d is missing: its blocks are misses", segment)
-        num_slots = 0
-    if num_slots >= state.num_slots:
+        num_extents = 0
+    if num_extents >= state.num_extents:
         return
     with index.writing() as txn:
-        txn.put_segment(segment, state._replace(num_slots=max(num_slots, state.num_used)))
+        txn.put_segment(segment, state._replace(num_extents=max(num_extents, state.num_used)))
 
 
 # --- a new index ------------------------------------------------------------------------------
 
 
-def make_again(slots: SlotAllocator) -> None:
+def make_again(allocator: ExtentAllocator) -> None:
     """Make the index again from those of its records that are sound.
 
-    Where several records claim one slot none of them is kept, as at most one can be right.
+    Where several records claim one extent none of them is kept, as at most one can be right.
     """
-    with slots.index.reading() as txn:
+    with allocator.index.reading() as txn:
         segments = txn.segments()
 
     def sound_records(txn: IndexTxn) -> Iterator[Found]:
-        claims = Counter(chain(slots.lent, (each.extent for _, each in txn.blocks() if each)))
+        claims = Counter(chain(allocator.lent, (each.extent for _, each in txn.blocks() if each)))
         kept = set[Extent]()
         blocks = (each for _, each in txn.blocks() if each and claims[each.extent] == 1)
         sound = (each for each in blocks if each.extent.segment in segments)
-        while some := list(islice(sound, _ADOPTED_SLOTS)):
+        while some := list(islice(sound, _ADOPTED_EXTENTS)):
             extents = [each.extent for each in some]
             kept.update(extents)
             yield some, extents
-        used = (Extent(s, slot) for s, state in segments.items() for slot in range(state.num_used))
-        others = iter({*used, *slots.lent} - kept)
-        while extents := list(islice(others, _ADOPTED_SLOTS)):
+        used = (
+            Extent(s, number) for s, state in segments.items() for number in range(state.num_used)
+        )
+        others = iter({*used, *allocator.lent} - kept)
+        while extents := list(islice(others, _ADOPTED_EXTENTS)):
             yield [], extents
 
-    with slots.index.reading() as txn:
-        _fill_new_index(slots, segments, sound_records(txn))
-    slots.reload()
-    for _ in slots.erasing():  # all at once: who takes a slot as it is takes no new space for it
+    with allocator.index.reading() as txn:
+        _fill_new_index(allocator, segments, sound_records(txn))
+    allocator.reload()
+    for (
+        _
+    ) in allocator.erasing():  # all at once: who takes an extent as it is takes no new space for it
         pass
-    logger.warning("index of `%s`: made again from its records", slots.folder.path)
+    logger.warning("index of `%s`: made again from its records", allocator.folder.path)
 
 
-def _adopt_slots(slots: SlotAllocator, progress: OpeningProgress) -> None:
-    """Make a lost index again from the headers of the slots that are there."""
-    files = slots.files
+def _adopt_extents(allocator: ExtentAllocator, progress: OpeningProgress) -> None:
+    """Make a lost index again from the headers of the extents that are there."""
+    files = allocator.files
     segments: dict[int, SegmentState] = {}
-    for segment, (_, slot_bytes) in files.names().items():
-        files.open(segment, slot_bytes)
-        num_slots = files.size_bytes(segment) // slot_bytes
-        segments[segment] = SegmentState(slot_bytes, num_slots, num_slots)
-    num_slots = sum(state.num_slots for state in segments.values())
-    if not num_slots:  # a new store
-        with slots.index.writing() as txn:
+    for segment, (_, extent_bytes) in files.names().items():
+        files.open(segment, extent_bytes)
+        num_extents = files.size_bytes(segment) // extent_bytes
+        segments[segment] = SegmentState(extent_bytes, num_extents, num_extents)
+    num_extents = sum(state.num_extents for state in segments.values())
+    if not num_extents:  # a new store
+        with allocator.index.writing() as txn:
             txn.meta.format = FORMAT_VERSION
         return
 
     def headers() -> Iterator[Found]:
-        slot_numbers = (
-            (s, slot) for s, state in segments.items() for slot in range(state.num_slots)
+        extent_numbers = (
+            (s, number) for s, state in segments.items() for number in range(state.num_extents)
         )
-        extents = (Extent(*each) for each in slot_numbers)
+        extents = (Extent(*each) for each in extent_numbers)
         with ThreadPoolExecutor(_ADOPTING_THREADS) as pool:
-            for first in range(0, num_slots, _ADOPTED_SLOTS):
-                progress(first, num_slots)
-                if first % _REPORTED_SLOTS == 0:
-                    of = f"{first} of {num_slots}"
-                    logger.warning("the index is made again from slot headers: %s slots read", of)
-                batch = list(islice(extents, _ADOPTED_SLOTS))
+            for first in range(0, num_extents, _ADOPTED_EXTENTS):
+                progress(first, num_extents)
+                if first % _REPORTED_EXTENTS == 0:
+                    of = f"{first} of {num_extents}"
+                    logger.warning(
+                        "the index is made again from extent headers: %s extents read", of
+                    )
+                batch = list(islice(extents, _ADOPTED_EXTENTS))
                 yield [each for each in pool.map(files.header_at, batch) if each], batch
 
-    _fill_new_index(slots, segments, headers())
-    logger.warning("the index was made again from slot headers")
+    _fill_new_index(allocator, segments, headers())
+    logger.warning("the index was made again from extent headers")
 
 
 def _fill_new_index(
-    slots: SlotAllocator, segments: dict[int, SegmentState], batches: Iterable[Found]
+    allocator: ExtentAllocator, segments: dict[int, SegmentState], batches: Iterable[Found]
 ) -> None:
     """Fill a new index some blocks at a time, then put it in the place of the old one.
 
     The old one is set aside if it held anything. If this fails before, nothing has changed but that
     the bytes of blocks that had to make room are erased.
     """
-    index, folder, now = slots.index, slots.folder, slots.clock.now()
+    index, folder, now = allocator.index, allocator.folder, allocator.clock.now()
     with index.reading() as txn:
         old, holds_blocks = txn.meta, any(True for _ in txn.blocks())
     next_segment = max([old.next_segment, *(segment + 1 for segment in segments)])
@@ -232,13 +239,13 @@ def _fill_new_index(
         with draft.writing() as txn:
             txn.begin(meta, segments)
         for stored, extents in batches:
-            slots.measure()
+            allocator.measure()
             with draft.writing() as txn:
                 _fill(txn, [each for each in stored if now < each.record.expires_at], extents)
-                draft.keep_ahead(_make_room(txn, slots, len(stored)))
+                draft.keep_ahead(_make_room(txn, allocator, len(stored)))
                 times = ((each.record.computed_at, each.record.last_used) for each in stored)
                 txn.saw_time(max(chain.from_iterable(times), default=0.0))
-                slots.failpoint("adopt:before")
+                allocator.failpoint("adopt:before")
         draft.flush()
         folder.take_draft(sets_aside=bool(old.format) or holds_blocks)
     except BaseException:
@@ -246,43 +253,43 @@ def _fill_new_index(
         folder.drop_draft()
         raise
     index.become(draft)
-    slots.measure()
+    allocator.measure()
 
 
 def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
-    """Insert blocks, the newer one of two copies, and list slots of no block as pending."""
+    """Insert blocks, the newer one of two copies, and list extents of no block as pending."""
     for extent in {*extents}.difference(each.extent for each in found):
-        txn.add_slot("pending", extent)
+        txn.add_extent("pending", extent)
     for located in found:
         old = txn.get(located.record.block_hash)
         if old is not None and old.record.computed_at > located.record.computed_at:
-            txn.add_slot("pending", located.extent)
+            txn.add_extent("pending", located.extent)
             continue
         if old is not None:
             txn.remove(old)
         txn.insert(located)
 
 
-def _make_room(txn: IndexTxn, slots: SlotAllocator, num_blocks: int) -> int:
+def _make_room(txn: IndexTxn, allocator: ExtentAllocator, num_blocks: int) -> int:
     """Make room for the pages that were changed, and return how many bytes they may take.
 
     The index that was set aside goes first, then the longest unused blocks: their bytes are erased
-    at once, and their slots are pending.
+    at once, and their extents are pending.
     """
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
-    needed_bytes = slots.files.filesystem.spread_bytes(needed_bytes)
-    if slots.room_bytes < needed_bytes:
-        slots.folder.drop_set_aside()
-        slots.measure()
-    short_bytes, victims = needed_bytes - slots.room_bytes, list[Located]()
+    needed_bytes = allocator.files.filesystem.spread_bytes(needed_bytes)
+    if allocator.room_bytes < needed_bytes:
+        allocator.folder.drop_set_aside()
+        allocator.measure()
+    short_bytes, victims = needed_bytes - allocator.room_bytes, list[Located]()
     for block_hash in txn.longest_unused():
         if short_bytes <= 0:
             break
         if (victim := txn.get(block_hash)) is not None:
             victims.append(victim)
-            short_bytes -= victim.slot_bytes
-    slots.num_evicted += len(victims)
+            short_bytes -= victim.extent_bytes
+    allocator.num_evicted += len(victims)
     for victim in victims:
-        slots.erase(victim.extent)
+        allocator.erase(victim.extent)
         txn.remove(victim)
     return needed_bytes

@@ -135,12 +135,12 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         blocks, bytes_live: stored blocks and their payload, expired ones not yet swept included.
         bytes_files: what all files occupy (`st_blocks`), index included.
         bytes_index: what everything but the segment files occupies.
-        bytes_pending: slots lent or waiting to be erased.
+        bytes_pending: extents lent or waiting to be erased.
         bytes_written: headers, payload and padding written to the device; index pages are not
             counted.
         bytes_written_ever: the same since the store, or its index after a loss of it, was made.
         bytes_write_limit: that may be written a second; None for no limit.
-        num_slots_retired: slots that failed twice and are left alone.
+        num_extents_retired: extents that failed twice and are left alone.
         faults: cache faults in the store's life by reason; each was a miss, a block that was not
             stored, or (`index`) an index that was made again.
         deleted: blocks deleted on request by reason.
@@ -169,7 +169,7 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
     num_stored: int
     num_expired: int
     num_evicted: int
-    num_slots_retired: int
+    num_extents_retired: int
     faults: dict[str, int]
     deleted: dict[str, int]
     compression: str

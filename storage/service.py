@@ -40,7 +40,7 @@ from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.allocator import TXN_BLOCKS
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import Extent, Located, corrupt, decode_record
-from tieredkv.storage.compression import Packed, slot_bytes_of
+from tieredkv.storage.compression import Packed, extent_bytes_of
 from tieredkv.storage.control_server import ControlServer
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.lmdb_store import BlockStore
@@ -80,7 +80,7 @@ class ReadTask:
 class WriteTask:
     """One block to be compressed, then written by a thread; `error` says how it ended.
 
-    Without an extent it waits for its slot, whose size is known once it is compressed.
+    Without an extent it waits for its extent, whose size is known once it is compressed.
     """
 
     page: LentPage
@@ -91,8 +91,8 @@ class WriteTask:
 
     @property
     def size(self) -> int:
-        """Bytes of the slot."""
-        return slot_bytes_of(self.page.record, self.packed)
+        """Bytes of the extent."""
+        return extent_bytes_of(self.page.record, self.packed)
 
 
 class Loop:
@@ -124,8 +124,8 @@ class StoreService:
     A load waits in `_loads`, is located, read by a thread and answered; one that fails is judged by
     the index thread first. What the engine deletes is a miss at once (`_doomed`), whenever the
     index thread comes to it.
-    A store waits in `_writes`, is compressed by a thread, waits in `_packed` for a slot, is written
-    by a thread, waits in `_written` for its group's transaction and is answered after it.
+    A store waits in `_writes`, is compressed by a thread, waits in `_packed` for an extent, is
+    written by a thread, waits in `_written` for its group's transaction and is answered after it.
     """
 
     def __init__(
@@ -465,7 +465,7 @@ class StoreService:
         self._writers.submit(self._move, task)
 
     def _reserve(self) -> bool:
-        """Get slots for the next writes, in one transaction; False to try again later."""
+        """Get extents for the next writes, in one transaction; False to try again later."""
         batch = list(self._packed)
         self._packed.clear()
         try:

@@ -9,7 +9,7 @@ The rule: **an index is condemned on evidence only.** Evidence is one of these, 
 - SIGSEGV, SIGBUS or SIGABRT in a thread that was using the index, as the stack that the worker's
   fault handler left with its parent says (`tieredkv.storage.worker_process`).
 
-A condemned index is renamed and made again from the headers of the slots, once; the segments are
+A condemned index is renamed and made again from the headers of the extents, once; the segments are
 never touched for it. An index that was made again and is condemned again before it has proved
 itself stays as it is, and so does every file after every other error: the disk tier is off, its
 cause is told, and the worker is started again and again with growing pauses.

@@ -137,7 +137,7 @@ def _open(launch: Launch, channel: FrameChannel[EngineMessage]) -> StoreService:
 
 
 def set_aside_index(folder: StoreFolder) -> str:
-    """Rename the index for a later look, so that it is made again from the slots.
+    """Rename the index for a later look, so that it is made again from the extents.
 
     Returns what happened, for the operator.
     """
@@ -147,7 +147,7 @@ def set_aside_index(folder: StoreFolder) -> str:
         what = f"the damaged index of `{folder.path}` cannot be set aside: {error}"
         raise StorageError(what) from error
     what = f"the index of `{folder.path}` is damaged and was set aside as `{SET_ASIDE}`"
-    return f"{what}; it is made again from the slots"
+    return f"{what}; it is made again from the extents"
 
 
 if __name__ == "__main__":

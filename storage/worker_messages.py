@@ -66,7 +66,7 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
         parent_pid: ends the worker when it is no longer its parent.
         index: `examined` after an end that nobody can explain: every page is read and checked
             first; `set_aside` after a verdict of damage: it is renamed, and made again from the
-            slots.
+            extents.
         stack_fd: a file for the stack of the thread that crashes.
     """
 
@@ -139,7 +139,7 @@ class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     pages: list[LentPage]
-    shares: dict[bytes, float] = {}  # of the budget, by tenant; see `SlotAllocator`
+    shares: dict[bytes, float] = {}  # of the budget, by tenant; see `ExtentAllocator`
 
 
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
@@ -172,7 +172,7 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
-    """A new worker is still opening the store: so many of its slots are read."""
+    """A new worker is still opening the store: so many of its extents are read."""
 
     done: int
     total: int

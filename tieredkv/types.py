@@ -28,7 +28,7 @@ TENANT_BYTES = 8
 """First bytes of a namespace's digest, which tell whose it is."""
 
 PAGE_ALIGNMENT_BYTES = 4096
-"""Arena pages and disk slots start and end on multiples of this, as O_DIRECT asks."""
+"""Arena pages and disk extents start and end on multiples of this, as O_DIRECT asks."""
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

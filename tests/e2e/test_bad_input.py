@@ -322,13 +322,13 @@ def test_a_damaged_index_is_made_again_and_costs_no_request(
     assert (store / "index.bad" / "data.mdb").exists()
 
 
-def test_a_lost_index_is_made_again_from_the_slots(store: Path, generate: Run) -> None:
+def test_a_lost_index_is_made_again_from_the_extents(store: Path, generate: Run) -> None:
     (store / "index" / "data.mdb").write_bytes(b"")
     exit_code, stdout, stderr = generate("--default-retention", "24h", "--json")
     assert exit_code == 0
     [output] = json.loads(stdout.splitlines()[-1])["outputs"]
     assert output["usage"]["cached_tokens_by_tier"]["disk"] == 192
-    assert "the index was made again from slot headers" in stderr
+    assert "the index was made again from extent headers" in stderr
 
 
 def test_blocks_give_way_on_a_full_disk_and_every_request_is_served(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path, run_bench
 def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before the reads a slot is overwritten, and two blocks are asked for by each other's name."""
+    """Before the reads an extent is overwritten, and two blocks change names."""
     honest, drop_cached = disk._record, raw.drop_cached
 
     def swap(number: int, size_bytes: int) -> BlockRecord:
@@ -220,7 +220,7 @@ def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
         drop_cached(folder)
         for segment in folder.glob("store/segments/*.seg"):
             with segment.open("r+b") as file:
-                # The first slot that has none of those two.
+                # The first extent that has none of those two.
                 while (it := decode_header(file.read(4 << 10))) and it.record.position // 2 == pair:
                     file.seek(64 << 10, os.SEEK_CUR)
                 file.seek(100, os.SEEK_CUR)

@@ -58,13 +58,13 @@ def raw(folder: Path) -> bytes:
 
 
 def payload_pieces(folder: Path) -> list[bytes]:
-    """Return 64 bytes out of the middle of every slot's payload, as they lie in the segments."""
+    """Return 64 bytes out of the middle of every extent's payload, as they lie in the segments."""
     pieces = []
     for path in sorted((folder / "segments").iterdir()):
-        slot_bytes = int(path.stem.partition("-")[2])
+        extent_bytes = int(path.stem.partition("-")[2])
         data = path.read_bytes()
-        for start in range(0, len(data), slot_bytes):
-            middle = start + slot_bytes // 2
+        for start in range(0, len(data), extent_bytes):
+            middle = start + extent_bytes // 2
             piece = data[middle : middle + 64]
             if any(piece):
                 pieces.append(piece)

@@ -14,7 +14,7 @@ from tests.fakes import FakeClock
 from tieredkv.clock import Clock
 from tieredkv.errors import IntegrityError, StorageError
 from tieredkv.storage import inspection
-from tieredkv.storage.allocator import SlotAllocator
+from tieredkv.storage.allocator import ExtentAllocator
 from tieredkv.storage.codec import Extent, decode_record, expiry_key, extent_key, lru_key
 from tieredkv.storage.index import IndexTxn, Totals
 from tieredkv.storage.lmdb_store import BlockStore
@@ -70,7 +70,7 @@ class CheckedStore(BlockStore):
     def check(self) -> None:
         """Verify every invariant of the class."""
         with self.index.reading() as txn:
-            problems = find_problems(txn, self.slots) + txn.contradictions()
+            problems = find_problems(txn, self.allocator) + txn.contradictions()
         if problems:
             raise IntegrityError("; ".join(problems))
 
@@ -80,8 +80,8 @@ class CheckedStore(BlockStore):
         return [decode_record(h, found[h]).record if h in found else None for h in hashes]
 
 
-def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
-    """Compare records, secondary keys, counters and slots; one sentence for each disagreement."""
+def find_problems(txn: IndexTxn, allocator: ExtentAllocator) -> list[str]:
+    """Compare records, secondary keys, counters and extents; one sentence for each disagreement."""
     problems = []
 
     def keys(name: str) -> set[bytes]:
@@ -108,32 +108,33 @@ def find_problems(txn: IndexTxn, slots: SlotAllocator) -> list[str]:
     sums = [sum(each) for each in zip(*namespaces.values(), strict=True)] or [0, 0]
     if list(txn.meta.totals) != sums:
         problems.append(f"the counters say {txn.meta.totals}, the records {sums}")
-    return problems + _slot_problems(txn, slots, owners, keys("free"))
+    return problems + _extent_problems(txn, allocator, owners, keys("free"))
 
 
-def _slot_problems(
-    txn: IndexTxn, slots: SlotAllocator, owners: Counter[Extent], free_keys: set[bytes]
+def _extent_problems(
+    txn: IndexTxn, allocator: ExtentAllocator, owners: Counter[Extent], free_keys: set[bytes]
 ) -> list[str]:
     problems = []
     if shared := [extent for extent, count in owners.items() if count > 1]:
-        problems.append(f"records share the slots {shared[:3]}")
-    pending = set(txn.slots("pending"))
-    dirty = {extent for extents in slots._dirty.values() for extent in extents}
-    if pending != dirty | slots.lent.keys() or dirty & slots.lent.keys():
-        problems.append("pending slots are not those lent and those to be erased")
+        problems.append(f"records share the extents {shared[:3]}")
+    pending = set(txn.extents("pending"))
+    dirty = {extent for extents in allocator._dirty.values() for extent in extents}
+    if pending != dirty | allocator.lent.keys() or dirty & allocator.lent.keys():
+        problems.append("pending extents are not those lent and those to be erased")
     segments = txn.segments()
     for segment, state in segments.items():
-        for slot in range(state.num_used):
-            extent = Extent(segment, slot)
+        for number in range(state.num_used):
+            extent = Extent(segment, number)
             key = extent_key(extent)
             roles = (extent in owners) + (extent in pending) + (key in free_keys)
             free_keys.discard(key)
             if roles != 1:
-                problems.append(f"slot {extent} has {roles} roles")
+                problems.append(f"extent {extent} has {roles} roles")
     if free_keys:
-        problems.append(f"{len(free_keys)} free slots lie in no segment")
-    if slots.occupied_bytes > slots.budget_bytes:
-        problems.append(f"files occupy {slots.occupied_bytes} of {slots.budget_bytes} bytes")
+        problems.append(f"{len(free_keys)} free extents lie in no segment")
+    if allocator.occupied_bytes > allocator.budget_bytes:
+        sizes = f"{allocator.occupied_bytes} of {allocator.budget_bytes}"
+        problems.append(f"files occupy {sizes} bytes")
     return problems
 
 
@@ -152,18 +153,18 @@ def open_store(
 
 def put(store: BlockStore, *records: BlockRecord) -> list[bool]:
     """Store blocks with their right bytes, as the worker does."""
-    slots = store.reserve_many(records)
+    extents = store.reserve_many(records)
     writes = []
-    for slot, record in zip(slots, records, strict=True):
-        assert slot is not None
-        writes.append(store.write_payload(slot, record, page_with(payload_of(record))))
+    for extent, record in zip(extents, records, strict=True):
+        assert extent is not None
+        writes.append(store.write_payload(extent, record, page_with(payload_of(record))))
     return store.commit(writes)
 
 
 def reserve(store: BlockStore, record: BlockRecord) -> Extent | None:
-    """Lend one slot."""
-    (slot,) = store.reserve_many([record])
-    return slot
+    """Lend one extent."""
+    (extent,) = store.reserve_many([record])
+    return extent
 
 
 class SweepResult(NamedTuple):

@@ -200,10 +200,10 @@ def live(folder: Path, log: Path, notes: Path, *, sync: str, seed: int) -> None:
 
 def _put_blocks(store: BlockStore, blocks: Sequence[BlockRecord]) -> None:
     writes = []
-    for slot, record in zip(store.reserve_many(blocks), blocks, strict=True):
-        if slot is not None:
+    for extent, record in zip(store.reserve_many(blocks), blocks, strict=True):
+        if extent is not None:
             page = page_with(payload_of(record.block_hash, record.size_bytes))
-            writes.append(store.write_payload(slot, record, page))
+            writes.append(store.write_payload(extent, record, page))
     store.commit(writes)
 
 

@@ -17,9 +17,9 @@ from tieredkv.storage.codec import (
     encode_header_into,
     encode_record,
     expiry_key,
+    extent_bytes_for,
     is_header_of,
     lru_key,
-    slot_bytes_for,
 )
 from tieredkv.types import BlockRecord
 
@@ -38,7 +38,7 @@ GOLDEN = Located(
         pinned_until=3.0,
         hits=9,
     ),
-    Extent(segment=3, slot=11),
+    Extent(segment=3, number=11),
     payload_bytes=5000,
     payload_checksum=bytes(range(16)),
 )
@@ -61,7 +61,7 @@ def test_the_index_record_has_its_golden_bytes() -> None:
     )
 
 
-def test_the_slot_header_is_the_record_with_its_length_behind_a_magic() -> None:
+def test_the_extent_header_is_the_record_with_its_length_behind_a_magic() -> None:
     record = encode_record(GOLDEN)
     assert header_of(GOLDEN) == (b"TKVSLOT\x02\xe0\0\0\0" + record).ljust(4096, b"\0")
 
@@ -163,5 +163,5 @@ def test_a_block_that_the_format_cannot_hold_is_refused(changes: dict[str, Any])
         check_record(make_record(**changes))
 
 
-def test_slots_are_a_header_and_the_padded_payload() -> None:
-    assert [slot_bytes_for(size) for size in (1, 4096, 4097)] == [8192, 8192, 12288]
+def test_extents_are_a_header_and_the_padded_payload() -> None:
+    assert [extent_bytes_for(size) for size in (1, 4096, 4097)] == [8192, 8192, 12288]

@@ -71,7 +71,7 @@ def there_and_back(block: bytes, number: int) -> tuple[bytes, int]:
     page = bytearray(len(block) + 64)
     assert unpack(packed.payload, number, memoryview(page)[: len(block)])
     assert not any(page[len(block) :]), "it wrote beyond the block"
-    assert not any(packed.slot[512 + len(packed.payload) :])
+    assert not any(packed.image[512 + len(packed.payload) :])
     return bytes(page[: len(block)]), len(packed.payload)
 
 
@@ -80,9 +80,9 @@ def put(store: BlockStore, *records: BlockRecord, pages: Sequence[memoryview] = 
     pages = pages or [page_with(block_of(record)) for record in records]
     packed = [pack_page(store, record, page) for record, page in zip(records, pages, strict=True)]
     writes = []
-    for i, slot in enumerate(store.reserve_many(records, packed)):
-        assert slot is not None
-        writes.append(store.write_payload(slot, records[i], pages[i], packed[i]))
+    for i, extent in enumerate(store.reserve_many(records, packed)):
+        assert extent is not None
+        writes.append(store.write_payload(extent, records[i], pages[i], packed[i]))
     return store.commit(writes)
 
 
@@ -206,7 +206,7 @@ def test_a_compressed_block_takes_less_and_loads_bit_for_bit(tmp_path: Path) -> 
         for record in records:
             assert load(store, record) == block_of(record)
             found = located(store, record)
-            assert (found.codec, found.slot_bytes) == (1, 6 * 4096)
+            assert (found.codec, found.extent_bytes) == (1, 6 * 4096)
         stats = store.stats()
         assert 1.4 < stats.compression_ratio == 6 * BLOCK_BYTES / stats.bytes_live
         assert stats.compression_rate > 0 < stats.decompression_rate
@@ -216,19 +216,19 @@ def test_a_compressed_block_takes_less_and_loads_bit_for_bit(tmp_path: Path) -> 
         assert [load(store, record) for record in records] == list(map(block_of, records))
 
 
-def test_the_slot_of_a_compressed_block_is_as_documented(tmp_path: Path) -> None:
+def test_the_extent_of_a_compressed_block_is_as_documented(tmp_path: Path) -> None:
     record = make_record(size_bytes=BLOCK_BYTES)
     with open_packing(tmp_path) as store:
         put(store, record)
         found = located(store, record)
     (file,) = segment_files(tmp_path)
-    slot = file.read_bytes()[found.extent.slot * found.slot_bytes :][: found.slot_bytes]
-    assert slot[:8] == b"TKVSLOT\2"
-    (length,) = struct.unpack_from("<I", slot, 8)
-    header = msgspec.msgpack.decode(slot[28 : 12 + length])
-    assert not any(slot[12 + length : 512])
-    payload = slot[512 : 512 + found.payload_bytes]
-    assert not any(slot[512 + found.payload_bytes :])
+    extent = file.read_bytes()[found.extent.number * found.extent_bytes :][: found.extent_bytes]
+    assert extent[:8] == b"TKVSLOT\2"
+    (length,) = struct.unpack_from("<I", extent, 8)
+    header = msgspec.msgpack.decode(extent[28 : 12 + length])
+    assert not any(extent[12 + length : 512])
+    payload = extent[512 : 512 + found.payload_bytes]
+    assert not any(extent[512 + found.payload_bytes :])
     assert found.payload_checksum == payload_checksum(payload) == header[3]
     assert header[4] == 1
     low, high = struct.unpack_from("<2I", payload)
@@ -246,21 +246,21 @@ def test_what_does_not_shrink_is_stored_raw(tmp_path: Path, size_bytes: int) -> 
         page = page_with(noise)
         packed = pack_page(store, record, page)
         assert packed is None
-        (slot,) = store.reserve_many([record], [packed])
-        assert slot is not None
-        store.commit([store.write_payload(slot, record, page, packed)])
+        (extent,) = store.reserve_many([record], [packed])
+        assert extent is not None
+        store.commit([store.write_payload(extent, record, page, packed)])
         assert located(store, record).codec == CODEC_RAW
         assert load(store, record) == noise
 
 
-def test_a_lost_index_is_made_again_from_compressed_slots_too(tmp_path: Path) -> None:
+def test_a_lost_index_is_made_again_from_compressed_extents_too(tmp_path: Path) -> None:
     records = [make_record(position=i, size_bytes=BLOCK_BYTES) for i in range(5)]
     with open_packing(tmp_path) as store:
         put(store, *records)
     with open_store(tmp_path) as store:
-        slots = store.reserve_many([plain := make_record("raw", size_bytes=BLOCK_BYTES)])
-        assert slots[0] is not None
-        store.commit([store.write_payload(slots[0], plain, page_with(block_of(plain)))])
+        extents = store.reserve_many([plain := make_record("raw", size_bytes=BLOCK_BYTES)])
+        assert extents[0] is not None
+        store.commit([store.write_payload(extents[0], plain, page_with(block_of(plain)))])
     shutil.rmtree(tmp_path / "index")
     (tmp_path / "index").mkdir(mode=0o700)
     with open_packing(tmp_path) as store:
@@ -275,7 +275,9 @@ def test_damage_of_a_compressed_block_is_a_miss(tmp_path: Path, at: int, reason:
     with open_packing(tmp_path) as store:
         put(store, record)
         found = located(store, record)
-        change_bytes(segment_files(tmp_path)[0], found.extent.slot * found.slot_bytes + at, flip)
+        change_bytes(
+            segment_files(tmp_path)[0], found.extent.number * found.extent_bytes + at, flip
+        )
         assert verify(store, repair=False).by_reason == {reason: 1}
         if reason == "checksum":
             assert load(store, record) == reason
@@ -290,33 +292,33 @@ def test_a_payload_that_lies_under_a_right_checksum_is_a_miss(tmp_path: Path) ->
         packed = pack_page(store, record, page)
         assert packed is not None
         packed.payload[:8] = struct.pack("<2I", 1 << 30, 1 << 30)
-        (slot,) = store.reserve_many([record], [packed])
-        assert slot is not None
-        store.commit([store.write_payload(slot, record, page, packed)])
+        (extent,) = store.reserve_many([record], [packed])
+        assert extent is not None
+        store.commit([store.write_payload(extent, record, page, packed)])
         assert load(store, record) == "codec"
         assert load(store, record) is None
         assert store.stats().faults == {"codec": 1}
 
 
-def test_a_reused_slot_holds_nothing_of_the_block_before(tmp_path: Path) -> None:
+def test_a_reused_extent_holds_nothing_of_the_block_before(tmp_path: Path) -> None:
     clock = FakeClock()
     long = make_record("long", size_bytes=BLOCK_BYTES, expires_at=clock.now() + 10)
     short = make_record("short", size_bytes=BLOCK_BYTES)
     with open_packing(tmp_path, clock) as store:
         put(store, long)
         found = located(store, long)
-        first = segment_files(tmp_path)[0].read_bytes()[found.extent.slot * found.slot_bytes :]
+        first = segment_files(tmp_path)[0].read_bytes()[found.extent.number * found.extent_bytes :]
         tail = first[: 512 + found.payload_bytes][-64:]
         clock.advance(20)
         store.delete([long.block_hash], "request")
         page = page_with(block_of(short))
         page[1:4096:2] = bytes([0x3F]) * 2048  # a payload that is a little shorter
         packed = pack_page(store, short, page)
-        assert packed is not None and len(packed.slot) == found.slot_bytes
+        assert packed is not None and len(packed.image) == found.extent_bytes
         assert len(packed.payload) < found.payload_bytes
-        (slot,) = store.reserve_many([short], [packed])
-        assert slot == found.extent
-        store.commit([store.write_payload(slot, short, page, packed)])
+        (extent,) = store.reserve_many([short], [packed])
+        assert extent == found.extent
+        store.commit([store.write_payload(extent, short, page, packed)])
         assert tail not in segment_files(tmp_path)[0].read_bytes()
 
 
@@ -326,7 +328,7 @@ def test_a_reused_slot_holds_nothing_of_the_block_before(tmp_path: Path) -> None
         ((131_072, 262_144), 1 / 3, 0.85),
         pytest.param((65_536,), 1 / 3, 0.85, marks=pytest.mark.slow),
         ((32_768,), 0, 0.85),
-        # A slot is its payload, 512 bytes of header and on average 2 KiB of padding to whole pages:
+        # An extent is its payload, 512 bytes of header and 2 KiB of padding to whole pages:
         # of payloads of 13 to 22 KiB 0.88. The index of so small a store takes 0.06.
         pytest.param((32_768,), 1 / 3, 0.80, marks=pytest.mark.slow),
     ],

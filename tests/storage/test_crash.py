@@ -175,7 +175,7 @@ def test_a_killed_engine_leaves_no_worker_and_a_store_that_opens(
 
 
 @pytest.mark.parametrize("damage", ["cut off", "overwritten", "pages overwritten"])
-def test_an_index_that_kills_its_worker_is_set_aside_and_made_again_from_the_slots(
+def test_an_index_that_kills_its_worker_is_set_aside_and_made_again_from_the_extents(
     harness: Harness, damage: str
 ) -> None:
     client = harness.open()

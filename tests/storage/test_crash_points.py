@@ -85,7 +85,7 @@ LIVES: list[list[Step]] = [
         ("put", SHORT),
         ("delete", [A[8], A[9], B[0]]),
         ("put", A_AGAIN),  # computed anew: takes the place of what is there
-        ("delete", ODD),  # the last blocks of their slot size
+        ("delete", ODD),  # the last blocks of their extent size
         ("wait", 1.0),
         ("wait", 100.0),  # past the end of `SHORT`
     ],
@@ -266,7 +266,7 @@ def test_a_process_that_dies_while_it_recovers_does_no_more_harm(
 def test_a_process_that_dies_while_it_makes_a_lost_index_again_makes_it_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, label: str, nth: int
 ) -> None:
-    monkeypatch.setattr(recovery, "_ADOPTED_SLOTS", 10)
+    monkeypatch.setattr(recovery, "_ADOPTED_EXTENTS", 10)
     path = tmp_path / "store"
     finished = run_until(path, "never", 1)
     assert finished.exit_code == FINISHED
@@ -347,13 +347,13 @@ def assert_right_blocks(store: CheckedStore, died: Outcome) -> int:
 
 
 def assert_no_strangers_bytes(path: Path, store: CheckedStore) -> None:
-    """In the raw files every slot is zero that is not a stored block's."""
+    """In the raw files every extent is zero that is not a stored block's."""
     found = store.lookup([record.block_hash for record in TRIED])
     located = [store.locate(record.block_hash) for record in found if record is not None]
     owned = {each.extent for each in located if each is not None}
     for file in segment_files(path):
-        number, slot_bytes = map(int, file.stem.split("-"))
+        number, extent_bytes = map(int, file.stem.split("-"))
         data = file.read_bytes()
-        for slot in range(-(-len(data) // slot_bytes)):
-            held = data[slot * slot_bytes : (slot + 1) * slot_bytes]
-            assert (number, slot) in owned or not any(held), "a slot holds bytes of no block"
+        for extent in range(-(-len(data) // extent_bytes)):
+            held = data[extent * extent_bytes : (extent + 1) * extent_bytes]
+            assert (number, extent) in owned or not any(held), "an extent holds bytes of no block"

@@ -60,7 +60,7 @@ CHURNED = [
 
 @pytest.fixture(scope="module")
 def churned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed store with free and pending slots, the same to the byte in every run."""
+    """A closed store with free and pending extents, the same to the byte in every run."""
     path = tmp_path_factory.mktemp("churned") / "store"
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for start in range(0, len(CHURNED), 64):
@@ -166,8 +166,8 @@ def test_a_full_store_that_lost_what_orders_its_blocks_takes_new_ones_after_a_sw
         txn.drop(database, delete=False)
     with open_store(path) as store:
         fresh = [make_record("fresh", position) for position in range(64)]
-        for slot in filter(None, store.reserve_many(fresh)):
-            store.abandon(slot)
+        for extent in filter(None, store.reserve_many(fresh)):
+            store.abandon(extent)
         sweep(store)
         store.check()
         assert all(put(store, *fresh))
@@ -234,8 +234,8 @@ def test_a_truncated_index_costs_no_block(harness: Harness, size: int, is_live: 
 def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, batch: int
 ) -> None:
-    monkeypatch.setattr(recovery, "_ADOPTED_SLOTS", batch)
-    monkeypatch.setattr(recovery, "_REPORTED_SLOTS", 4 * batch)
+    monkeypatch.setattr(recovery, "_ADOPTED_EXTENTS", batch)
+    monkeypatch.setattr(recovery, "_REPORTED_EXTENTS", 4 * batch)
     path, budget = tmp_path / "store", 4 << 20
     records = [make_record(f"{i}", last_used=NOW + i) for i in range(400)]
     with open_store(path, budget_bytes=budget) as store:
@@ -256,7 +256,7 @@ def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
             assert kept == last_used, "the longest unused give way"
         assert verify(store).bad == 0
         store.check()
-    said = [line for line in caplog.messages if "slots read" in line]
+    said = [line for line in caplog.messages if "extents read" in line]
     assert len(said) == (1 if batch > len(records) else 2)
 
 
@@ -274,7 +274,7 @@ def test_whoever_only_looks_does_not_empty_a_store_whose_index_is_lost(tmp_path:
         assert load(store, record) == payload_of(record)
 
 
-def test_erased_slots_are_no_room_after_the_index_was_made_again(tmp_path: Path) -> None:
+def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Path) -> None:
     path = tmp_path / "store"
     small = [make_record("small", position) for position in range(60)]
     large = [make_record("large", position, size_bytes=40_960) for position in range(60)]
@@ -291,7 +291,7 @@ def test_erased_slots_are_no_room_after_the_index_was_made_again(tmp_path: Path)
             put(store, record)
         store.make_index_again()
         shutil.rmtree(path / "index.bad")  # or what it takes would have room made first
-        store.slots.measure()
+        store.allocator.measure()
         put(store, *small)
         store.check()
     assert max(occupied) <= 2 << 20

@@ -6,7 +6,7 @@ import pytest
 
 from tests.storage.blocks import BLOCK_BYTES, make_record, open_store, put, stored_hashes
 from tieredkv.storage.allocator import headroom_bytes
-from tieredkv.storage.codec import slot_bytes_for
+from tieredkv.storage.codec import extent_bytes_for
 from tieredkv.types import BlockRecord
 
 QUIET, FLOOD = b"quiet...", b"flood..."
@@ -75,7 +75,7 @@ def test_ten_tenants_keep_their_floors_while_an_eleventh_floods_the_disk(tmp_pat
             assert store.stats().bytes_files <= 8 << 20
         index_bytes = store.stats().bytes_index
         for_blocks = (8 << 20) - index_bytes - headroom_bytes(index_bytes)
-        share = 0.08 * for_blocks / slot_bytes_for(BLOCK_BYTES)
+        share = 0.08 * for_blocks / extent_bytes_for(BLOCK_BYTES)
         kept = {tenant: len(stored_hashes(store, records)) for tenant, records in own.items()}
         assert all(int(share) <= num <= share + 2 * 8 for num in kept.values()), (share, kept)
         store.check()

@@ -53,7 +53,7 @@ class Filled:
     def __init__(self, path: Path) -> None:
         self.path = path
         with open_store(path) as store:
-            for records in (SMALL[:1], SMALL[1:], LARGE):  # in two steps: slots stay unused
+            for records in (SMALL[:1], SMALL[1:], LARGE):  # in two steps: extents stay unused
                 assert all(put(store, *records))
             self.located = {key: self._must(store.locate(key)) for key in HASHES}
         assert len(segment_files(path)) == 2
@@ -65,12 +65,12 @@ class Filled:
 
     def file_of(self, block_hash: bytes) -> Path:
         located = self.located[block_hash]
-        name = f"{located.extent.segment:08d}-{located.slot_bytes}.seg"
+        name = f"{located.extent.segment:08d}-{located.extent_bytes}.seg"
         return self.path / "segments" / name
 
     def offset_of(self, block_hash: bytes) -> int:
         located = self.located[block_hash]
-        return located.extent.slot * located.slot_bytes
+        return located.extent.number * located.extent_bytes
 
     def in_file_of(self, block_hash: bytes) -> list[bytes]:
         return [key for key in HASHES if self.file_of(key) == self.file_of(block_hash)]
@@ -114,13 +114,13 @@ def last_bit_of_a_payload(store: Filled) -> list[Victim]:
     return [Victim(FIRST, "checksum", "checksum")]
 
 
-def a_bit_of_a_slot_header(store: Filled) -> list[Victim]:
+def a_bit_of_a_extent_header(store: Filled) -> list[Victim]:
     change_bytes(store.file_of(FIRST), store.offset_of(FIRST) + 100, flip)
     return [Victim(FIRST, "header", "header")]
 
 
-def a_zeroed_slot(store: Filled) -> list[Victim]:
-    size = store.located[FIRST].slot_bytes
+def a_zeroed_extent(store: Filled) -> list[Victim]:
+    size = store.located[FIRST].extent_bytes
     change_bytes(store.file_of(FIRST), store.offset_of(FIRST), lambda old: bytes(len(old)), size)
     return [Victim(FIRST, "header", "header")]
 
@@ -179,13 +179,13 @@ def two_payloads_swapped(store: Filled) -> list[Victim]:
     return [Victim(key, "checksum", "checksum") for key in (FIRST, OTHER)]
 
 
-def two_slots_swapped(store: Filled) -> list[Victim]:
+def two_extents_swapped(store: Filled) -> list[Victim]:
     _swap(store, 0)
     return [Victim(key, "header", "header") for key in (FIRST, OTHER)]
 
 
 def _swap(store: Filled, skip: int) -> None:
-    size = store.located[FIRST].slot_bytes - skip
+    size = store.located[FIRST].extent_bytes - skip
     file, places = store.file_of(FIRST), [store.offset_of(key) + skip for key in (FIRST, OTHER)]
     data = file.read_bytes()
     with file.open("r+b") as target:
@@ -205,18 +205,18 @@ def an_entry_past_the_end_of_its_segment(store: Filled) -> list[Victim]:
     return [Victim(FIRST, "truncated", "truncated")]
 
 
-def an_entry_in_a_slot_never_used(store: Filled) -> list[Victim]:
+def an_entry_in_a_extent_never_used(store: Filled) -> list[Victim]:
     unused = Extent(store.located[FIRST].extent.segment, len(SMALL))
     store.rewrite(FIRST, extent=unused)
     return [Victim(FIRST, "header", "header")]
 
 
-def an_entry_that_claims_the_slot_of_another(store: Filled) -> list[Victim]:
+def an_entry_that_claims_the_extent_of_another(store: Filled) -> list[Victim]:
     store.rewrite(FIRST, extent=store.located[OTHER].extent)
     return [Victim(FIRST, "header", "header")]
 
 
-def an_entry_in_a_segment_of_another_slot_size(store: Filled) -> list[Victim]:
+def an_entry_in_a_segment_of_another_extent_size(store: Filled) -> list[Victim]:
     segment = store.located[LARGE[0].block_hash].extent.segment
     store.rewrite(FIRST, extent=Extent(segment, 2))
     return [Victim(FIRST, "header", "header")]
@@ -228,9 +228,9 @@ def an_unknown_codec(store: Filled) -> list[Victim]:
 
 
 def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
-    """Slots are used again meanwhile: the copy holds sound blocks, but not those of the index."""
+    """Extents are used again meanwhile: the copy holds sound blocks, but not those of the index."""
     file, copy = store.file_of(FIRST), store.path.parent / "copy"
-    with open_store(store.path) as opened:  # leaves two slots for whoever comes next
+    with open_store(store.path) as opened:  # leaves two extents for whoever comes next
         opened.delete([FIRST, OTHER], "request")
         shutil.copyfile(file, copy)
         again = [make_record("small", position, now=1_800_000_001.0) for position in (1, 4)]
@@ -244,8 +244,8 @@ def an_older_copy_of_a_segment(store: Filled) -> list[Victim]:
 DAMAGE = [
     first_bit_of_a_payload,
     last_bit_of_a_payload,
-    a_bit_of_a_slot_header,
-    a_zeroed_slot,
+    a_bit_of_a_extent_header,
+    a_zeroed_extent,
     a_bit_of_an_index_record,
     an_index_record_cut_off,
     an_empty_index_record,
@@ -256,12 +256,12 @@ DAMAGE = [
     a_missing_segment,
     all_segments_missing,
     two_payloads_swapped,
-    two_slots_swapped,
+    two_extents_swapped,
     an_entry_in_an_unknown_segment,
     an_entry_past_the_end_of_its_segment,
-    an_entry_in_a_slot_never_used,
-    an_entry_that_claims_the_slot_of_another,
-    an_entry_in_a_segment_of_another_slot_size,
+    an_entry_in_a_extent_never_used,
+    an_entry_that_claims_the_extent_of_another,
+    an_entry_in_a_segment_of_another_extent_size,
     an_unknown_codec,
     an_older_copy_of_a_segment,
 ]
@@ -323,7 +323,7 @@ def test_the_place_is_used_again_and_the_store_stays_sound(tmp_path: Path, damag
     with open_store(filled.path) as store:
         for victim in victims:
             load(store, record_of(victim.block_hash))
-        for round_ in range(2):  # into dirty slots, then into erased ones
+        for round_ in range(2):  # into dirty extents, then into erased ones
             fresh = [make_record(f"fresh {round_}", position) for position in range(4)]
             assert all(put(store, *fresh, *RECORDS))
             for record in [*fresh, *RECORDS]:
@@ -373,7 +373,7 @@ def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) ->
     with plain_index(filled.path, name) as (txn, database):
         txn.drop(database, delete=False)
     with open_store(filled.path) as store:
-        is_lost = name == "segments"  # without their slot size no file can be read
+        is_lost = name == "segments"  # without their extent size no file can be read
         verify(store)
         store.check()
         assert verify(store).bad == 0
@@ -427,13 +427,13 @@ def extent_of(store: BlockStore, record: BlockRecord) -> Extent:
     return located.extent
 
 
-def put_into(store: BlockStore, slot: Extent, name: str) -> BlockRecord | None:
-    """Store blocks until one lies in this slot; the others are deleted again."""
+def put_into(store: BlockStore, extent: Extent, name: str) -> BlockRecord | None:
+    """Store blocks until one lies in this extent; the others are deleted again."""
     tried = [make_record(f"{name} {i}") for i in range(20)]
     found = None
     for record in tried:
         assert put(store, record) == [True]
-        if extent_of(store, record) == slot:
+        if extent_of(store, record) == extent:
             found = record
     unwanted = [record.block_hash for record in tried if record is not found]
     store.delete(unwanted, "request")
@@ -454,15 +454,15 @@ def test_a_block_that_cannot_be_read_is_written_anew_elsewhere(tmp_path: Path) -
             assert put(store, victim) == [True]  # the same block, computed at the same time
             assert load(store, victim) == payload_of(victim)
             assert extent_of(store, victim) != bad
-            assert put_into(store, bad, "too early") is None, "a bad slot was lent before a sweep"
+            assert put_into(store, bad, "too early") is None, "a bad extent was lent before a sweep"
             sweep(store)
             store.check()
-            assert store.stats().num_slots_retired == num_retired
+            assert store.stats().num_extents_retired == num_retired
             again = put_into(store, bad, f"after {num_retired}")
             if num_retired:
-                assert again is None, "a slot that failed twice was lent again"
+                assert again is None, "an extent that failed twice was lent again"
             else:
-                assert again is not None, "a slot that failed once was never tried again"
+                assert again is not None, "an extent that failed once was never tried again"
                 victim = again
         assert store.stats().faults == {"io_error": 2}
         assert [load(store, record) for record in SMALL] == [payload_of(r) for r in SMALL]
@@ -482,17 +482,17 @@ def test_a_failed_write_is_counted_by_its_reason(tmp_path: Path, cause: str, rea
     with open_store(path) as store:
         put(store, *SMALL)
         sweep(store)
-        (slot,) = store.reserve_many([new])
-        assert slot is not None
+        (extent,) = store.reserve_many([new])
+        assert extent is not None
         with failing_files(path, cause), pytest.raises(StorageError) as error:
-            store.write_payload(slot._replace(slot=0), new, page_with(payload_of(new)))
-        store.write_failed(slot, error.value)
+            store.write_payload(extent._replace(number=0), new, page_with(payload_of(new)))
+        store.write_failed(extent, error.value)
         assert store.stats().faults == {reason: 1}
         assert store.lookup([new.block_hash]) == [None]
         store.check()
         assert put(store, new) == [True]
         assert load(store, new) == payload_of(new)
-        assert (extent_of(store, new) == slot) == (reason == "no_space")
+        assert (extent_of(store, new) == extent) == (reason == "no_space")
         assert [load(store, record) for record in SMALL] == [payload_of(r) for r in SMALL]
 
 
@@ -503,7 +503,7 @@ def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> Non
         sweep(store)
     filled.file_of(FIRST).unlink()
     with open_store(filled.path) as store:
-        store.check()  # a free slot was lost with its file
+        store.check()  # a free extent was lost with its file
         assert load(store, SMALL[1]) == "missing_segment"
         sweep(store)
         store.check()

@@ -113,13 +113,13 @@ def test_a_full_disk_that_cannot_set_space_aside_takes_no_space_for_a_block_that
         assert put(store, make_record("a")) == [True]
         size_bytes = segment_files(tmp_path / "store")[0].stat().st_size
         monkeypatch.setattr(extents.SegmentFiles, "_write_zeroes", refuse(errno.ENOSPC))
-        slots = store.reserve_many([make_record("b", each) for each in range(64)])
-        assert None in slots
-        for slot in filter(None, slots):
-            store.abandon(slot)
+        lent = store.reserve_many([make_record("b", each) for each in range(64)])
+        assert None in lent
+        for extent in filter(None, lent):
+            store.abandon(extent)
         assert segment_files(tmp_path / "store")[0].stat().st_size == size_bytes
         monkeypatch.undo()
-        wait_until(lambda: not store.slots.is_disk_full)
+        wait_until(lambda: not store.allocator.is_disk_full)
         assert put(store, make_record("c")) == [True]
         store.check()
 
@@ -144,10 +144,10 @@ def grow_the_index(folder: Path) -> float:
             group = [
                 make_record(f"{number}", each, now=now, size_bytes=size) for each in range(count)
             ]
-            slots = store.reserve_many(group)
-            for slot in filter(None, slots):
-                store.abandon(slot)
-            if None not in slots:
+            extents = store.reserve_many(group)
+            for extent in filter(None, extents):
+                store.abandon(extent)
+            if None not in extents:
                 put(store, *group)
             sample("")
         assert store.stats().blocks > 500
@@ -261,9 +261,9 @@ def assert_blocks_give_way(
     with open_store(folder, clock, budget_bytes=64 << 20) as store:
         for _ in range(200):
             store_some()
-            if store.slots.lack:
+            if store.allocator.lack:
                 break
-        assert cause in store.slots.lack
+        assert cause in store.allocator.lack
         assert len(stored) > 100
         for _ in range(20):
             wait_until(store_some) if can_erase else store_some()

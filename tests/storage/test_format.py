@@ -17,7 +17,7 @@ DOCUMENT = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 NUM_BLOCKS = 12
 BLOCK_BYTES = 16 * 2048
 BUDGET_BYTES = 64 << 20
-SLOT_BYTES = 4096 + BLOCK_BYTES
+EXTENT_BYTES = 4096 + BLOCK_BYTES
 
 Databases = dict[str, dict[bytes, bytes]]
 
@@ -64,7 +64,7 @@ def record_of(databases: Databases, position: int) -> tuple[bytes, bytes]:
 def test_the_folder_holds_what_the_document_draws_and_is_closed_to_others(store: Path) -> None:
     found = {str(path.relative_to(store)): path for path in store.rglob("*")}
     segments = {
-        name for name in found if re.fullmatch(rf"segments/\d{{8}}-{SLOT_BYTES}\.seg", name)
+        name for name in found if re.fullmatch(rf"segments/\d{{8}}-{EXTENT_BYTES}\.seg", name)
     }
     assert len(segments) == 1
     assert found.keys() == segments | {
@@ -101,7 +101,7 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
     totals = [NUM_BLOCKS, NUM_BLOCKS * BLOCK_BYTES]
     (computed_at, *_) = entry_of(record_of(databases, 0)[1])[0][7:]
     assert meta.pop("clock") >= computed_at
-    assert meta.pop("bytes_written") >= NUM_BLOCKS * SLOT_BYTES
+    assert meta.pop("bytes_written") >= NUM_BLOCKS * EXTENT_BYTES
     assert meta == {
         "format": 2,
         "next_segment": 2,
@@ -111,9 +111,9 @@ def test_meta_counters_and_segments_are_as_described(databases: Databases) -> No
     }
     assert list(map(msgspec.msgpack.decode, databases["namespaces"].values())) == [totals]
     [(segment, state)] = databases["segments"].items()
-    slot_bytes, num_slots, num_used = msgspec.msgpack.decode(state)
-    assert (int.from_bytes(segment, "big"), slot_bytes) == (1, SLOT_BYTES)
-    assert num_used <= num_slots
+    extent_bytes, num_extents, num_used = msgspec.msgpack.decode(state)
+    assert (int.from_bytes(segment, "big"), extent_bytes) == (1, EXTENT_BYTES)
+    assert num_used <= num_extents
     unused = [*databases["free"], *databases["pending"]]
     assert len(unused) == num_used - NUM_BLOCKS
     assert {struct.unpack(">II", each)[0] for each in unused} <= {1}
@@ -140,14 +140,14 @@ def test_records_form_the_chain_and_are_sealed_with_their_keys(databases: Databa
     assert len(databases["expiry"]) == len(databases["lru"]) == NUM_BLOCKS
 
 
-def test_slots_hold_the_header_and_the_bytes_that_the_record_seals(
+def test_extents_hold_the_header_and_the_bytes_that_the_record_seals(
     store: Path, databases: Databases
 ) -> None:
     for key, record in databases["blocks"].items():
         block, (segment, number), _, checksum, _ = entry_of(record)
-        file = store / "segments" / f"{segment:08d}-{SLOT_BYTES}.seg"
-        slot = file.read_bytes()[number * SLOT_BYTES : (number + 1) * SLOT_BYTES]
-        header, payload = slot[:4096], slot[4096:]
+        file = store / "segments" / f"{segment:08d}-{EXTENT_BYTES}.seg"
+        extent = file.read_bytes()[number * EXTENT_BYTES : (number + 1) * EXTENT_BYTES]
+        header, payload = extent[:4096], extent[4096:]
         assert checksum == xxh3_128_digest(payload)
         assert header[:8] == b"TKVSLOT\2"
         (length,) = struct.unpack_from("<I", header, 8)

@@ -49,7 +49,7 @@ def test_a_block_comes_back_bit_for_bit_after_reopening(tmp_path: Path) -> None:
         assert store.lookup([digest("unknown")]) == [None]
 
 
-def test_a_load_reads_its_slot_once_and_nothing_else(tmp_path: Path) -> None:
+def test_a_load_reads_its_extent_once_and_nothing_else(tmp_path: Path) -> None:
     record = make_record(size_bytes=2 << 20)
     with open_store(tmp_path / "s", budget_bytes=16 << 20) as store:
         put(store, record)
@@ -61,10 +61,10 @@ def test_pages_may_be_longer_than_the_block(tmp_path: Path) -> None:
     record = make_record(size_bytes=5000)
     data = payload_of(record)
     with open_store(tmp_path / "s") as store:
-        slot = reserve(store, record)
-        assert slot is not None
+        extent = reserve(store, record)
+        assert extent is not None
         page = page_with(data + b"secret of the page's last user", 16384)
-        store.commit([store.write_payload(slot, record, page)])
+        store.commit([store.write_payload(extent, record, page)])
         assert b"secret" not in segment_files(tmp_path / "s")[0].read_bytes()
         located, page = store.locate(record.block_hash), page_with(b"", 16384)
         assert located is not None
@@ -113,10 +113,10 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
     record = make_record()
     with open_store(tmp_path / "s") as store:
         if drop == "abandon":
-            slot = reserve(store, record)
-            assert slot is not None
-            store.write_payload(slot, record, page_with(payload_of(record)))
-            store.abandon(slot)
+            extent = reserve(store, record)
+            assert extent is not None
+            store.write_payload(extent, record, page_with(payload_of(record)))
+            store.abandon(extent)
         else:
             put(store, record)
         if drop == "delete":
@@ -134,7 +134,7 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
 
 def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    for gap in (1000, 2):  # in one row, every second slot
+    for gap in (1000, 2):  # in one row, every second extent
         records = [make_record(f"{gap}", i) for i in range(256)]
         kept = records[gap - 1 :: gap]
         gone = [record for record in records if record not in kept]
@@ -156,7 +156,7 @@ def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Pat
             sweep(store)
 
 
-def test_room_for_another_slot_size_is_made_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
+def test_room_for_another_extent_size_is_made_only_as_far_as_it_is_needed(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=5 << 20) as store:
         records = [make_record("small", i) for i in range(300)]
         put(store, *records)
@@ -173,10 +173,10 @@ def test_bytes_written_are_counted_over_all_lives_of_a_store(tmp_path: Path) -> 
         with open_store(tmp_path / "s") as store:
             before = store.stats()
             assert (before.bytes_written, before.bytes_written_ever) == (0, life * 40_960)
-            lost, slot = make_record("lost"), reserve(store, make_record("lost"))
-            assert slot is not None
-            store.write_payload(slot, lost, page_with(payload_of(lost)))
-            store.abandon(slot)
+            lost, extent = make_record("lost"), reserve(store, make_record("lost"))
+            assert extent is not None
+            store.write_payload(extent, lost, page_with(payload_of(lost)))
+            store.abandon(extent)
             assert store.stats().bytes_written_ever == life * 40_960 + 12_288
             put(store, make_record(f"{life}"), make_record(f"odd {life}", size_bytes=9000))
             after = store.stats()
@@ -263,7 +263,7 @@ def test_pinned_blocks_give_way_last_in_the_order_in_which_pin_ends(tmp_path: Pa
         store.check()
 
 
-def test_two_slot_sizes_share_a_budget(tmp_path: Path) -> None:
+def test_two_extent_sizes_share_a_budget(tmp_path: Path) -> None:
     path, clock = tmp_path / "s", FakeClock()
     with open_store(path, clock) as store:
         for round_number in range(4):
@@ -315,7 +315,7 @@ def test_a_block_larger_than_the_budget_is_refused_with_both_sizes(tmp_path: Pat
         open_store(tmp_path / "t", budget_bytes=10_000)
 
 
-def test_a_refused_batch_keeps_no_slot(tmp_path: Path) -> None:
+def test_a_refused_batch_keeps_no_extent(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=1 << 20) as store:
         with pytest.raises(StoreFullError):
             store.reserve_many([make_record("fits"), make_record("large", size_bytes=1 << 20)])
@@ -323,7 +323,7 @@ def test_a_refused_batch_keeps_no_slot(tmp_path: Path) -> None:
         store.check()
 
 
-def test_a_batch_that_fails_half_way_keeps_no_slot(tmp_path: Path) -> None:
+def test_a_batch_that_fails_half_way_keeps_no_extent(tmp_path: Path) -> None:
     def fail_at_the_second(label: str) -> None:
         met.append(label)
         if met.count("reserve:before") == 2:
@@ -354,18 +354,20 @@ def test_the_smallest_budget_lets_blocks_replace_one_another(tmp_path: Path, siz
         store.check()
 
 
-def test_lent_slots_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
+def test_lent_extents_are_neither_evicted_nor_lent_twice(tmp_path: Path) -> None:
     with open_store(tmp_path / "s", budget_bytes=2 << 20) as store:
-        slots: list[Extent] = []
-        while (slot := reserve(store, make_record(f"{len(slots)}", size_bytes=60_000))) is not None:
-            slots.append(slot)
-        assert len(set(slots)) == len(slots) > 5
+        extents: list[Extent] = []
+        while (
+            extent := reserve(store, make_record(f"{len(extents)}", size_bytes=60_000))
+        ) is not None:
+            extents.append(extent)
+        assert len(set(extents)) == len(extents) > 5
         sweep(store)
         assert reserve(store, make_record("x", size_bytes=60_000)) is None
         store.check()
-        store.abandon(slots.pop())
+        store.abandon(extents.pop())
         with pytest.raises(IntegrityError):
-            store.abandon(slots[0]._replace(slot=999))
+            store.abandon(extents[0]._replace(number=999))
         assert reserve(store, make_record("x", size_bytes=60_000)) is not None
 
 
@@ -373,16 +375,16 @@ def test_a_failed_write_loses_nothing_that_was_stored(tmp_path: Path) -> None:
     old, new = make_record("old"), make_record("new")
     with open_store(tmp_path / "s") as store:
         put(store, old)
-        slot = reserve(store, new)
-        assert slot is not None
+        extent = reserve(store, new)
+        assert extent is not None
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
         try:
             with pytest.raises(StorageError, match=r"File too large|short write"):
-                store.write_payload(slot, new, page_with(payload_of(new)))
+                store.write_payload(extent, new, page_with(payload_of(new)))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        store.abandon(slot)
+        store.abandon(extent)
         assert load(store, old) == payload_of(old)
         assert load(store, new) is None
         store.check()

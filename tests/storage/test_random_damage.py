@@ -82,7 +82,7 @@ def base(ram_path: Path) -> Base:
 
 
 def file_of(store: Path, located: Located) -> Path:
-    name = f"{located.extent.segment:08d}-{located.slot_bytes}.seg"
+    name = f"{located.extent.segment:08d}-{located.extent_bytes}.seg"
     return store / "segments" / name
 
 
@@ -128,7 +128,7 @@ def flip_bit(path: Path, at: int, bit: int) -> None:
     change_bytes(path, at, lambda data: bytes([data[0] ^ 1 << bit]))
 
 
-def test_three_thousand_flipped_bits_of_slots_cost_the_blocks_they_hit(
+def test_three_thousand_flipped_bits_of_extents_cost_the_blocks_they_hit(
     base: Base, ram_path: Path
 ) -> None:
     random_ = random.Random(1)
@@ -142,8 +142,8 @@ def test_three_thousand_flipped_bits_of_slots_cost_the_blocks_they_hit(
             start = 0 if in_header else HEADER_BYTES
             size = USED_HEADER_BYTES if in_header else located.payload_bytes
             at, bit = start + random_.randrange(size), random_.randrange(8)
-            slot_at = located.extent.slot * located.slot_bytes
-            flip_bit(file_of(folder, located), slot_at + at, bit)
+            extent_at = located.extent.number * located.extent_bytes
+            flip_bit(file_of(folder, located), extent_at + at, bit)
             flipped.setdefault(located.record.block_hash, set()).symmetric_difference_update(
                 {8 * at + bit}
             )
@@ -166,17 +166,19 @@ def cut_a_segment(base: Base, store: Path, random_: random.Random) -> None:
     os.truncate(file, random_.randrange(file.stat().st_size + 1))
 
 
-def swap_two_slots(base: Base, store: Path, random_: random.Random) -> None:
+def swap_two_extents(base: Base, store: Path, random_: random.Random) -> None:
     one, other = _two_of_a_size(base, random_)
-    here, there = _slot(store, one), _slot(store, other)
-    change_bytes(file_of(store, one), one.extent.slot * one.slot_bytes, lambda _: there, len(here))
-    at = other.extent.slot * other.slot_bytes
+    here, there = _extent(store, one), _extent(store, other)
+    change_bytes(
+        file_of(store, one), one.extent.number * one.extent_bytes, lambda _: there, len(here)
+    )
+    at = other.extent.number * other.extent_bytes
     change_bytes(file_of(store, other), at, lambda _: here, len(there))
 
 
-def copy_a_slot_over_another(base: Base, store: Path, random_: random.Random) -> None:
+def copy_a_extent_over_another(base: Base, store: Path, random_: random.Random) -> None:
     one, other = _two_of_a_size(base, random_)
-    data, at = _slot(store, one), other.extent.slot * other.slot_bytes
+    data, at = _extent(store, one), other.extent.number * other.extent_bytes
     change_bytes(file_of(store, other), at, lambda _: data, len(data))
 
 
@@ -211,18 +213,18 @@ def a_lost_segment(base: Base, store: Path, random_: random.Random) -> None:
 
 def _two_of_a_size(base: Base, random_: random.Random) -> tuple[Located, Located]:
     one = random_.choice(base.located)
-    alike = [each for each in base.located if each.slot_bytes == one.slot_bytes]
+    alike = [each for each in base.located if each.extent_bytes == one.extent_bytes]
     return one, random_.choice(alike)
 
 
-def _slot(store: Path, located: Located) -> bytes:
+def _extent(store: Path, located: Located) -> bytes:
     with file_of(store, located).open("rb") as file:
-        file.seek(located.extent.slot * located.slot_bytes)
-        return file.read(located.slot_bytes)
+        file.seek(located.extent.number * located.extent_bytes)
+        return file.read(located.extent_bytes)
 
 
 Harm = Callable[[Base, Path, random.Random], None]
-ON_SLOTS: list[Harm] = [swap_two_slots, copy_a_slot_over_another]
+ON_EXTENTS: list[Harm] = [swap_two_extents, copy_a_extent_over_another]
 ON_RECORDS: list[Harm] = [swap_two_records, copy_a_record_under_another_key]
 ON_FILES: list[Harm] = [
     an_older_copy_of_the_index,
@@ -232,7 +234,7 @@ ON_FILES: list[Harm] = [
 ]
 
 
-@pytest.mark.parametrize("harm", [*ON_SLOTS, *ON_RECORDS, *ON_FILES], ids=lambda h: h.__name__)
+@pytest.mark.parametrize("harm", [*ON_EXTENTS, *ON_RECORDS, *ON_FILES], ids=lambda h: h.__name__)
 def test_random_harm_of_one_kind_costs_blocks_at_most(
     base: Base, ram_path: Path, harm: Harm
 ) -> None:
@@ -248,9 +250,9 @@ def test_random_harm_of_every_kind_at_once_costs_blocks_at_most(base: Base, ram_
     for seed in range(20):
         random_ = random.Random(seed)
         folder = base.copy_to(ram_path / "store")
-        harms = [*random_.choices(ON_SLOTS, k=4), *random_.choices(ON_FILES, k=2)]
+        harms = [*random_.choices(ON_EXTENTS, k=4), *random_.choices(ON_FILES, k=2)]
         for harm in [*random_.choices(ON_RECORDS, k=4), *harms]:
-            if harm in ON_SLOTS and len(segment_files(folder)) < len(segment_files(base.now)):
+            if harm in ON_EXTENTS and len(segment_files(folder)) < len(segment_files(base.now)):
                 continue
             harm(base, folder, random_)
         assert_recovers(base, folder)

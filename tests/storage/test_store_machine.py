@@ -26,7 +26,7 @@ from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]
-SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # two slot sizes
+SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # two extent sizes
 CHAIN_BLOCKS = 12
 BUDGETS = [1 << 20, 3 << 19, 16 << 20]  # with the first two, blocks are evicted
 LIVES_S = [5.0, 3600.0, 86_400.0]
@@ -84,12 +84,12 @@ class StoreMachine(RuleBasedStateMachine):
             make_record(chain, position, now=now, size_bytes=SIZES[chain], expires_at=now + life_s)
             for position in range(start, min(start + count, CHAIN_BLOCKS))
         ]
-        slots = self.store.reserve_many(records)
+        extents = self.store.reserve_many(records)
         writes = []
-        for slot, record in zip(slots, records, strict=True):
-            if slot is not None:
+        for extent, record in zip(extents, records, strict=True):
+            if extent is not None:
                 page = page_with(payload_of(record))
-                writes.append(self.store.write_payload(slot, record, page))
+                writes.append(self.store.write_payload(extent, record, page))
         assert writes if self.budget < BUDGETS[-1] else len(writes) == len(records)
         assert self.store.commit(writes) == [True] * len(writes)
         fresh = {each.record.block_hash: each.record for each in writes}

@@ -50,8 +50,8 @@ def measure(folder: Path, num_blocks: int, compression: Any) -> dict[str, Any]:
                 for first in range(0, num_blocks, GROUP):
                     some = records[first : first + GROUP]
                     packed = list(pool.map(store.packing.pack, pages[: len(some)]))
-                    slots = store.reserve_many(some, packed)
-                    each = zip(slots, some, pages, packed, strict=False)
+                    extents = store.reserve_many(some, packed)
+                    each = zip(extents, some, pages, packed, strict=False)
                     store.commit(list(pool.map(lambda it: store.write_payload(*it), each)))
 
         def read() -> None:

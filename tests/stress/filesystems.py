@@ -87,11 +87,13 @@ def flood(folder: Path, *, budget_bytes: int, sync: str, seconds: float, seed: i
                 for each in range(rng.randint(1, 64))
             ]
             try:
-                slots = zip(group, store.reserve_many(group), strict=True)
-                lent = [(record, slot) for record, slot in slots if slot is not None]
+                extents = zip(group, store.reserve_many(group), strict=True)
+                lent = [(record, extent) for record, extent in extents if extent is not None]
                 pages = [page_with(payload_of(record)) for record, _ in lent]
                 written = zip(lent, pages, strict=True)
-                store.commit([store.write_payload(slot, it, page) for (it, slot), page in written])
+                store.commit(
+                    [store.write_payload(extent, it, page) for (it, extent), page in written]
+                )
             except StorageError as error:
                 lent = []
                 causes.add(str(error))

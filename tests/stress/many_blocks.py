@@ -37,7 +37,7 @@ from tieredkv.storage.worker_messages import ControlRequest, LookupDone, StoreOp
 from tieredkv.types import BlockRecord
 
 GROUP, WRITERS, NUM_TENANTS, SHARED_BLOCKS = 64, 8, 10, 64
-SLOT_BYTES = 8192
+EXTENT_BYTES = 8192
 
 
 def records(num_blocks: int, chain_length: int, now: float) -> Iterator[BlockRecord]:
@@ -82,7 +82,7 @@ def records(num_blocks: int, chain_length: int, now: float) -> Iterator[BlockRec
 def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, Any]]:
     """Fill a store, as its worker does; blocks a second of each tenth."""
     options = StoreOptions(
-        path=str(folder), budget_bytes=int(1.5 * num_blocks * SLOT_BYTES) + (1 << 30), sync="none"
+        path=str(folder), budget_bytes=int(1.5 * num_blocks * EXTENT_BYTES) + (1 << 30), sync="none"
     )
     pages = [aligned_buffer(4096) for _ in range(GROUP)]
     for number, page in enumerate(pages):
@@ -92,9 +92,11 @@ def build(folder: Path, num_blocks: int, chain_length: int) -> list[dict[str, An
     all_records = records(num_blocks, chain_length, time.time())
     with BlockStore.open(options, Clock()) as store, ThreadPoolExecutor(WRITERS) as pool:
         while some := list(itertools.islice(all_records, GROUP)):
-            slots = store.reserve_many(some)
-            assert None not in slots
-            num_stored += sum(store.commit(list(pool.map(store.write_payload, slots, some, pages))))
+            extents = store.reserve_many(some)
+            assert None not in extents
+            num_stored += sum(
+                store.commit(list(pool.map(store.write_payload, extents, some, pages)))
+            )
             if num_stored * 10 // num_blocks > len(rates):
                 seconds, start = time.perf_counter() - start, time.perf_counter()
                 rates.append({"blocks": num_stored, "blocks_per_s": num_blocks / 10 / seconds})

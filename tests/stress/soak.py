@@ -370,7 +370,7 @@ class Soak:
         """Verify until nothing is found, then see which blocks it cost.
 
         A damaged index may hide its damage from a verify in pages that nobody reads yet, so after
-        one the index is made again from the slots.
+        one the index is made again from the extents.
         """
         if self._is_back():
             self._verify_until_clean(is_index)

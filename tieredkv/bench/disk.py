@@ -30,7 +30,7 @@ from tieredkv.bench import raw
 from tieredkv.clock import Clock
 from tieredkv.errors import ConfigError
 from tieredkv.storage.client import Event, StoreClient
-from tieredkv.storage.codec import Extent, Located, payload_checksum, slot_bytes_for
+from tieredkv.storage.codec import Extent, Located, extent_bytes_for, payload_checksum
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import INDEX, SEGMENTS
@@ -49,7 +49,7 @@ from tieredkv.units import format_bytes, parse_bytes
 
 ARENA_BYTES = 256 << 20
 STAMPED = np.s_[:: PAGE_ALIGNMENT_BYTES // 8]  # the words of a block that hold its number
-MAX_AMPLIFICATION = 1.05  # of the slots that are asked for: each block has a header
+MAX_AMPLIFICATION = 1.05  # of the extents that are asked for: each block has a header
 LOOKUP_HASHES, LOOKUP_CALLS = 8192, 15
 INDEX_BYTES, INDEX_PAYLOAD_BYTES, BATCH_BLOCKS, UNBOUNDED_BYTES = 1024, 4096, 10_000, 1 << 40
 SYNCS = ("commit", "none")
@@ -76,7 +76,7 @@ def run(
     size, budget = parse_bytes(block_bytes), parse_bytes(disk_size)
     if size < 1 or size % PAGE_ALIGNMENT_BYTES:
         raise ConfigError(f"`block_bytes` = `{block_bytes}` is no multiple of 4 KiB")
-    if budget < (least := minimum_budget_bytes(size) + 16 * slot_bytes_for(size)):
+    if budget < (least := minimum_budget_bytes(size) + 16 * extent_bytes_for(size)):
         raise ConfigError(f"`disk_size` = `{disk_size}` is below {format_bytes(least)}")
     needed = 2 * budget + sum(index_blocks) * INDEX_BYTES
     if needed > (free := shutil.disk_usage(folder).free):
@@ -92,8 +92,8 @@ def run(
     for row in indexes:
         row["growth"] = row["hit_us"] / indexes[0]["hit_us"]
     found = rows[0]["own_amplification"] or rows[0]["amplification"] or 0.0
-    if found > MAX_AMPLIFICATION * slot_bytes_for(size) / size:
-        disk.problems.append(f"read: more than {MAX_AMPLIFICATION} times the slots asked for")
+    if found > MAX_AMPLIFICATION * extent_bytes_for(size) / size:
+        disk.problems.append(f"read: more than {MAX_AMPLIFICATION} times the extents asked for")
     block = np.random.default_rng(0).bytes(ARENA_BYTES)  # more than caches hold
     limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in rows}
     limits["checksum_GBps"] = len(block) / raw.median_s(partial(payload_checksum, block)) / 1e9
@@ -108,7 +108,7 @@ class _Disk:
         self._random, self._wake, self._num_stored = random.Random(0), threading.Event(), 0
         self._words = np.frombuffer(arena.buffer, np.uint64).reshape(arena.num_pages, -1)
         self._words[:] = np.frombuffer(np.random.default_rng(0).bytes(arena.page_bytes), np.uint64)
-        blocks = (options.budget_bytes or 0) // slot_bytes_for(arena.page_bytes)
+        blocks = (options.budget_bytes or 0) // extent_bytes_for(arena.page_bytes)
         counter = raw.block_device(self._folder) or "/proc/PID/io of the worker"
         self.facts: Row = {"blocks": blocks, "block_bytes": arena.page_bytes, "counter": counter}
         self.problems = list[str]()
@@ -151,15 +151,15 @@ class _Disk:
         path, size = self._folder / f"index-{count}", min(count, LOOKUP_HASHES)
         options = StoreOptions(path=str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
         BlockStore.open(options, Clock()).close()
-        slot_bytes = slot_bytes_for(INDEX_PAYLOAD_BYTES)
+        extent_bytes = extent_bytes_for(INDEX_PAYLOAD_BYTES)
         with (
             closing(Index(str(path / INDEX), sync=False)) as index,
             closing(SegmentFiles(str(path / SEGMENTS), Filesystem.explore(str(path)))) as files,
         ):
-            files.open(1, slot_bytes, create=True)
+            files.open(1, extent_bytes, create=True)
             files.truncate(1, count)  # sparse: it occupies nothing
             with index.writing() as txn:
-                txn.put_segment(1, SegmentState(slot_bytes, num_slots=count, num_used=count))
+                txn.put_segment(1, SegmentState(extent_bytes, num_extents=count, num_used=count))
             for first in range(0, count, BATCH_BLOCKS):
                 with index.writing() as txn:
                     for number in range(first, min(first + BATCH_BLOCKS, count)):
