@@ -323,10 +323,15 @@ class EngineCore:
             return sum(map(is_wanted, self.tiers.catalog.entries()))
         return self.cache.evict(is_wanted)
 
-    def evict_verb(self, wanted: EvictFilter) -> dict[str, Any]:
-        """Carry out `evict` for an operator where there is no disk tier; return its answer."""
+    def evict_verb(
+        self,
+        wanted: EvictFilter,
+        following: Collection[BlockHash] = (),
+        before: Collection[BlockHash] = (),
+    ) -> dict[str, Any]:
+        """Carry out `evict` for an operator in VRAM and host memory; return its answer."""
         unknown_ids = self.tiers.catalog.unknown_ids(wanted.ids)
-        evicted = self.evict(wanted)
+        evicted = self.evict(wanted, following, before)
         freed_bytes = evicted * self.kv_spec.block_bytes
         sums = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
         return {**sums, "unknown_ids": unknown_ids, "disk": None}
@@ -495,15 +500,10 @@ class EngineCore:
             if event.call.verb == "df":
                 answer = self.tier_stats()
             else:
-                wanted = event.call.wanted
-                unknown_ids = self.tiers.catalog.unknown_ids(wanted.ids)
                 blocks = (map(BlockHash, each) for each in (event.following, event.before))
-                evicted = self.evict(wanted, *map(set, blocks))
-                freed_bytes = evicted * self.kv_spec.block_bytes
-                if wanted == EVERYTHING:
+                answer = self.evict_verb(event.call.wanted, *map(set, blocks))
+                if event.call.wanted == EVERYTHING:
                     self.tiers.catalog.note_empty_disk()
-                answer = {"evicted_blocks": evicted, "freed_bytes": freed_bytes}
-                answer |= {"unknown_ids": unknown_ids}
             assert self.tiers.store is not None
             self.tiers.store.reply_control(event.id, answer)
 
