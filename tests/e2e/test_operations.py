@@ -269,6 +269,7 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         assert server.df()["disk"]["blocks"] == 0
 
 
+@pytest.mark.slow
 def test_a_long_end_says_how_far_it_is(tmp_path: Path) -> None:
     flags = ("--disk-write-limit", "100KiB", "--drain-timeout", "5s")
     with running(tmp_path, *flags) as server:

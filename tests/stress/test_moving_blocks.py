@@ -19,6 +19,7 @@ def test_a_shared_prefix_is_promoted_once() -> None:
     assert promotion["itl_p99_ratio"] == pytest.approx(busy["itl_p99_ms"] / quiet["itl_p99_ms"])
 
 
+@pytest.mark.slow
 def test_blocks_are_demoted_with_the_tiers_on_and_not_with_them_off() -> None:
     settings = {"model": "tiny-random", "device_size": 1 << 20}
     report = moving_blocks.run(settings, ignore_progress, demotion="6x256+4", promotion=0, pairs=3)

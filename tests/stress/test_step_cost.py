@@ -1,9 +1,12 @@
 """What measures a step beside long queues fills every queue that it names."""
 
+import pytest
+
 from tests.stress import step_cost
 from tieredkv.types import ignore_progress
 
 
+@pytest.mark.slow
 def test_every_queue_is_measured_beside_few_entries_and_many() -> None:
     rows = step_cost.run(ignore_progress, entries=2048, steps=2)
     assert [row["queue"] for row in rows] == list(step_cost.CASES)
