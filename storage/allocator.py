@@ -235,10 +235,10 @@ class ExtentAllocator:
         return limit - self.overhead_bytes - self._headroom_bytes
 
     def check_fits(self, extent_bytes: int) -> None:
-        """Refuse an extent that no eviction could make room for.
+        """Raise an error if no eviction could make room for an extent of this size.
 
         Raises:
-            StoreFullError: with both sizes.
+            StoreFullError: the extent is larger than the budget leaves; names both sizes.
         """
         most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
         most = self.files.filesystem.fitting_bytes(most)
@@ -442,7 +442,10 @@ class ExtentAllocator:
     # --- evicting ---------------------------------------------------------------------------
 
     def obtain(self, extent_bytes: int, tenant: bytes, count: int) -> list[Extent]:
-        """Take up to `count` extents; blocks are evicted only if there is no other room."""
+        """Take `count` extents, or fewer if eviction cannot make room for all of them.
+
+        Blocks are evicted only if there is no other room.
+        """
         extents: list[Extent] = []
         self.has_no_file = False
         while len(extents) < count:
@@ -502,7 +505,7 @@ class ExtentAllocator:
                     victims.append(located)
                     needed_bytes -= located.extent_bytes
         if needed_bytes > 0 and not victims and txn.meta.totals.num_blocks:
-            txn.meta.needs_rebuild = True  # blocks are stored, and their keys are lost
+            txn.meta.needs_rebuild = True  # blocks are stored, but their `lru` keys are lost
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)

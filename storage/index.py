@@ -556,7 +556,7 @@ class IndexTxn:
         return int(stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages))
 
     def is_whole(self, located: Located) -> bool:
-        """Return whether a record has its keys and an extent that is not pending or free."""
+        """Return whether a record has its keys, and a used extent not listed as pending or free."""
         keys = {name: key_of(located.record) for name, key_of in _ORDERS.items()}
         keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
         found = [self._txn.get(key, db=self._dbs[name]) for name, key in keys.items()]
@@ -605,7 +605,7 @@ class IndexTxn:
         return takewhile(lambda key: key.startswith(prefix), keys)
 
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """Walk over the entries of a database from a key on; nothing may change during the walk."""
+        """Walk over a database's entries from a key on; nothing may change during the walk."""
         with self._txn.cursor(db=self._dbs[name]) as cursor:
             if cursor.set_range(start) if start else cursor.first():
                 yield from cursor.iternext(keys=True, values=True)
