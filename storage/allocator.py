@@ -1,7 +1,8 @@
-"""Extents under a byte budget: which is lent, which waits to be erased, which block gives way.
+"""Extents under a byte budget: which are lent, which wait to be erased, which blocks are evicted.
 
-It knows segments, extent sizes and the budget. Blocks give way least recently used first, tails
-before heads, no more than needed. An extent that failed twice is left alone until the next start.
+This module knows segments, extent sizes and the budget. The least recently used blocks are evicted
+first, the end of a prompt before its beginning, and no more blocks than needed. An extent that
+failed twice is not used again until the next start.
 """
 
 import errno
@@ -29,22 +30,22 @@ logger = logging.getLogger(__name__)
 TXN_BLOCKS = 64
 _STEP_BYTES = 64 << 20
 _SEGMENT_BYTES = 1 << 30
-# One step of erasing; an extent changes two pages of the index, half of what a block does.
+# Limits of one step of erasing. An extent changes two pages of the index; a block changes four.
 _ERASED_EXTENTS, _ERASED_BYTES, _ERASING_S = 2 * TXN_BLOCKS, 64 << 20, 0.01
-_FULL_S = 1.0  # a filesystem that was full is asked for more after so long
+_FULL_S = 1.0  # after this time, a filesystem that was full is asked for space again
 
 
 def headroom_bytes(index_bytes: int) -> int:
     """Bytes kept free for an index of this size to grow in one transaction of `TXN_BLOCKS` changes.
 
-    LMDB copies each page that it changes: at most four a block, and at most all that there are;
-    beside them it may add a few.
+    LMDB copies each page that it changes: at most four pages for each block, and never more than
+    the index has. It may add a few new pages.
     """
     return min(4 * TXN_BLOCKS * PAGE_BYTES, index_bytes) + 48 * PAGE_BYTES
 
 
 def largest_file_bytes(budget_bytes: int) -> int:
-    """How large a segment file becomes at most."""
+    """Return the size that no segment file exceeds, unless one extent alone is larger."""
     return max(_SEGMENT_BYTES, budget_bytes // 256)
 
 
@@ -52,7 +53,7 @@ Item = TypeVar("Item")
 
 
 def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
-    """Cut a list into what one transaction may change."""
+    """Cut a list into batches that one transaction can change."""
     return (items[start : start + TXN_BLOCKS] for start in range(0, len(items), TXN_BLOCKS))
 
 
@@ -60,23 +61,24 @@ def batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
 class ExtentAllocator:
     """Hands out extents, takes them back, and keeps what files occupy within the budget.
 
-    Every extent below `num_used` of its segment is exactly one of: a stored block's, free (erased),
-    or pending. Pending extents are `lent` (a put is under way) or `dirty` (to be reused or erased).
-    A tenant with a share of the budget keeps that much, whoever else wants room; where nothing else
-    is left, the longest unused gives way all the same.
+    Every extent below `num_used` of its segment is in exactly one state: it belongs to a stored
+    block, it is free (erased), or it is pending. A pending extent is `lent` (a put is under way) or
+    `dirty` (it will be reused or erased). A tenant with a share of the budget keeps that much when
+    other tenants need room. If no other blocks are left, its longest unused blocks are evicted.
 
-    Where the filesystem has less room than the budget, that takes the budget's place until there is
-    more: the longest unused gives way. Some is left to the index.
+    While the filesystem has less room than the budget, that room is the limit instead of the
+    budget, and the longest unused blocks are evicted. Some space is left to the index.
 
-    In memory these mirror the pending extents of the last committed transaction; `reload` restores
-    that after a failed one. Used by the store's thread.
+    `lent` and `_dirty` mirror the pending extents of the last committed transaction. After a failed
+    transaction, `reload` restores them. Only the store's thread uses this class.
 
     Attributes:
-        faulty: extents that could not be read or written, while they are lent or a block's.
-        strikes: how often an extent was given up for it. After the first time it is erased before
-            it is lent again; after the second it stays free.
+        faulty: extents that could not be read or written and are still lent or hold a block.
+        strikes: how often each extent became dirty while it was faulty. After the first time the
+            extent is erased before it is lent again; after the second time it is never lent again.
         lack: what the filesystem lacked when it was last full.
-        has_no_file: the last extents that were wanted need a new file, and no inode is left for it.
+        has_no_file: whether the last request for extents failed because it needed a new file and
+            the filesystem has no inode left.
     """
 
     folder: StoreFolder
@@ -87,23 +89,23 @@ class ExtentAllocator:
     failpoint: Callable[[str], None]
     shares: Mapping[bytes, float] = field(default_factory=dict)
     lent: dict[Extent, int] = field(default_factory=dict)
-    # By size; 0 where the file is missing.
+    # Keys are extent sizes; the size is 0 if the segment file is missing.
     _dirty: dict[int, dict[Extent, None]] = field(default_factory=dict)
     faulty: set[Extent] = field(default_factory=set)
     strikes: Counter[Extent] = field(default_factory=Counter)
     num_evicted: int = 0
     lack: str = ""
     has_no_file: bool = False
-    _erase_errors: set[int | None] = field(default_factory=set)  # that were told
+    _erase_errors: set[int | None] = field(default_factory=set)  # error codes already logged
     _full_until: float = 0.0
-    _most_there: int = 0  # until then: what the filesystem has for all files
-    _lacks_room: bool = False  # for what the last transaction had to write
+    _most_there: int = 0  # until `_full_until`: room that the filesystem has for all files
+    _lacks_room: bool = False  # whether the disk was too full for the last transaction
     overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Take over what the index says; files that it does not know are removed."""
+        """Read the pending extents from the index and remove files that the index does not know."""
         with self.index.reading() as txn:
             segments, pending = set(txn.segments()), set(txn.extents("pending"))
         self.files.remove_unknown(segments)
@@ -114,7 +116,7 @@ class ExtentAllocator:
 
     @contextmanager
     def changing(self) -> Iterator[IndexTxn]:
-        """One write transaction; if it fails, what is held in memory goes back as well."""
+        """Open one write transaction; if it fails, the state in memory is restored as well."""
         try:
             with self.index.writing() as txn:
                 yield txn
@@ -132,10 +134,10 @@ class ExtentAllocator:
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
-        """Drop a block's entry; its extent is dirty from then on, unless there is no such extent.
+        """Drop a block's entry and mark its extent as dirty, if that extent exists.
 
-        After a transaction that lacked room, the bytes go before it is noted, and make some. A
-        crash in between leaves an entry whose payload fails its checksum: a miss.
+        If the last transaction lacked room, the extent is erased first, which makes room. A crash
+        between the two steps leaves an entry whose payload fails its checksum; it is a miss.
         """
         segment, number = located.extent
         state = txn.get_segment(segment)
@@ -154,38 +156,39 @@ class ExtentAllocator:
             self.strikes[extent] += 1
 
     def is_retired(self, extent: Extent) -> bool:
-        """Whether an extent failed too often to be used again."""
+        """Return whether an extent failed too often to be used again."""
         return self.strikes[extent] > 1
 
     def measure(self) -> None:
-        """Read again what the files beside the segments occupy."""
+        """Measure again how many bytes all files other than segments occupy."""
         self.overhead_bytes = self.folder.occupied_bytes()
 
     @property
     def occupied_bytes(self) -> int:
-        """What all files of the store occupy."""
+        """Bytes that all files of the store occupy."""
         return self.overhead_bytes + self.files.occupied_bytes
 
     @property
     def room_bytes(self) -> int:
-        """What segment files may still grow by; negative when something must go."""
+        """Bytes by which segment files may still grow; negative when they must shrink."""
         return self._most_bytes - self.files.occupied_bytes
 
     @property
     def _fitting_bytes(self) -> int:
-        """How many neighbouring bytes of extents certainly fit into that room."""
+        """Bytes of neighbouring extents that certainly fit into `room_bytes`."""
         return self.files.filesystem.fitting_bytes(self.room_bytes)
 
     @property
     def is_disk_full(self) -> bool:
-        """Whether the filesystem had no room a moment ago."""
+        """Whether the filesystem was full within the last second."""
         return time.monotonic() < self._full_until
 
     def note_full(self, code: int | None, free_bytes: float = 0.0) -> None:
-        """Keep to what the filesystem has for a while, with so much that is free.
+        """Limit the store for a second to what it occupies now plus what `free_bytes` leaves.
 
-        A few blocks give way for the index's sake, once in that while, or whoever else fills the
-        disk had them all; and none where erasing gives nothing back.
+        A few blocks are evicted to make room for the index, but only once in that time: otherwise
+        another program that fills the disk would make the store evict everything. No block is
+        evicted where erasing gives no space back.
         """
         self.measure()
         headroom, occupied = self._headroom_bytes, self.occupied_bytes
@@ -198,7 +201,7 @@ class ExtentAllocator:
 
     def _note_lack(self, code: int | None) -> None:
         if code is None and self.is_disk_full:
-            return  # it is known already
+            return  # the lack is known already
         lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
         if lack != self.lack:
             logger.warning("%s; stored blocks stay, or give way to new ones", lack)
@@ -214,28 +217,28 @@ class ExtentAllocator:
         return sum(size * len(extents) for size, extents in self._dirty.items())
 
     def idle_bytes(self, txn: IndexTxn) -> int:
-        """What `release_idle` can give back."""
+        """Return how many bytes `release_idle` can give back."""
         states = txn.segments().values()
         unused = sum((each.num_extents - each.num_used) * each.extent_bytes for each in states)
         return self._dirty_bytes + unused
 
     @property
     def _headroom_bytes(self) -> int:
-        """What is kept free for the index, in the pieces that this filesystem hands out."""
+        """Bytes kept free for the index, in the pieces in which this filesystem hands out space."""
         return self.files.filesystem.spread_bytes(headroom_bytes(self.overhead_bytes))
 
     @property
     def _most_bytes(self) -> int:
-        """What all extents together may have at the moment."""
+        """Bytes that all extents together may occupy at the moment."""
         budget = self.budget_bytes
         limit = min(budget, self._most_there) if self.is_disk_full else budget
         return limit - self.overhead_bytes - self._headroom_bytes
 
     def check_fits(self, extent_bytes: int) -> None:
-        """Refuse an extent that no eviction could make room for.
+        """Raise an error if no eviction could make room for an extent of this size.
 
         Raises:
-            StoreFullError: with both sizes.
+            StoreFullError: the extent is larger than the budget leaves; names both sizes.
         """
         most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
         most = self.files.filesystem.fitting_bytes(most)
@@ -258,7 +261,7 @@ class ExtentAllocator:
         return taken
 
     def take_back(self, extent: Extent, *, is_stored: bool) -> None:
-        """End a loan: the extent is a stored block's, or dirty."""
+        """End the loan of an extent: it now holds a stored block, or it is dirty."""
         if self.lent.pop(extent, None) is None:
             raise IntegrityError(f"extent {extent} is not lent")
         self.files.refresh(extent.segment)
@@ -273,7 +276,7 @@ class ExtentAllocator:
         return taken
 
     def _take_unused(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
-        """Extents whose space was set aside and that were never handed out."""
+        """Take extents whose space was set aside and that were never handed out."""
         taken: list[Extent] = []
         for segment, state in txn.segments().items():
             more = min(state.num_extents - state.num_used, count - len(taken))
@@ -284,7 +287,7 @@ class ExtentAllocator:
         return taken
 
     def _take_free(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
-        """Erased extents; where erasing made holes, their space is set aside again first."""
+        """Take erased extents; if erasing punches holes, their space is set aside again first."""
         taken: list[Extent] = []
         segments = txn.segments().items()
         same = [
@@ -301,7 +304,7 @@ class ExtentAllocator:
         return taken
 
     def _take_new(self, txn: IndexTxn, extent_bytes: int, count: int) -> list[Extent]:
-        """Extents of a segment that grows a step, or of a new one."""
+        """Take extents from a segment that grows by one step, or from a new segment."""
         largest = largest_file_bytes(self.budget_bytes) // extent_bytes or 1
         same = {
             s: state for s, state in txn.segments().items() if state.extent_bytes == extent_bytes
@@ -318,7 +321,7 @@ class ExtentAllocator:
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            # No inode is left. Blocks of another size that gave way would be lost for nothing.
+            # No inode is left. Evicting blocks of another size would not help.
             self._note_lack(error.errno)
             self.has_no_file = True
             return []
@@ -337,7 +340,7 @@ class ExtentAllocator:
         return segment
 
     def _allocate(self, segment: int, first_extent: int, num_extents: int) -> bool:
-        """Set space aside; False where the filesystem has none beside what the index may need."""
+        """Set space aside; return False if too little would be left for the index to grow."""
         extent_bytes = self.files.extent_bytes(segment)
         needed_bytes = self.files.filesystem.spread_bytes(num_extents * extent_bytes)
         free_bytes = self.files.free_bytes()
@@ -356,7 +359,7 @@ class ExtentAllocator:
     # --- giving back ------------------------------------------------------------------------
 
     def erasing(self) -> Iterator[None]:
-        """Erase dirty extents, neighbours at once, in short steps; then unlink empty segments."""
+        """Erase dirty extents in short steps, each run at once; then unlink empty segments."""
         start = b""
         while runs := self._next_runs(start):
             erased, end = [], time.monotonic() + _ERASING_S
@@ -381,7 +384,7 @@ class ExtentAllocator:
         self._remove_empty_segments()
 
     def _next_runs(self, start: bytes) -> list[list[Extent]]:
-        """Dirty extents for one step, from a key of `pending` on, as runs of neighbours."""
+        """Return runs of neighbouring dirty extents for one step, from a key of `pending` on."""
         most = min(_ERASED_EXTENTS, _ERASED_BYTES // max([1, *self._dirty]) or 1)
         size_of = self.files.extent_bytes
         with self.index.reading() as txn:
@@ -392,9 +395,10 @@ class ExtentAllocator:
             return [[extent for _, extent in run] for _, run in runs]
 
     def release_idle(self, needed_bytes: int) -> bool:
-        """Give back space that no block needs until there is so much room, or all of it.
+        """Give back space that no block needs, until there is room for `needed_bytes`.
 
-        Answers whether anything was given back.
+        If that much room cannot be made, all such space is given back. Returns whether anything
+        was given back.
         """
         before = self.files.occupied_bytes, self.pending_bytes
         for _ in self.erasing():
@@ -424,7 +428,7 @@ class ExtentAllocator:
             self.files.remove(segment)
 
     def erase(self, first: Extent, num_extents: int = 1) -> bool:
-        """Erase the bytes of neighbours; False where that failed, to be tried again."""
+        """Erase the bytes of neighbouring extents; return False if that failed."""
         try:
             self.files.erase(first, num_extents)
         except OSError as error:
@@ -438,7 +442,10 @@ class ExtentAllocator:
     # --- evicting ---------------------------------------------------------------------------
 
     def obtain(self, extent_bytes: int, tenant: bytes, count: int) -> list[Extent]:
-        """Take extents, evicting where nothing else gives way; fewer if even that does not help."""
+        """Take `count` extents, or fewer if eviction cannot make room for all of them.
+
+        Blocks are evicted only if there is no other room.
+        """
         extents: list[Extent] = []
         self.has_no_file = False
         while len(extents) < count:
@@ -462,9 +469,10 @@ class ExtentAllocator:
         return extents
 
     def _kept(self, txn: IndexTxn, needed_bytes: int, tenant: bytes) -> set[bytes]:
-        """Name the tenants that an eviction of so many bytes would leave less than their share.
+        """Return the tenants that an eviction of `needed_bytes` would leave below their share.
 
-        The tenant that wants room gets as much as it loses, so it may lose what is above its share.
+        The tenant that wants room gets back as much as it loses, so it is listed only if it is
+        already below its share.
         """
         if not self.shares:
             return set()
@@ -479,14 +487,14 @@ class ExtentAllocator:
         least = dict.fromkeys(spare, float(needed_bytes))
         if tenant:
             least[tenant] = 0.0
-        elif others_bytes < needed_bytes:  # for nobody: who has most goes first
+        elif others_bytes < needed_bytes:  # no tenant asks: evict from the one furthest above
             least[max(spare, key=spare.__getitem__)] = -math.inf
         return {each for each in spare if spare[each] < least[each]}
 
     def _evict(self, txn: IndexTxn, needed_bytes: int, tenant: bytes = b"") -> int:
-        """Drop blocks whose extents have so many bytes, as far as one transaction goes; count them.
+        """Drop blocks with `needed_bytes` of extents, up to `TXN_BLOCKS`; return how many.
 
-        An extent of another size than the one wanted counts too: its space can be given back.
+        Extents of every size count, because their space can be given back.
         """
         victims: list[Located] = []
         for block_hash in txn.longest_unused(self._kept(txn, needed_bytes, tenant)):
@@ -497,19 +505,19 @@ class ExtentAllocator:
                     victims.append(located)
                     needed_bytes -= located.extent_bytes
         if needed_bytes > 0 and not victims and txn.meta.totals.num_blocks:
-            txn.meta.needs_rebuild = True  # blocks are stored, and their keys are lost
+            txn.meta.needs_rebuild = True  # blocks are stored, but their `lru` keys are lost
         for located in victims:
             self.remove(txn, located)
         self.num_evicted += len(victims)
         return len(victims)
 
     def enforce_budget(self) -> None:
-        """Bring what files occupy down to the budget, less room for the index to grow."""
+        """Evict until the files fit into the budget, with room left for the index to grow."""
         while self.room_bytes < 0 and self.give_way():
             pass
 
     def give_way(self) -> bool:
-        """Give back what no block needs, or evict some blocks; False if nothing is left."""
+        """Give back space that no block needs, or evict blocks; return False if nothing is left."""
         if self.release_idle(0):
             return True
         with self.changing() as txn:

@@ -1,8 +1,8 @@
 """Segment files: preallocated extents that are written, read and erased with O_DIRECT.
 
-It knows file descriptors, alignment, what files occupy and what a block's bytes must be; it does
-not know which extent is whose. Any thread may call what reads and writes bytes; everything else is
-for the owner.
+This module knows file descriptors, alignment, what files occupy and what a block's bytes must be.
+It does not know which block an extent belongs to. Any thread may read and write blocks; all other
+methods are for the thread that owns the store.
 """
 
 import errno
@@ -27,12 +27,12 @@ from tieredkv.storage.filesystem import (
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 
-_ZEROES_BYTES = 1 << 20  # written at once
+_ZEROES_BYTES = 1 << 20  # how many zeroes are written at once
 
 
 @dataclass(slots=True)
 class _File:
-    """One open segment file; it closes when nobody, no thread in it either, refers to it."""
+    """One open segment file; it closes when the last reference to it, of any thread, is gone."""
 
     path: str
     fd: int
@@ -46,8 +46,10 @@ class _File:
 class SegmentFiles:
     """The files under `segments/`.
 
-    Invariants: a descriptor is closed only when no thread is in it; a removed file is truncated
-    first, so that its bytes are gone at once; `occupied_bytes` is the sum of `st_blocks`.
+    Invariants:
+      - a descriptor is closed only when no thread uses it;
+      - a file is truncated before it is removed, so that its bytes are gone at once;
+      - `occupied_bytes` is the sum of `st_blocks`, in bytes.
     """
 
     def __init__(self, folder: str, filesystem: Filesystem) -> None:
@@ -63,10 +65,10 @@ class SegmentFiles:
     # --- life of a file ---------------------------------------------------------------------
 
     def names(self) -> dict[int, tuple[str, int]]:
-        """List what lies in the folder: segment -> (file name, extent bytes).
+        """List the files in the folder: segment -> (file name, extent bytes).
 
         Raises:
-            StorageError: a file that is no segment.
+            StorageError: the folder holds a file that is no segment.
         """
         found = {}
         for name in os.listdir(self.folder):
@@ -80,7 +82,7 @@ class SegmentFiles:
     def open(self, segment: int, extent_bytes: int, *, create: bool = False) -> None:
         """Open or create a segment file; a missing one raises FileNotFoundError.
 
-        Number and extent size are in its name for whoever looks.
+        The file's name holds the segment number and the extent size.
         """
         path = os.path.join(self.folder, f"{segment:08d}-{extent_bytes}.seg")
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -95,11 +97,11 @@ class SegmentFiles:
         self.refresh(segment)
 
     def size_bytes(self, segment: int) -> int:
-        """Length of a file."""
+        """Return the length of a segment file."""
         return os.fstat(self._files[segment].fd).st_size
 
     def extent_bytes(self, segment: int) -> int:
-        """Size of a segment's extents; 0 if its file is missing."""
+        """Return the size of a segment's extents; 0 if its file is missing."""
         return self._files[segment].extent_bytes if segment in self._files else 0
 
     def remove(self, segment: int) -> None:
@@ -127,7 +129,7 @@ class SegmentFiles:
     # --- space ------------------------------------------------------------------------------
 
     def refresh(self, segment: int) -> None:
-        """Read again what a file occupies; one that was unlinked is missing from then on."""
+        """Measure again what a file occupies; an unlinked file counts as missing from then on."""
         if (file := self._files.get(segment)) is not None:
             info = os.fstat(file.fd)
             file.occupied_bytes = info.st_blocks * 512
@@ -136,21 +138,22 @@ class SegmentFiles:
 
     @property
     def occupied_bytes(self) -> int:
-        """What all segment files occupy, as of the last refresh of each."""
+        """Bytes that all segment files occupy, as of the last `refresh` of each."""
         return sum(file.occupied_bytes for file in self._files.values())
 
     def free_bytes(self) -> float:
-        """What the filesystem says that it has left; one that does not know has no end."""
+        """Return how many bytes the filesystem has left; infinite if it does not say."""
         found = os.statvfs(self.folder)
         return found.f_bavail * found.f_frsize if found.f_blocks else math.inf
 
     def allocate(self, segment: int, first_extent: int, num_extents: int) -> None:
-        """Have the filesystem set the space of these extents aside; what they held may be lost.
+        """Set the space of these extents aside on disk; the bytes in them may be lost.
 
-        Where it cannot, zeroes are written, which takes the space as well.
+        If the filesystem cannot set space aside, zeroes are written, which takes the same space.
 
         Raises:
-            StoreFullError, StorageError: it has no room, or it failed.
+            StoreFullError: the filesystem has no room.
+            StorageError: the system call failed.
         """
         file = self._files[segment]
         size_before = os.fstat(file.fd).st_size
@@ -172,7 +175,7 @@ class SegmentFiles:
         self.refresh(segment)
 
     def erase(self, first: Extent, num_extents: int) -> None:
-        """Make neighbours read as zeroes: one hole where the filesystem can, else written ones."""
+        """Make neighbouring extents read as zeroes, by one hole or else by writing zeroes."""
         file = self._files.get(first.segment)
         if file is None:
             return
@@ -205,10 +208,11 @@ class SegmentFiles:
     def write_block(
         self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
     ) -> Located:
-        """Write header and payload into an extent and answer what the index has to know.
+        """Write a block's header and payload into an extent; return its entry for the index.
 
-        The page is written in place; what it holds beyond the block becomes zeroes. What is packed
-        is written in place of it, with zeroes to the end of its extent: older bytes lie there.
+        The payload is written from its page without a copy; bytes of the page behind the block are
+        set to zero first. If `packed` is given, it is written instead, with zeroes to the end of
+        the extent, where older bytes may lie.
         """
         if packed is None:
             size, padded = record.size_bytes, padded_bytes(record.size_bytes)
@@ -225,10 +229,10 @@ class SegmentFiles:
         return written
 
     def read_block(self, located: Located, into: memoryview) -> None:
-        """Read an extent, check it and leave the block in `into`; see `BlockStore.read_payload`.
+        """Read a block from its extent into `into` and check it; see `BlockStore.read_payload`.
 
-        The header must be this block's at this place: identity, parent, sizes and checksum are told
-        twice, by the index and by the extent, and both must agree before the bytes may be used.
+        The index and the extent's header both hold the block's identity, parent, sizes and
+        checksum. They must agree before the bytes may be used.
         """
         block_hash, size = located.record.block_hash, located.payload_bytes
         block = into[: located.record.size_bytes]
@@ -257,7 +261,7 @@ class SegmentFiles:
                 raise corrupt(block_hash, "codec", "the payload is none of such a block")
 
     def header_at(self, extent: Extent) -> Located | None:
-        """Say what an extent's header claims to lie there; None where nothing sound stands."""
+        """Return what an extent's header says of its block; None if there is no sound header."""
         header = scratch(HEADER_BYTES)
         self._read(extent, [header])
         found = codec.decode_header(header)
@@ -265,7 +269,7 @@ class SegmentFiles:
         return found if found and (found.extent, found.extent_bytes) == place else None
 
     def _read(self, extent: Extent, buffers: list[memoryview]) -> int:
-        """Fill aligned buffers from the start of an extent; answer how many bytes there were."""
+        """Fill aligned buffers from the start of an extent; return how many bytes were read."""
         file = self._file(extent.segment)
         with storage_errors(file.path):
             count = _move(os.preadv, file.fd, buffers, extent.number * file.extent_bytes)
@@ -274,7 +278,7 @@ class SegmentFiles:
         return count
 
     def _write(self, file: _File, buffers: list[memoryview], offset: int) -> None:
-        """Write every byte or raise; a short write shows its cause when it is continued."""
+        """Write every byte or raise; after a short write, the next write shows the cause."""
         with storage_errors(file.path):
             count = _move(os.pwritev, file.fd, buffers, offset)
         with self._lock:
@@ -289,7 +293,7 @@ class SegmentFiles:
         except OSError as error:
             if error.errno not in NOT_SUPPORTED:
                 raise
-            # Without hole punching, no part of a file has ever lost its space.
+            # Without hole punching, every part of a file still has its space.
             end = os.fstat(file.fd).st_size
             start = offset if self.punch_hole else max(offset, end)
             self._write_zeroes(file, start, offset + size - start)
@@ -306,9 +310,9 @@ class SegmentFiles:
 
 
 def _move(move: Callable[..., int], fd: int, buffers: list[memoryview], offset: int) -> int:
-    """Read or write until no buffer or no aligned rest is left; answer how many bytes were moved.
+    """Read or write until the buffers are done or a short transfer ends the aligned part.
 
-    What is left of the buffers is what was not moved.
+    Returns how many bytes were moved. Parts that were not moved stay in `buffers`.
     """
     done = 0
     while buffers:

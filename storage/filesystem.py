@@ -1,6 +1,7 @@
-"""What the filesystem under a folder can do: each system call that the store makes, tried once.
+"""What the filesystem under a folder can do: each system call that the store makes is tried once.
 
-It knows calls and what the store does without them; it knows no segments, extents or blocks.
+This module knows system calls and what the store does without them. It knows no segments, extents
+or blocks.
 """
 
 import ctypes
@@ -17,21 +18,21 @@ from tieredkv.storage.compression import aligned_buffer
 from tieredkv.types import PAGE_ALIGNMENT_BYTES
 
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors that say that there is no room, which more room cures."""
+"""Error codes of a lack of room: the same call works once there is more room."""
 
 NOT_SUPPORTED = (errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a call that the filesystem, or this file in it, does not have."""
+"""Error codes of a call that the filesystem, or this file in it, does not support."""
 
 _UNSUPPORTED = (*NOT_SUPPORTED, errno.EINVAL, errno.ENODEV, errno.ENOTTY)
 _TRIAL_NAME, _RENAMED = "trial", ".renamed"
-_TRIAL_BYTES = 16 << 20  # the length of the trial's file, hardly any of which is written
+_TRIAL_BYTES = 16 << 20  # the length of the trial file; only a few pages of it are written
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 def lack_of_room(folder: str, code: int = errno.ENOSPC) -> str:
-    """Say what the filesystem of a folder has run out of, after an error of `NO_SPACE`."""
+    """Return a sentence on what a folder's filesystem has run out of, after a `NO_SPACE` error."""
     if code == errno.EDQUOT:
         return f"the disk quota for `{folder}` is used up"
     if code == errno.EFBIG:
@@ -43,18 +44,18 @@ def lack_of_room(folder: str, code: int = errno.ENOSPC) -> str:
 
 
 def set_aside(fd: int, offset: int, size: int) -> None:
-    """Have the filesystem set space aside for a part of a file, which becomes as long as that."""
+    """Set space aside for a part of a file; the file grows if it ends before that part does."""
     _fallocate(fd, 0, offset, size)
 
 
 def punch_hole(fd: int, offset: int, size: int) -> None:
-    """Give the space of a part of a file back; it reads as zeroes from then on."""
+    """Give the space of a part of a file back; that part reads as zeroes from then on."""
     _fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, offset, size)
 
 
 def _fallocate(fd: int, mode: int, offset: int, size: int) -> None:
-    # The C library's `posix_fallocate` is not used: where the filesystem cannot allocate, it writes
-    # single bytes, which fails on a file that was opened with O_DIRECT.
+    # The C library's `posix_fallocate` is not used: if the filesystem cannot allocate, that call
+    # writes single bytes, which fails on a file that was opened with O_DIRECT.
     while _libc.fallocate(fd, mode, offset, size):
         if (code := ctypes.get_errno()) != errno.EINTR:
             raise OSError(code, os.strerror(code))
@@ -62,13 +63,13 @@ def _fallocate(fd: int, mode: int, offset: int, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One system call, and how it went on a file of its own.
+    """One system call, and the result of trying it on a trial file.
 
     Attributes:
-        name: what an operator knows it as.
-        purpose: what the store needs it for.
-        without: what the store does where the call is not supported; empty if it cannot do without.
-        error: why it failed, or None.
+        name: the name by which an operator knows the call.
+        purpose: what the store needs the call for.
+        without: what the store does if the call is not supported; empty if it needs the call.
+        error: the error if the call failed, or None.
     """
 
     name: str
@@ -78,12 +79,12 @@ class Call:
 
     @property
     def works(self) -> bool:
-        """Whether the call can be made; one that only lacked room got far enough to know."""
+        """Whether the call is supported; a call that failed only for lack of room is."""
         return self.error is None or self.error.errno in NO_SPACE
 
     @property
     def is_refused(self) -> bool:
-        """Whether no store can be where this call fails as it did."""
+        """Whether the call failed in such a way that the folder cannot hold a store."""
         if self.works or self.error is None:
             return False
         return not self.without or self.error.errno not in _UNSUPPORTED
@@ -91,13 +92,13 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Filesystem:
-    """What was found out about the filesystem under one folder.
+    """The abilities of the filesystem under one folder.
 
     Attributes:
         path: the folder.
-        calls: each call that the store makes.
-        growth_bytes: what a file grows by when one page of it is written: more than a page where
-            the filesystem hands out space in larger pieces, as tmpfs does with huge pages.
+        calls: each call that the store makes, with its result.
+        growth_bytes: bytes that a file grows by when one page of it is written. This is more than a
+            page if the filesystem hands out space in larger pieces, as tmpfs does with huge pages.
     """
 
     path: str
@@ -109,7 +110,7 @@ class Filesystem:
         """Try each call on a file that is made in the folder and removed again.
 
         Raises:
-            StorageError: no file can be made there.
+            StorageError: no file can be made in the folder.
         """
         path = os.path.join(folder, _TRIAL_NAME)
         calls, growth_bytes = [], PAGE_ALIGNMENT_BYTES
@@ -118,10 +119,10 @@ class Filesystem:
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise StorageError(error.errno, f"`{path}`: {error.strerror}") from error
-            # Nothing can be tried, since not even an inode is left: expect what is common.
+            # Nothing can be tried, because not even an inode is left. Assume that all calls work.
             return cls(folder, tuple(call for call, _ in _CALLS), growth_bytes)
         try:
-            with suppress(OSError):  # then the calls say so
+            with suppress(OSError):  # if this fails, the calls below fail too and say why
                 os.ftruncate(fd, _TRIAL_BYTES)
                 os.pwrite(fd, bytes(PAGE_ALIGNMENT_BYTES), 0)
                 info = os.fstat(fd)
@@ -140,11 +141,11 @@ class Filesystem:
         return cls(folder, tuple(calls), growth_bytes)
 
     def can(self, name: str) -> bool:
-        """Whether a call works."""
+        """Return whether a call works."""
         return next(call.works for call in self.calls if call.name == name)
 
     def check(self) -> None:
-        """Refuse a filesystem on which no store can be.
+        """Raise an error if the filesystem cannot hold a store.
 
         Raises:
             StorageError: one sentence that names the call and what it is needed for.
@@ -156,14 +157,14 @@ class Filesystem:
                 raise StorageError(call.error.errno, f"{what}, and {why}")
 
     def spread_bytes(self, num_bytes: int) -> int:
-        """The most that files can grow by for so many neighbouring bytes, wherever they begin."""
+        """Return the most that a file can grow by when `num_bytes` in a row are written."""
         step = self.growth_bytes
         if step <= PAGE_ALIGNMENT_BYTES:
             return num_bytes
         return (-(-num_bytes // step) + 1) * step if num_bytes > 0 else 0
 
     def fitting_bytes(self, room_bytes: int) -> int:
-        """How many neighbouring bytes certainly fit into so much room."""
+        """Return how many bytes in a row certainly fit into `room_bytes`, wherever they begin."""
         step = self.growth_bytes
         if step <= PAGE_ALIGNMENT_BYTES:
             return room_bytes
@@ -189,7 +190,7 @@ def _try_direct_io(_fd: int, path: str) -> None:
 
 
 def _try_mapping(fd: int, _path: str) -> None:
-    # NOTE: the map is not touched: where a page of it has no room, that would end the process.
+    # NOTE: the map is not touched: if the disk has no room for its page, that ends the process.
     mmap.mmap(fd, PAGE_ALIGNMENT_BYTES).close()
 
 
@@ -232,4 +233,4 @@ _CALLS: tuple[tuple[Call, Callable[[int, str], object]], ...] = (
     (Call("flock", "to keep other writers out", ""), _try_locking),
     (Call("rename", "to replace its files in one step", ""), _try_renaming),
 )
-"""Each call that the store makes, and how it is tried on an open file."""
+"""Each call that the store makes, and the function that tries it on an open file."""

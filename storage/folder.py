@@ -1,6 +1,6 @@
-"""The store's folder: whose it is, which format it has, and which process may write to it.
+"""The store's folder: its owner, its format, and the process that may write to it.
 
-It knows the marker file, permissions and the lock; it opens neither index nor segments.
+This module knows the marker file, permissions and the lock; it opens neither index nor segments.
 """
 
 import errno
@@ -35,14 +35,14 @@ _FOLDERS = (INDEX, SEGMENTS, SET_ASIDE, _DRAFT)
 
 
 class _Marker(msgspec.Struct):
-    """What `format.json` says."""
+    """The content of `format.json`."""
 
     format: str
     version: int
 
 
 class StoreFolder:
-    """An owned store folder: checked, marked, locked. Used by one thread."""
+    """A store folder that is checked, marked and locked by this process; for one thread."""
 
     def __init__(self, path: str, lock_fd: int) -> None:
         self.path = path
@@ -59,18 +59,18 @@ class StoreFolder:
     def claim(cls, path: str, *, create: bool, is_flushed: bool = True) -> "StoreFolder":
         """Check the folder, take its lock and make what is missing in it.
 
-        Where the machine ended under a writer that flushed nothing, its index may have lost any
-        page, and a tree that lost some can look sound: it is set aside, to be made again.
+        If the machine stopped while a writer ran without flushing, the index may have lost pages
+        and still look sound. Such an index is set aside, and a new one is made.
 
         Args:
             path: the folder.
-            create: make it if it is not there.
+            create: whether to make the folder if it does not exist.
             is_flushed: whether this writer flushes what it commits.
 
         Raises:
-            StoreBusyError: another process writes to it.
-            FormatVersionError: another version wrote it.
-            StorageError: it is not ours, not safe or not there.
+            StoreBusyError: another process writes to the store.
+            FormatVersionError: another version of tieredkv wrote the store.
+            StorageError: the folder belongs to another user, is not safe or does not exist.
         """
         path = os.path.abspath(path)
         if not _check_folder(path, create=create):
@@ -99,47 +99,47 @@ class StoreFolder:
         return folder
 
     def note_budget(self, budget_bytes: int) -> None:
-        """Remember what the store's files may occupy, for whoever opens it without a budget."""
+        """Save the budget, which applies when the store is opened without one."""
         if budget_bytes != self.budget_bytes:
             self.budget_bytes = budget_bytes
             self._describe(self._writer)
 
     def _describe(self, writer: dict[str, Any]) -> None:
-        """Say in the lock who writes, and within which budget."""
+        """Write into the lock file which process writes to the store, and the budget."""
         self._writer = writer
         text = msgspec.json.encode({**writer, "budget_bytes": self.budget_bytes})
-        with suppress(OSError):  # over the old one, so that a full disk has room for it
+        with suppress(OSError):  # the old text is overwritten, so a full disk has room for it
             os.pwrite(self._lock_fd, text, 0)
             os.ftruncate(self._lock_fd, len(text))
             os.fsync(self._lock_fd)
 
     def check_place(self) -> None:
-        """Refuse to go on with a folder that is not at its path any more.
+        """Raise an error if the folder is not at its path any more.
 
         Raises:
-            StorageError: it was moved, removed, replaced or unmounted.
+            StorageError: the folder was moved, removed, replaced or unmounted.
         """
         if self._look() != self._identity:
             raise StorageError(errno.ESTALE, f"the store is not at `{self.path}` any more")
 
     def make_draft(self) -> None:
-        """Make an empty folder for an index that is to take the place of the one there."""
+        """Make an empty folder for a new index that will replace the present one."""
         self.drop_draft()
         _make_index(self.draft_path)
 
     def drop_draft(self) -> None:
-        """Remove an index that never took its place, if there is one."""
+        """Remove the draft of an index, if there is one."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.draft_path)
 
     def take_draft(self, *, sets_aside: bool) -> None:
-        """Put the draft in the place of the index, which is set aside or removed."""
+        """Replace the index by the draft; the old index is set aside or removed."""
         self.set_aside() if sets_aside else shutil.rmtree(self.index_path)
         os.rename(self.draft_path, self.index_path)
         self._identity = self._look()
 
     def set_aside(self) -> None:
-        """Rename the index for a later look, in the place of an earlier one."""
+        """Rename the index to keep it for inspection; one set aside earlier is removed."""
         self.drop_set_aside()
         os.rename(self.index_path, os.path.join(self.path, SET_ASIDE))
 
@@ -155,7 +155,7 @@ class StoreFolder:
             shutil.rmtree(os.path.join(self.path, SET_ASIDE))
 
     def _look(self) -> list[tuple[int, int]]:
-        """Which folders and which lock are there; none if one of them is missing."""
+        """Identify the folders and the lock file at the path; empty if one of them is missing."""
         with suppress(OSError):
             lock_path = os.path.join(self.path, LOCK)
             infos = map(os.stat, (self.path, self.index_path, self.segments_path, lock_path))
@@ -163,7 +163,7 @@ class StoreFolder:
         return []
 
     def occupied_bytes(self) -> int:
-        """What everything but the segment files occupies, as `du` counts it."""
+        """Return how many bytes all files but the segments occupy, as `du` counts them."""
         self.check_place()
         total = os.stat(self.path).st_blocks + os.stat(self.segments_path).st_blocks
         for folder, folders, files in os.walk(self.path):
@@ -173,7 +173,7 @@ class StoreFolder:
         return total * 512
 
     def release(self) -> None:
-        """Let the next process in; harmless when repeated."""
+        """Release the lock for the next process; may be called again."""
         if self._lock_fd >= 0:
             self._describe({})
             os.close(self._lock_fd)
@@ -181,7 +181,10 @@ class StoreFolder:
 
 
 def _check_folder(path: str, *, create: bool) -> bool:
-    """Refuse what is not a safe store folder, before anything is changed; False if not there."""
+    """Raise an error unless `path` is a safe store folder; return False if it does not exist.
+
+    Nothing is changed. A path that does not exist is an error unless `create` is set.
+    """
     try:
         info = os.lstat(path)
     except FileNotFoundError:
@@ -230,7 +233,7 @@ def _check_owner(path: str, info: os.stat_result) -> None:
 
 
 def _is_marked(path: str) -> bool:
-    """Whether a marker of ours stands there; one of anything else is refused."""
+    """Return whether the folder has our marker file; any other marker raises an error."""
     marker = os.path.join(path, MARKER)
     try:
         fd = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -286,7 +289,7 @@ def _make_index(path: str) -> None:
 
 
 def _open_private(path: str, flags: int = 0) -> int:
-    """Open or make a file of ours that no one else can read, but no link to elsewhere."""
+    """Open or create a file that only this user can read; symbolic links are refused."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | flags, 0o600)
     os.fchmod(fd, 0o600)
     return fd
@@ -314,7 +317,7 @@ def _take_lock(path: str) -> int:
 
 
 def _lock_exclusively(fd: int) -> None:
-    """Take the lock; who looks whether it is held may hold it for a moment, so ask again."""
+    """Take the lock, with retries: a process that checks the lock holds it for a moment."""
     for _ in range(10):
         with suppress(BlockingIOError):
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

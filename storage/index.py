@@ -1,11 +1,11 @@
-"""The LMDB index: what is stored where, by whom, until when, and how much of it.
+"""The LMDB index: which blocks are stored, where, for which namespace, and until when.
 
 Every change to a block changes its secondary keys and the counters in the same transaction. This
-module knows keys and values (docs/format.md), not files: extents are numbers here.
+module knows keys and values (docs/format.md), not segment files: extents are numbers here.
 
 One thread makes all changes and any thread may read; neither waits for the other. Only
-`looking_over`, which reads the whole index, takes turns with changes: LMDB cannot reuse pages while
-a transaction that is older than their release is open.
+`looking_over`, which reads the whole index, takes turns with changes: LMDB cannot reuse a page
+while a read transaction is open that began before the page was released.
 """
 
 import ctypes
@@ -37,13 +37,13 @@ from tieredkv.types import PAGE_ALIGNMENT_BYTES, TENANT_BYTES
 MAP_BYTES = 64 << 30
 NAMES = ("meta", "blocks", "expiry", "lru", "namespaces", "segments", "free", "pending")
 _META_KEY = b"store"
-_NUM_FIXED_PAGES = 3  # two of meta, one of the databases' names
-_LIB_VERSION = 0  # of LMDB: the one that writes `index_pages.DATA_VERSION`
+_NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
+_LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VERSION`
 _COMPACTED = "compact.mdb"
-_AHEAD_BYTES = 2 << 20  # more than a transaction of so many blocks as usual adds to the file
+_AHEAD_BYTES = 2 << 20  # more than one ordinary transaction adds to the file
 PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
-_PAGE = np.dtype(  # of LMDB's, with its number first; flags are 1 in a branch and 2 in a leaf
+_PAGE = np.dtype(  # the header of an LMDB page; its flags are 1 in a branch and 2 in a leaf
     {
         "names": ["number", "flags", "lower", "upper"],
         "formats": ["<u8", "<u2", "<u2", "<u2"],
@@ -51,13 +51,13 @@ _PAGE = np.dtype(  # of LMDB's, with its number first; flags are 1 in a branch a
         "itemsize": PAGE_BYTES,
     }
 )
-_LOOKED_OVER_KEYS = 256  # in one step
+_LOOKED_OVER_KEYS = 256  # how many keys one step of `looking_over` checks
 _READ_AHEAD_BYTES = 1 << 20
 _MADV_POPULATE_READ = 22
 
 
 class Totals(NamedTuple):
-    """How much is stored, in all or in one namespace."""
+    """How many blocks and payload bytes are stored, in all or in one namespace."""
 
     num_blocks: int
     payload_bytes: int
@@ -71,10 +71,10 @@ class SegmentState(NamedTuple):
     """What the index knows of a segment file.
 
     Attributes:
-        extent_bytes: the one size of its extents.
-        num_extents: extents whose space is set aside in the file.
-        num_used: extents below this number were handed out at least once; each of them is a
-            block's, free or pending.
+        extent_bytes: the size of each of its extents.
+        num_extents: how many extents have their space set aside in the file.
+        num_used: extents below this number were handed out at least once; each of them belongs to a
+            block, is free or is pending.
     """
 
     extent_bytes: int
@@ -88,8 +88,9 @@ class Meta(msgspec.Struct):
     Attributes:
         format: version of the format; 0 until the index is complete.
         clock: the latest time that the store has seen.
-        bytes_written: to segment files since the index was made.
-        needs_rebuild: an entry was damaged; the next sweep makes the databases again.
+        bytes_written: bytes written to segment files since the index was made.
+        needs_rebuild: whether an entry was found damaged; the next sweep then makes the databases
+            again.
         faults: cache faults by reason.
     """
 
@@ -103,7 +104,7 @@ class Meta(msgspec.Struct):
 
 
 ExtentList = Literal["pending", "free"]
-"""An extent that may hold bytes of no stored block, or an erased one."""
+"""A list of extents without a stored block: `pending` ones may hold old bytes, `free` ones none."""
 
 _ORDERS = {"expiry": expiry_key, "lru": codec.lru_key}
 _encode = msgspec.msgpack.Encoder().encode
@@ -117,7 +118,7 @@ def _understand(database: str, decode: Callable[[bytes], Value], data: bytes) ->
     """Decode a key or value of the index.
 
     Raises:
-        CorruptIndexError: nothing that this store writes looks like that.
+        CorruptIndexError: the store never writes such bytes.
     """
     try:
         return decode(data)
@@ -126,7 +127,7 @@ def _understand(database: str, decode: Callable[[bytes], Value], data: bytes) ->
 
 
 def _read_segment(data: bytes) -> SegmentState:
-    """Decode what is known of a segment, and refuse what cannot be."""
+    """Decode the state of a segment; an impossible state raises CorruptIndexError."""
     state = _understand("segments", _decode_segment, data)
     is_so = state.extent_bytes > 0 and state.extent_bytes % PAGE_ALIGNMENT_BYTES == 0
     if not is_so or not 0 <= state.num_used <= state.num_extents:
@@ -168,9 +169,10 @@ class Index:
                 lib_version=_LIB_VERSION,
             )
             try:
-                # NOTE: what a short file lacks must read as damage: under the map it would be
-                # SIGBUS. It may lack pages that were never written: to be short is no damage yet.
-                # What lies behind the last page is empty, and takes up room in a copied file.
+                # NOTE: the file is given its full length. Otherwise, reading a page that a short
+                # file lacks would raise SIGBUS; now it reads as damage. A short file alone is no
+                # damage, because pages that were never written may be missing. Bytes behind the
+                # last page are empty, and cutting them off saves room in a copied file.
                 size = self._end_bytes(env)
                 os.truncate(os.path.join(self.path, DATA_FILE), size)
                 self._file_end, self._opened = size, (env, dict[str, Any]())
@@ -183,8 +185,8 @@ class Index:
     def _open_beside(self, **options: Any) -> Any:
         """Open the environment with LMDB's lock file in memory; only this process uses it.
 
-        LMDB writes to a map of that file. Where the filesystem has no room for a changed page, as
-        btrfs when it is full, such a write is SIGBUS.
+        LMDB writes to a map of the lock file. On a filesystem without room for a changed page, such
+        as a full btrfs, that write would raise SIGBUS.
         """
         lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
         try:
@@ -198,7 +200,7 @@ class Index:
 
     @contextmanager
     def reading(self) -> Iterator["IndexTxn"]:
-        """Read one consistent state.
+        """Open a transaction that reads one consistent state of the index.
 
         Raises:
             StorageError: the index is closed, or LMDB failed; see `tieredkv.storage.verdicts`.
@@ -220,10 +222,10 @@ class Index:
             changes.keep_meta()
 
     def keep_ahead(self, num_bytes: int = _AHEAD_BYTES) -> None:
-        """Have the file end so far behind its last page; what follows that occupies nothing.
+        """Keep the file's length `num_bytes` beyond its last page; the extra bytes take no space.
 
-        LMDB then never writes at the end of the file. To a file that grows there some filesystems
-        (XFS) give far more space than was written, and nobody could make room for it before.
+        LMDB then never makes the file grow by writing at its end. Some filesystems (XFS) give a
+        file that grows that way far more space than was written, which the store cannot plan for.
         """
         end = self._end_bytes(self._opened[0]) + num_bytes
         if end > self._file_end:
@@ -232,13 +234,13 @@ class Index:
 
     @staticmethod
     def _end_bytes(env: Any) -> int:
-        """Where the last page ends that was ever used."""
+        """Return the file offset at which the last page ends that was ever used."""
         return int((env.info()["last_pgno"] + 1) * env.stat()["psize"])
 
     def reading_ahead(self) -> Iterator[bool]:
         """Read the whole file and fill LMDB's map, so that the first lookups wait for no page.
 
-        Yields after each short step whether all tree pages in it lie where their numbers say.
+        Yields after each short step whether all tree pages read in it lie where their numbers say.
         """
         path, first_page = os.path.join(self.path, DATA_FILE), 0
         with self.reading():
@@ -251,20 +253,21 @@ class Index:
                 is_tree = (pages["flags"] - 1 < 2) & (pages["lower"] >= _PAGE_HEADER_BYTES)
                 is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
                 yield not np.any(is_tree & (pages["number"] != places))
-            # NOTE: not what lies ahead of the last page: in a tmpfs that would take up room.
+            # NOTE: bytes behind the last page are left out: in a tmpfs they would take up room.
             size = ctypes.c_size_t((self._opened[0].info()["last_pgno"] + 1) * page_bytes)
             with open("/proc/self/maps") as maps:
                 for line in maps:
                     if line.rstrip().endswith(os.path.realpath(path)):
                         start = ctypes.c_void_p(int(line.partition("-")[0], 16))
-                        # An older kernel does not know it, and pages come as they are touched.
+                        # Older kernels refuse this advice; pages are then read when first used.
                         ctypes.CDLL(None).madvise(start, size, _MADV_POPULATE_READ)
 
     def looking_over(self) -> Iterator[bool]:
-        """Yield after each short step whether keys are in order, and last whether counters agree.
+        """Check the index in short steps: first the order of keys, last the counters.
 
-        No transaction outlives its step, so blocks may come and go meanwhile. Keys are counted only
-        if the index did not change during the walk.
+        Yields after each step whether that step found no fault. No transaction outlives its step,
+        so blocks may change between steps. The number of keys is compared only if the index did not
+        change during the walk.
         """
         for name in ("blocks", *_ORDERS):
             start, num_keys, states = b"", 0, set[int]()
@@ -304,37 +307,37 @@ class Index:
     def become(self, draft: "Index") -> None:
         """Take over the environment of `draft`, whose folder has replaced this one's.
 
-        Readers that are at work finish on the old environment, which closes after the last of them.
+        Running read transactions finish on the old environment, which closes after the last one.
         """
         self._opened, self._file_end = draft._opened, draft._file_end
 
     def file_bytes(self) -> int:
-        """Return what its file occupies on disk."""
+        """Return how many bytes the index file occupies on disk."""
         return os.stat(os.path.join(self.path, DATA_FILE)).st_blocks * 512
 
     def used_bytes(self) -> int:
-        """Return what a compacted copy would take: the pages in use, without the free list."""
+        """Return the size of a compacted copy: the pages in use, without the free list."""
         with self.reading() as txn:
             return txn.used_bytes()
 
     def flush(self) -> None:
-        """Have the device keep every change so far."""
+        """Flush every change so far to the device."""
         with storage_errors(self.path):
             self._opened[0].sync(True)
 
     def close(self) -> None:
-        """Flush and close the environment; harmless when repeated."""
+        """Flush and close the environment; may be called again."""
         if self._opened is not None:
             self.flush()
             size = self._end_bytes(self._opened[0])
             self._opened[0].close()
             self._opened = None
-            with suppress(OSError):  # what was kept ahead is of use to nobody now
+            with suppress(OSError):  # the length kept ahead is not needed any more
                 os.truncate(os.path.join(self.path, DATA_FILE), size)
 
 
 def _begin_reading(env: Any) -> Any:
-    """Begin a read transaction; readers of processes that died give way to it."""
+    """Begin a read transaction; if no reader slot is free, slots of dead processes are freed."""
     try:
         return env.begin()
     except lmdb.ReadersFullError:
@@ -353,7 +356,7 @@ class IndexTxn:
     # --- blocks -----------------------------------------------------------------------------
 
     def get(self, block_hash: bytes) -> Located | None:
-        """Decode one entry; None where there is none.
+        """Return one decoded entry, or None if there is none.
 
         Raises:
             CorruptBlockError: the record contradicts its checksum or key.
@@ -362,10 +365,10 @@ class IndexTxn:
         return None if data is None else codec.decode_record(block_hash, data)
 
     def find(self, hashes: Sequence[bytes], now: float) -> tuple[dict[bytes, bytes], list[bytes]]:
-        """The sealed records that have not expired, and the hashes of damaged ones.
+        """Return the sealed records that have not expired, and the hashes of damaged ones.
 
-        Nothing is decoded, and neighbours are looked up one after the other: this is what a lookup
-        of thousands of blocks costs.
+        This is the main cost of a lookup of thousands of blocks. Records are therefore not decoded,
+        and hashes are looked up in sorted order.
         """
         found: dict[bytes, bytes] = {}
         damaged: list[bytes] = []
@@ -402,10 +405,10 @@ class IndexTxn:
         self.meta.needs_rebuild = True
 
     def blocks(self, start: bytes = b"") -> Iterator[tuple[bytes, Located | None]]:
-        """Walk over all entries from a key on; None for a damaged one.
+        """Walk over all entries from a key on; a damaged entry is None.
 
-        NOTE: where a page is damaged, keys may go back: whoever starts again behind the last one
-        may go in circles.
+        NOTE: on a damaged page, keys may be out of order. A caller that starts again behind the
+        last key may then loop forever.
         """
         for key, data in self._walk("blocks", start):
             try:
@@ -414,9 +417,9 @@ class IndexTxn:
                 yield key, None
 
     def links(self, start: bytes = b"") -> Iterator[tuple[bytes, codec.Link | None]]:
-        """Walk as `blocks` does, but read only who follows whom; None for bytes that are no record.
+        """Walk as `blocks` does, but decode only the links; bytes that are no record give None.
 
-        The seals of the records are not checked.
+        A link says which block a block follows. The seals of the records are not checked.
         """
         return map(_link, self._walk("blocks", start))
 
@@ -437,7 +440,7 @@ class IndexTxn:
     # --- orders -----------------------------------------------------------------------------
 
     def expired(self, now: float, limit: int) -> list[tuple[bytes, bytes]]:
-        """Return the first keys of `expiry` that are due, with their hashes, at most `limit`."""
+        """Return up to `limit` expired keys of `expiry` with their block hashes, earliest first."""
         due = codec.to_us(now)
         found: list[tuple[bytes, bytes]] = []
         for key, _ in self._walk("expiry"):
@@ -448,13 +451,13 @@ class IndexTxn:
         return found
 
     def drop_expiry_key(self, key: bytes) -> None:
-        """Drop a key of `expiry` that no sound record stands behind."""
+        """Drop a key of `expiry` that belongs to no sound record."""
         self._txn.delete(key, db=self._dbs["expiry"])
 
     def longest_unused(self, kept: Container[bytes] = ()) -> Iterator[bytes]:
-        """Walk over the hashes of all namespaces, the longest unused first.
+        """Walk over the block hashes of all namespaces, the longest unused first.
 
-        Blocks of the tenants in `kept` come after all others. Nothing may change meanwhile.
+        Blocks of the tenants in `kept` come after all others. Nothing may change during the walk.
         """
         namespaces = [namespace for namespace, _ in self._walk("namespaces")]
         for is_kept in (False, True):
@@ -465,7 +468,7 @@ class IndexTxn:
     # --- extents ------------------------------------------------------------------------------
 
     def add_extent(self, name: ExtentList, extent: Extent) -> None:
-        """List an extent that no stored block has."""
+        """Add an extent without a stored block to a list."""
         self._txn.put(extent_key(extent), b"", db=self._dbs[name])
 
     def drop_extent(self, name: ExtentList, extent: Extent) -> None:
@@ -473,17 +476,17 @@ class IndexTxn:
         self._txn.delete(extent_key(extent), db=self._dbs[name])
 
     def extents(self, name: ExtentList, start: bytes = b"") -> Iterator[Extent]:
-        """Listed extents from a key on, neighbours together; change nothing while it walks."""
+        """Walk over listed extents in order from a key on; nothing may change during the walk."""
         keys = (key for key, _ in self._walk(name, start))
         return (_understand(name, codec.split_extent_key, key) for key in keys)
 
     def free(self, segment: int) -> Iterator[Extent]:
-        """Free extents of one segment; change nothing while it walks."""
+        """Walk over the free extents of one segment; nothing may change during the walk."""
         start = extent_key(Extent(segment, 0))
         return takewhile(lambda extent: extent.segment == segment, self.extents("free", start))
 
     def segments(self) -> dict[int, SegmentState]:
-        """Every segment that the index knows."""
+        """Return every segment that the index knows."""
         walk = self._walk("segments")
         return {int.from_bytes(key, "big"): _read_segment(data) for key, data in walk}
 
@@ -492,17 +495,17 @@ class IndexTxn:
         self._txn.put(_segment_key(segment), _encode(state), db=self._dbs["segments"])
 
     def get_segment(self, segment: int) -> SegmentState | None:
-        """One segment; None where there is none."""
+        """Return one segment, or None if there is none."""
         data = self._txn.get(_segment_key(segment), db=self._dbs["segments"])
         return None if data is None else _read_segment(data)
 
     def is_empty(self, segment: int, num_used: int) -> bool:
-        """Whether every extent that was handed out is free; it looks no further than a gap."""
+        """Return whether every extent handed out is free; it stops at the first that is not."""
         free = (extent.number for extent in self.free(segment))
         return all(next(free, None) == number for number in range(num_used))
 
     def remove_segment(self, segment: int) -> None:
-        """Forget a segment of free extents only, and those."""
+        """Forget a segment and its extents, which must all be free."""
         for extent in list(self.free(segment)):
             self.drop_extent("free", extent)
         self._txn.delete(_segment_key(segment), db=self._dbs["segments"])
@@ -511,26 +514,26 @@ class IndexTxn:
 
     @cached_property
     def meta(self) -> Meta:
-        """What is known of the store as a whole; a change of it is part of the transaction."""
+        """What is known of the store as a whole; changes to it are part of the transaction."""
         data = self._txn.get(_META_KEY, db=self._dbs["meta"])
         return Meta() if data is None else _understand("meta", _decode_meta, data)
 
     def keep_meta(self) -> None:
-        """Write `meta`, if anybody looked at it; the last step of a transaction."""
+        """Write `meta` if it was read in this transaction; this must be the last step of it."""
         if "meta" in self.__dict__:
             self._txn.put(_META_KEY, _encode(self.meta), db=self._dbs["meta"])
 
     def saw_time(self, now: float) -> None:
-        """Raise the latest time seen."""
+        """Move the latest time seen forward to `now`, if that is later."""
         self.meta.clock = max(self.meta.clock, now)
 
     def namespaces(self) -> dict[bytes, Totals]:
-        """Blocks and payload bytes per namespace that has any."""
+        """Return the blocks and payload bytes of each namespace that has any."""
         walk = self._walk("namespaces")
         return {key: _understand("namespaces", _decode_totals, data) for key, data in walk}
 
     def _count(self, located: Located, sign: int) -> None:
-        """Add a block to its namespace and the totals, or take it out."""
+        """Add a block to the counters of its namespace and to the totals, or take it out."""
         namespace, payload_bytes = located.record.namespace, sign * located.payload_bytes
         self.meta.totals = self.meta.totals.plus(sign, payload_bytes)
         data = self._txn.get(namespace, db=self._dbs["namespaces"])
@@ -546,14 +549,14 @@ class IndexTxn:
     # --- whole databases --------------------------------------------------------------------
 
     def used_bytes(self) -> int:
-        """What all pages in use take, those of this transaction's changes as well."""
+        """Return the bytes of all pages in use, including the changes of this transaction."""
         stats = list(map(self._txn.stat, self._dbs.values()))
         pages = ("branch_pages", "leaf_pages", "overflow_pages")
         num_pages = sum(stat[name] for stat in stats for name in pages)
         return int(stats[0]["psize"] * (_NUM_FIXED_PAGES + num_pages))
 
     def is_whole(self, located: Located) -> bool:
-        """Whether a record has its keys, and an extent in use that is on no other list."""
+        """Return whether a record has its keys, and a used extent not listed as pending or free."""
         keys = {name: key_of(located.record) for name, key_of in _ORDERS.items()}
         keys |= dict.fromkeys(("pending", "free"), extent_key(located.extent))
         found = [self._txn.get(key, db=self._dbs[name]) for name, key in keys.items()]
@@ -562,7 +565,10 @@ class IndexTxn:
         return is_used and found == [b"", b"", None, None]
 
     def contradictions(self) -> list[str]:
-        """Compare all counters; with `is_whole` of every record no lost key goes unseen."""
+        """Compare all counters and return the names of those that disagree.
+
+        Together with `is_whole` of every record, this finds every lost key.
+        """
         num = {name: self._txn.stat(self._dbs[name])["entries"] for name in NAMES}
         num_blocks = num["blocks"]
         num_used = sum(each.num_used for each in self.segments().values())
@@ -577,12 +583,12 @@ class IndexTxn:
         return [name for name, is_wrong in wrong.items() if is_wrong]
 
     def some_keys(self, name: str, start: bytes, limit: int) -> tuple[list[bytes], int, int]:
-        """List keys from one on; how many there are said to be, and in which state of the index."""
+        """Return up to `limit` keys from `start` on, the count of all keys, the transaction id."""
         keys = [key for key, _ in islice(self._walk(name, start), limit)]
         return keys, self._txn.stat(self._dbs[name])["entries"], self._txn.id()
 
     def begin(self, meta: Meta, segments: dict[int, SegmentState]) -> None:
-        """Fill an empty index with what is known of a store before any block of it."""
+        """Fill an empty index with a store's meta data and segments, before any block is added."""
         self.meta = replace(meta, totals=Totals(0, 0), needs_rebuild=False)
         for segment, state in segments.items():
             self.put_segment(segment, state)
@@ -599,7 +605,7 @@ class IndexTxn:
         return takewhile(lambda key: key.startswith(prefix), keys)
 
     def _walk(self, name: str, start: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
-        """Walk from a key on; nothing may change meanwhile."""
+        """Walk over a database's entries from a key on; nothing may change during the walk."""
         with self._txn.cursor(db=self._dbs[name]) as cursor:
             if cursor.set_range(start) if start else cursor.first():
                 yield from cursor.iternext(keys=True, values=True)

@@ -1,8 +1,8 @@
-"""The pages of an LMDB data file, read without LMDB: its version, and what contradicts itself.
+"""Reads the pages of an LMDB data file without LMDB, to find its version and any damage.
 
-LMDB maps the file and believes what it finds there: a damaged page can end the process. What is
-looked at here is read with `pread` and checked before it is used. It knows the layout of LMDB's
-data version 1, not what the index says.
+LMDB maps the file and trusts what it finds there, so a damaged page can end the process. Pages are
+read here with `pread` and checked before they are used. This module knows the layout of LMDB's data
+version 1, not the meaning of the entries.
 """
 
 import os
@@ -14,28 +14,28 @@ from typing import NamedTuple
 from tieredkv.errors import CorruptIndexError, FormatVersionError
 
 DATA_VERSION = 1
-"""LMDB 0.9 writes it."""
+"""The data version that LMDB 0.9 writes."""
 
 DATA_FILE = "data.mdb"
 _MAGIC = 0xBEEFC0DE
 _NO_ROOT = (1 << 64) - 1
 _BRANCH, _LEAF, _OVERFLOW, _META = 1, 2, 4, 8
-_BIG, _DATABASE = 1, 2  # flags of a leaf's entry: its data is in pages of its own; is a tree
+_BIG, _DATABASE = 1, 2  # flags of a leaf's entry: its data has pages of its own; it is a tree
 _PAGE_HEADER = struct.Struct("<QHHHH")  # number, unused, flags, end of the pointers, first entry
 _NUM_OVERFLOW_PAGES = struct.Struct("<12xI")
 _NODE_HEADER = struct.Struct("<HHHH")  # data size or page number, low and high; flags; key size
-_META_HEADER = struct.Struct("<II16x")  # behind the page's header: magic, version
+_META_HEADER = struct.Struct("<II16x")  # magic, version; it follows the page's header
 _TREE = struct.Struct("<IHHQQQQQ")  # page size, flags, depth; pages of 3 kinds, entries, root
 _META_TAIL = struct.Struct("<QQ")  # last page, transaction
 _META_AT, _TREES_AT = _PAGE_HEADER.size, _PAGE_HEADER.size + _META_HEADER.size
 _META_END = _TREES_AT + 2 * _TREE.size + _META_TAIL.size
 _SNIFFED_BYTES = 128  # later versions have longer page headers before the magic number
-_MOST_UNWRITTEN_BYTES = 64 << 20  # that a file may be shorter than it says
-_MAX_DEPTH = 32  # of LMDB's cursors
+_MOST_UNWRITTEN_BYTES = 64 << 20  # a file may be this much shorter than its meta page says
+_MAX_DEPTH = 32  # the deepest tree that LMDB's cursors can walk
 
 
 class Tree(NamedTuple):
-    """The root record of one tree, as a meta page or the main tree has it."""
+    """The root record of one tree, which is stored in a meta page or in the main tree."""
 
     page_bytes: int
     flags: int
@@ -48,7 +48,7 @@ class Tree(NamedTuple):
 
 
 class Meta(NamedTuple):
-    """A meta page."""
+    """The content of a meta page."""
 
     free: Tree
     main: Tree
@@ -57,12 +57,12 @@ class Meta(NamedTuple):
 
 
 def read_meta(folder: str) -> Meta | None:
-    """Read the newer meta page of the data file in a folder; None where the file is empty.
+    """Read the newer meta page of the data file in a folder; return None if the file is empty.
 
     Raises:
-        FormatVersionError: another version of LMDB wrote it.
-        CorruptIndexError: it is no file of LMDB's, or says what cannot be.
-        OSError: it cannot be read.
+        FormatVersionError: another version of LMDB wrote the file.
+        CorruptIndexError: the file is not LMDB's, or its meta page holds impossible values.
+        OSError: the file cannot be read.
     """
     path = os.path.join(folder, DATA_FILE)
     with open(path, "rb", buffering=0) as file:
@@ -101,9 +101,10 @@ def _parse_meta(path: str, page: bytes) -> Meta:
 
 
 def check_pages(folder: str) -> None:
-    """Walk over every tree of a data file that nobody has open, and compare what pages say.
+    """Walk over every tree of a data file and check that its pages fit together.
 
-    It reads all pages in use once and costs about ten seconds for a million blocks.
+    No process may have the file open. All pages in use are read once, which takes about ten seconds
+    for a million blocks.
 
     Raises:
         FormatVersionError, CorruptIndexError, OSError: as `read_meta`; CorruptIndexError also where
@@ -121,7 +122,7 @@ def check_pages(folder: str) -> None:
 
 
 class _Pages:
-    """The pages of one file, and which of them were met; a page belongs to one place only."""
+    """The pages of one file, with a mark on each page met; no page may be met twice."""
 
     def __init__(self, fd: int, meta: Meta) -> None:
         self._fd = fd
@@ -152,12 +153,12 @@ class _Pages:
     def _walk(
         self, tree: Tree, *, has_numbers: bool = False, is_main: bool = False
     ) -> Iterator[tuple[bytes, bytes]]:
-        """Walk over the entries of a tree in order, each page checked before it is believed.
+        """Walk over the entries of a tree in order; each page is checked before it is used.
 
         Args:
-            tree: its root record.
-            has_numbers: its keys are numbers of transactions, as those of the free list are.
-            is_main: its entries are the root records of the databases.
+            tree: the root record of the tree.
+            has_numbers: whether its keys are transaction numbers, as in the free list.
+            is_main: whether its entries are the root records of the databases.
         """
         if tree.root == _NO_ROOT:
             _expect(not tree.num_entries, 0, "names a tree with entries and without a root")
@@ -201,7 +202,7 @@ class _Pages:
         _expect(num_entries == tree.num_entries, tree.root, "has another number of entries")
 
     def _read_big(self, pointer: bytes, size: int, counts: dict[int, int]) -> bytes:
-        """Read an entry's data that has pages of its own."""
+        """Read the data of an entry that is stored in pages of its own."""
         number = int.from_bytes(pointer, "little")
         num_pages = -(-(_PAGE_HEADER.size + size) // self._size)
         _expect(number + num_pages - 1 <= self._meta.last_page, number, "lies outside the file")
@@ -216,7 +217,7 @@ class _Pages:
 
 
 def _nodes(page: bytes, number: int) -> list[tuple[int, int, int, bytes, int]]:
-    """Take a page apart: for each entry its size or page, its flags, its key, where data begins."""
+    """Split a page into entries: size or page (low, high), flags, key and start of the data."""
     _, _, _, lower, upper = _PAGE_HEADER.unpack_from(page)
     is_so = _PAGE_HEADER.size <= lower <= upper <= len(page) and lower % 2 == 0
     _expect(is_so, number, "has no sound header")
@@ -232,12 +233,12 @@ def _nodes(page: bytes, number: int) -> list[tuple[int, int, int, bytes, int]]:
 
 
 def _order(number: bytes) -> bytes:
-    """What numbers of eight bytes sort by."""
+    """Return the bytes by which transaction numbers sort."""
     return number.rjust(8, b"\0")[::-1]
 
 
 def _ids(data: bytes) -> tuple[int, ...]:
-    """The pages that one transaction freed: how many, then their numbers."""
+    """Decode the numbers of the pages that one transaction freed; their count comes first."""
     count = len(data) // 8 - 1
     _expect(
         len(data) % 8 == 0 and count >= 0 and int.from_bytes(data[:8], "little") == count,

@@ -1,6 +1,6 @@
-"""Limits of this process that a store meets, each said in one sentence with its value.
+"""Resource limits of this process that a store can exceed, with errors that name their values.
 
-It knows `ulimit`; it does not know what a store does, nor what the machine has.
+This module knows `ulimit`; it does not know what a store does or what the machine has.
 """
 
 import errno
@@ -25,7 +25,7 @@ _BEHIND = {
 
 
 def described(error: OSError) -> str:
-    """Return what the system says of an error, and the limit behind it, if there is one."""
+    """Return the system's text for an error, with the limit that caused it, if there is one."""
     text = error.strerror or str(error)
     limit = _BEHIND.get(error.errno or 0)
     if limit is None or (value := resource.getrlimit(limit)[0]) == resource.RLIM_INFINITY:
@@ -35,7 +35,7 @@ def described(error: OSError) -> str:
 
 
 def check_address_space(what: str, map_bytes: int) -> None:
-    """Refuse a limit of address space that a map of so many bytes does not fit into.
+    """Raise an error if a map of `map_bytes` does not fit into the address space limit.
 
     Raises:
         StorageError: with both sizes.
@@ -53,7 +53,7 @@ def check_address_space(what: str, map_bytes: int) -> None:
 
 
 def check_file_size(path: str, most_bytes: int) -> None:
-    """Refuse a limit of the size of files that those of a store would meet.
+    """Raise an error if files of `most_bytes` would exceed the limit of file size.
 
     Raises:
         StorageError: with both sizes.

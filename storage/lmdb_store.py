@@ -1,7 +1,7 @@
 """The disk tier's store: finds, reads, writes, expires and evicts blocks under a byte budget.
 
-It knows records and extents; it does not know tokens, models, the host arena or who asks. A fault
-of the disk is an answer (a miss, a failed put) and a counter, never a wrong byte.
+This module knows records and extents; it does not know tokens, models, the host arena or its
+callers. A disk fault becomes a miss or a failed put and is counted; wrong bytes are never returned.
 """
 
 import errno
@@ -45,12 +45,12 @@ def minimum_budget_bytes(block_bytes: int) -> int:
 
 
 class BlockStore:
-    """Blocks at rest: payloads in segment files, every decision in one LMDB index.
+    """The blocks on disk: payloads lie in segment files, everything else in one LMDB index.
 
-    One process. One thread makes every change; any thread may call what finds, moves, compresses
-    or tries blocks.
+    One process uses a store. One thread makes every change. Any thread may find blocks, read and
+    write payloads, and compress blocks.
 
-    Invariants, as the tests verify them (`CheckedStore`), and `verify` but for the bytes of files:
+    Invariants (`CheckedStore` in the tests verifies all of them, `verify` all but the last):
       - every record fits its key and checksum, and has one `expiry` and one `lru` key;
       - no two records share an extent; each extent ever handed out is a block's, free or pending;
       - pending extents are those lent to puts and those waiting to be erased;
@@ -65,19 +65,19 @@ class BlockStore:
         self._files = allocator.files
         self.allocator = allocator
         self.clock = allocator.clock
-        self.write_limit = WriteLimit(options.write_limit)  # heeded by callers of `write_payload`
+        self.write_limit = WriteLimit(options.write_limit)  # callers of `write_payload` apply it
         self.packing = Packing(options.compression, options.element_bytes)
         self._sync = options.sync == "commit"
         self._failpoint = allocator.failpoint
         with self.index.reading() as txn:
-            self._faults = Counter(txn.meta.faults)  # in the life of the store
+            self._faults = Counter(txn.meta.faults)  # since the store was created
         self._reported: set[str] = set()
-        self._counting = threading.Lock()  # faults come from the threads that read and that change
+        self._counting = threading.Lock()  # both reading and changing threads count faults
         self._deleted: Counter[str] = Counter()
-        self._damaged: set[bytes] = set()  # keys of records that are to be dropped
+        self._damaged: set[bytes] = set()  # keys of damaged records, which the next sweep drops
         self._num_stored, self._num_expired = 0, num_expired
-        self._bytes_noted = 0  # of `bytes_written`, in the index
-        self._block_bytes = self._payload_bytes = 0  # of what was stored since
+        self._bytes_noted = 0  # the part of `bytes_written` that the index has counted
+        self._block_bytes = self._payload_bytes = 0  # of the blocks stored since opening
 
     # --- opening and closing ------------------------------------------------------------------
 
@@ -91,14 +91,14 @@ class BlockStore:
         prepare: Callable[[StoreFolder], None] = lambda folder: None,
         progress: recovery.OpeningProgress = lambda done, total: None,
     ) -> Self:
-        """Open or create a store; what a crash left half done is finished, nothing is scanned.
+        """Open or create a store and finish what a crash left half done, without a scan.
 
         Args:
-            options: those about one store.
+            options: the options of this store.
             clock: moved up to the latest time that the store has seen if it is a little behind.
             failpoint: called with a label at each step of a change; tests stop the process there.
             prepare: called with the locked folder before its index is opened.
-            progress: hears of what takes long.
+            progress: called during steps that take long.
 
         Raises:
             CorruptIndexError, StoreFailedError, StoreBusyError, FormatVersionError,
@@ -122,16 +122,16 @@ class BlockStore:
                 allocator = ExtentAllocator(folder, files, index, earlier, clock, failpoint)
                 num_expired = recovery.recover(allocator, progress)
             recovery.reach_budget(allocator, budget)
-            folder.note_budget(budget)  # for whoever opens the store without one
+            folder.note_budget(budget)  # used when the store is opened without a budget
             undo.pop_all()
         return cls(allocator, options, num_expired)
 
     def check_place(self) -> None:
-        """Raise StorageError once the folder is not at its path any more."""
+        """Raise StorageError if the folder is not at its path any more."""
         self._folder.check_place()
 
     def close(self) -> None:
-        """Flush and close; every lent extent must be back. Harmless when repeated."""
+        """Flush and close the store; every lent extent must be back. May be called again."""
         try:
             self._files.close()
             self.index.close()
@@ -147,10 +147,10 @@ class BlockStore:
     # --- finding and reading ------------------------------------------------------------------
 
     def find(self, hashes: Sequence[bytes]) -> dict[bytes, bytes]:
-        """Answer what is stored and not expired: sealed records, for `decode_record`; any thread.
+        """Return the sealed records of blocks that are stored and not expired; for any thread.
 
-        It waits for no change under way and makes none: what is damaged is a miss, and the next
-        sweep drops it.
+        `decode_record` reads a sealed record. A lookup does not wait for changes and makes none. A
+        damaged record is a miss, and the next sweep drops it.
         """
         with self.index.reading() as txn:
             found, damaged = txn.find(hashes, self.clock.now())
@@ -159,12 +159,12 @@ class BlockStore:
         return found
 
     def locate(self, block_hash: bytes) -> Located | None:
-        """Answer where a block lies, for `read_payload`; None is a miss. Any thread may call it."""
+        """Return where a block lies, for `read_payload`, or None on a miss; for any thread."""
         sealed = self.find([block_hash]).get(block_hash)
         return None if sealed is None else codec.decode_record(block_hash, sealed)
 
     def read_payload(self, located: Located, into: memoryview) -> None:
-        """Read a block's payload into `into` and check the bytes there; any thread may call this.
+        """Read a block's payload into `into` and check it; any thread may call this.
 
         Args:
             located: from `locate`.
@@ -173,14 +173,15 @@ class BlockStore:
         Raises:
             CorruptBlockError: `truncated`, `header`, `checksum`, `missing_segment` or `codec`.
             StorageError: the system could not read; nothing is known about the bytes.
-            Hand either to `read_failed`.
+            Pass either error to `read_failed`.
         """
         self._files.read_block(located, into)
 
     def read_failed(self, located: Located, error: StorageError) -> str:
-        """Count a failed read and drop the block if its bytes are to blame; answer the reason.
+        """Count a failed read, drop the block if its bytes are bad, and return the reason.
 
-        A block that was evicted or replaced since `locate` is `evicted`, and no fault.
+        If the block was evicted or replaced since `locate`, the reason is `evicted` and no fault is
+        counted.
         """
         block_hash, current = located.record.block_hash, None
         with self.index.reading() as txn, suppress(CorruptBlockError):
@@ -197,7 +198,7 @@ class BlockStore:
     # --- storing ------------------------------------------------------------------------------
 
     def holds(self, record: BlockRecord) -> bool:
-        """Answer whether a block is stored as well as it could be written now."""
+        """Return whether the stored block is as good as this one, so that no write is needed."""
         old = self.locate(record.block_hash)
         return old is not None and self._is_as_good(old, record)
 
@@ -207,12 +208,11 @@ class BlockStore:
     def reserve_many(
         self, records: Sequence[BlockRecord], packed: Sequence[Packed | None] = ()
     ) -> list[Extent | None]:
-        """Lend an extent for each block, evicting no more than they need; one transaction a batch.
+        """Lend an extent for each block; no more blocks are evicted than needed.
 
-        Extents are of the compressed size for those blocks that have something in `packed`.
-
-        None where extents lent to other puts leave no room at the moment. Every extent must come
-        back by `commit` or `abandon`.
+        A block with an entry in `packed` gets an extent of its compressed size. The answer is None
+        for a block if extents lent to other puts leave no room at the moment. Every extent must
+        come back through `commit` or `abandon`. Each batch takes one transaction.
 
         Raises:
             StoreFullError: the block is larger than the budget, or the filesystem is full.
@@ -243,14 +243,14 @@ class BlockStore:
     def write_payload(
         self, extent: Extent, record: BlockRecord, payload: memoryview, packed: Packed | None = None
     ) -> Located:
-        """Write a block's bytes into its extent, for `commit`; any thread may call this.
+        """Write a block's bytes into its extent, ready for `commit`; any thread may call this.
 
         Args:
-            extent: lent for this record.
-            record: goes into the extent's header.
-            payload: a page, 4 KiB-aligned, that starts with the block's bytes; those behind them
-                are overwritten with zeroes up to 4 KiB.
-            packed: the block compressed, to be written instead.
+            extent: the extent lent for this record.
+            record: the record for the extent's header.
+            payload: a page, 4 KiB-aligned, that starts with the block's bytes; the bytes behind
+                them are overwritten with zeroes up to the next multiple of 4 KiB.
+            packed: the compressed block, to be written instead.
 
         Raises:
             StoreFullError, StorageError: not written; hand the extent to `write_failed`.
@@ -267,13 +267,15 @@ class BlockStore:
         self.abandon(extent)
 
     def commit(self, writes: Sequence[Located]) -> list[bool]:
-        """Make written blocks findable, all of them in one transaction a batch.
+        """Make written blocks findable, in one transaction for each batch.
 
-        Answers for each whether it is stored; a block that has expired meanwhile is not. A block
-        that is there already keeps its bytes and the later expiry, unless it was computed anew.
+        Returns for each block whether it is stored; a block that has expired in the meantime is
+        not. A block that is stored already keeps its old bytes and the later expiry, unless the new
+        one was computed later.
 
         Raises:
-            StorageError: none of the rest is stored; their extents are taken back.
+            StorageError: a batch failed; it and all later ones are not stored, and their extents
+                are taken back.
         """
         if any(new.extent not in self.allocator.lent for new in writes):
             raise IntegrityError("an extent was committed that is not lent")
@@ -311,17 +313,17 @@ class BlockStore:
         return stored
 
     def keep_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Leave each of these tenants its share of the budget from now on."""
+        """Keep a share of the budget for each of these tenants from now on."""
         self.allocator.shares = shares
 
     def abandon(self, extent: Extent) -> None:
-        """Give back an extent that was not committed; its thread must be done with it."""
+        """Give back an extent that was not committed; no thread may still write to it."""
         self.allocator.take_back(extent, is_stored=False)
 
     def claim_or_touch(self, items: Sequence[TouchItem | BlockRecord]) -> None:
-        """Refresh blocks; a block stored once more is a use and a claim of it too.
+        """Update recency and retention of blocks after a touch, or after a repeated store.
 
-        Times only move forward; what has expired stays expired.
+        Times only move forward, and an expired block stays expired.
         """
         now = self.clock.now()
         for batch in batches(items):
@@ -334,7 +336,10 @@ class BlockStore:
         self.allocator.enforce_budget()
 
     def compression_trial(self, num_readers: int) -> Callable[[], None] | None:
-        """Return what decides on a thread of its own; None if decided, or too few are stored."""
+        """Return a call that tries compression and decides on it, to be run on another thread.
+
+        None if the decision is made or fixed by the options, or if too few blocks are stored.
+        """
         if self.packing.setting != "auto" or self.packing.trial:
             return None
         with self.index.reading() as txn:
@@ -345,7 +350,7 @@ class BlockStore:
     # --- dropping -----------------------------------------------------------------------------
 
     def delete(self, hashes: Sequence[bytes], reason: str) -> int:
-        """Drop blocks; their bytes are reused or erased by the next sweep. Answers how many."""
+        """Drop blocks and return how many; the next sweep erases extents not reused by then."""
         num_deleted, now = 0, self.clock.now()
         for batch in batches(hashes):
             num_deleted += self._drop([(None, block_hash) for block_hash in batch], now)
@@ -353,22 +358,22 @@ class BlockStore:
         return num_deleted
 
     def sweeping(self) -> Iterator[None]:
-        """Drop what has expired and erase extents that hold bytes of no stored block, in steps.
+        """Drop expired blocks and erase extents that hold bytes of no stored block, in steps.
 
-        Costs in proportion to what expires; after a damaged record was met, the index is made again
-        once.
+        The cost grows with the number of expired blocks. If a damaged record was met, the index is
+        then made again.
         """
         now = self.clock.now()
         before, due = [], [(b"", b"")] * TXN_BLOCKS
         while len(due) == TXN_BLOCKS:
             with self.index.reading() as txn:
                 before, due = due, txn.expired(now, TXN_BLOCKS)
-            if due == before:  # a damaged page: what the walk finds cannot be deleted
+            if due == before:  # a page is damaged: keys that the walk finds cannot be deleted
                 self.ask_for_rebuild()
                 break
             self._num_expired += self._drop(due, now)
             yield
-        yield from self.allocator.erasing()  # which makes room
+        yield from self.allocator.erasing()  # this makes room for a rebuild
         with self.index.reading() as txn:
             needs_rebuild = txn.meta.needs_rebuild
         if needs_rebuild or self._damaged:
@@ -382,7 +387,7 @@ class BlockStore:
             txn.meta.needs_rebuild = True
 
     def stats(self) -> StoreStats:
-        """Figures as of now."""
+        """Return the store's counters and sizes as of now."""
         with self.index.reading() as txn:
             totals, noted = txn.meta.totals, txn.meta.bytes_written
         return StoreStats(
@@ -415,7 +420,7 @@ class BlockStore:
 
     @property
     def bytes_read(self) -> int:
-        """The figure of that name in `stats`, as of now; any thread may ask."""
+        """The current value of `bytes_read` in `stats`; any thread may read it."""
         return self._files.bytes_read
 
     def make_index_again(self) -> None:
@@ -427,7 +432,7 @@ class BlockStore:
 
     @contextmanager
     def _changing(self) -> Iterator[IndexTxn]:
-        """One write transaction, which keeps the counters of faults too."""
+        """Open one write transaction that also saves the fault counters."""
         with self.allocator.changing() as txn:
             yield txn
             txn.meta.faults = dict(self._faults)
@@ -435,7 +440,7 @@ class BlockStore:
     # --- parts ----------------------------------------------------------------------------------
 
     def _get(self, txn: IndexTxn, block_hash: bytes) -> Located | None:
-        """Return one entry, or None where there is none or it is damaged."""
+        """Return one entry, or None if it is missing or damaged."""
         try:
             return txn.get(block_hash)
         except CorruptBlockError:
@@ -449,7 +454,7 @@ class BlockStore:
             self._count_fault(codec.corrupt(block_hash, "record", "its record is damaged"))
 
     def _drop(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
-        """Drop a batch; where the disk was too full for it, try once more."""
+        """Drop a batch of blocks; if that fails, as on a full disk, try once more."""
         try:
             return self._drop_batch(doomed, now)
         except StorageError as error:
@@ -457,7 +462,7 @@ class BlockStore:
         return self._drop_batch(doomed, now)
 
     def _drop_batch(self, doomed: Sequence[tuple[bytes | None, bytes]], now: float) -> int:
-        """Drop blocks; one that comes with a key of `expiry` goes only if that is still its key."""
+        """Drop blocks; a block given with an `expiry` key is kept if its key has changed."""
         num_dropped = 0
         with self._changing() as txn:
             for key, block_hash in doomed:
@@ -502,7 +507,7 @@ class BlockStore:
         txn.replace(old, old._replace(record=new))
 
     def drop_bad(self, located: Located) -> None:
-        """Drop a block whose bytes are bad; an extent that another block owns stays as it is."""
+        """Drop a block whose bytes are bad, but keep its extent if another block owns it."""
         block_hash = located.record.block_hash
         owner = None
         with suppress(OSError):
@@ -516,7 +521,7 @@ class BlockStore:
                 self.allocator.remove(txn, located)
 
     def _count_fault(self, error: BaseException) -> str:
-        """Count a fault, log the first of its reason, and answer that."""
+        """Count a fault, log the first one of each reason, and return the reason."""
         reason = reason_of(error)
         with self._counting:
             self._faults[reason] += 1

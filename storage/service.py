@@ -1,18 +1,18 @@
-"""The worker at work: turns jobs into reads, writes and transactions, and answers them.
+"""The worker's service: turns the engine's messages into reads, writes and transactions.
 
 Two threads share the work, so that a read never waits for a change:
 
-    front thread    hears the engine, looks blocks up, has them read, answers
-    index thread    makes every change: stores, touches, deletions, sweeps, and what the command
-                    line's verbs come to, which run on threads of their own
+    front thread    receives messages, looks blocks up, has them read, answers
+    index thread    makes every change: stores, touches, deletions, sweeps, and the changes that the
+                    command line's verbs ask for (the verbs run on threads of their own)
 
-Each has a `Loop`, and is handed calls through it. Reader and writer threads only move payloads.
-LMDB's readers never wait for its writer, so a commit, a flush to the device or a sweep that takes
-ten seconds holds up no lookup, no load and no answer.
+Each of the two has a `Loop`; other threads hand it calls through that loop. Reader and writer
+threads only move payloads. LMDB's readers never wait for its writer, so a commit, a flush to the
+device or a sweep that takes ten seconds delays no lookup, no load and no answer.
 
-It knows the order of steps: bytes are written before the index changes, and the index changes
-before an answer is sent. The engine is only the other end of a channel to it; it knows neither
-models nor what a payload means.
+This module knows the order of steps: bytes are written before the index changes, and the index
+changes before an answer is sent. It knows the engine only as the other end of a channel; it knows
+neither models nor what a payload means.
 """
 
 import logging
@@ -52,24 +52,24 @@ from tieredkv.types import BlockRecord
 logger = logging.getLogger(__name__)
 
 _MAX_LOCATES_A_TURN = 64
-_WRITES_A_THREAD = 4  # in hand: what keeps the threads busy while a group is flushed
-_MAX_GROUP_AGE_S = 0.005  # of written blocks that wait for one index transaction
+_WRITES_A_THREAD = 4  # enough to keep the threads busy while a group is flushed
+_MAX_GROUP_AGE_S = 0.005  # how long written blocks wait for others to share a transaction
 _TOUCH_INTERVAL_S = 1.0
 _TOUCHES_A_TURN = 256
-_MAX_TOUCHES = 1 << 16  # blocks whose touches wait for an index thread that may be held up
+_MAX_TOUCHES = 1 << 16  # how many blocks' touches are kept while the index thread is busy
 _CLOCK_SLACK_S = 1.0
 _TIMES = ("computed_at", "expires_at", "pinned_until", "last_used")
 Answer = TypeVar("Answer")
 Item = TypeVar("Item", BlockRecord, TouchItem)
-_TICK_S = 0.5  # how often what nobody pokes for is looked at: a lost parent, silent clients
-_FORGOTTEN_S = 3.0  # a command line that asks for nothing may be stopped: it keeps nobody out
-_PAUSES = 25  # times what a step of looking the index over took
+_TICK_S = 0.5  # how often to check for what sends no event: a lost parent, silent clients
+_FORGOTTEN_S = 3.0  # a worker that a command line started ends after this time without a request
+_PAUSES = 25  # each pause while the index is checked lasts this many times the step before it
 _OVER = object()
 
 
 @dataclass(slots=True)
 class ReadTask:
-    """One payload to be read into a page by a thread; `error` says how it ended."""
+    """One payload to be read into a page by a thread; `error` is set if the read failed."""
 
     page: LentPage
     located: Located
@@ -78,9 +78,9 @@ class ReadTask:
 
 @dataclass(slots=True, eq=False)
 class WriteTask:
-    """One block to be compressed, then written by a thread; `error` says how it ended.
+    """One block to be compressed and written by a thread; `error` is set if either failed.
 
-    Without an extent it waits for its extent, whose size is known once it is compressed.
+    The extent is None until the block is compressed, because its size is not known before.
     """
 
     page: LentPage
@@ -91,7 +91,7 @@ class WriteTask:
 
     @property
     def size(self) -> int:
-        """Bytes of the extent."""
+        """Bytes of the extent that the block needs."""
         return extent_bytes_of(self.page.record, self.packed)
 
 
@@ -106,12 +106,12 @@ class Loop:
         self.selector.register(self._poke_fd, selectors.EVENT_READ, heed_poke)
 
     def hand(self, call: Callable[[], object]) -> None:
-        """Have something called by this loop's thread, in the order handed; from any thread."""
+        """Have this loop's thread run `call`, in the order handed; any thread may call this."""
         self._calls.append(call)
         os.eventfd_write(self._poke_fd, 1)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for something to do, and do it."""
+        """Wait for events or calls, at most `timeout_s`, and handle them."""
         for key, _ in self.selector.select(timeout_s):
             key.data()
         for _ in range(len(self._calls)):
@@ -119,11 +119,11 @@ class Loop:
 
 
 class StoreService:
-    """One store being served; the sections below say which thread runs and owns what.
+    """Serves one store; the sections of the class say which thread runs and owns what.
 
-    A load waits in `_loads`, is located, read by a thread and answered; one that fails is judged by
-    the index thread first. What the engine deletes is a miss at once (`_doomed`), whenever the
-    index thread comes to it.
+    A load waits in `_loads`, is located, read by a thread and answered. If the read fails, the
+    index thread finds out why before the load is answered. A block that the engine deletes is a
+    miss at once (`_doomed`), even before the index thread has deleted it.
     A store waits in `_writes`, is compressed by a thread, waits in `_packed` for an extent, is
     written by a thread, waits in `_written` for its group's transaction and is answered after it.
     """
@@ -140,7 +140,7 @@ class StoreService:
         self._options = launch.options
         self._channel = channel
         self._arena = arena
-        # Of the front thread.
+        # These belong to the front thread.
         self._front = Loop()
         self._front.selector.register(channel, selectors.EVENT_READ, self._hear_engine)
         self._readers = ThreadPoolExecutor(self._options.num_readers)
@@ -148,15 +148,16 @@ class StoreService:
         self._num_reading = 0
         self._loaded: list[PageLoaded] = []
         self._doomed: Counter[bytes] = Counter()
-        self._is_closing = False  # no new work; what is written gets finished
+        self._is_closing = False  # no new work is taken; stores under way are finished
         self._num_touches_dropped = 0
 
-        # Of both, under a lock: what the front thread gathers, the index thread writes.
+        # Both threads use these under a lock: the front thread gathers touches, the index thread
+        # writes them.
         self._touching = Lock()
         self._touches: dict[bytes, TouchItem] = {}
         self._touched_since = 0.0
 
-        # Of the index thread.
+        # These belong to the index thread.
         self._changes = Loop()
         self._writers = ThreadPoolExecutor(self._options.num_writers)
         self._writes: deque[LentPage | Callable[[], None]] = deque()
@@ -165,14 +166,14 @@ class StoreService:
         self._num_writing = 0
         self._written: list[WriteTask] = []
         self._written_since = 0.0
-        self._undeleted: list[messages.DeleteCall] = []  # to be tried again
+        self._undeleted: list[messages.DeleteCall] = []  # failed; the next sweep tries again
         self._sweep: Iterator[None] | None = None
-        self._next_sweep = 0.0  # at once: what expired while nobody served is still there
+        self._next_sweep = 0.0  # at once: blocks may have expired while no worker ran
         self._stored: list[PageStored] = []
-        self._store_error = ""  # of the last blocks, if they could not be stored
+        self._store_error = ""  # why the last blocks could not be stored, or empty
         self._is_over = Event()
-        self._has_all = Event()  # the front thread hands over nothing more
-        self._stats = store.stats()  # as of its last turn; the front thread reads them
+        self._has_all = Event()  # set when the front thread hands over nothing more
+        self._stats = store.stats()  # as of the last turn; the front thread reads them too
         self._reported: set[str] = set()
         self._verbs = Verbs(
             store,
@@ -186,7 +187,7 @@ class StoreService:
         """Serve until the engine says so, then close the store.
 
         Raises:
-            EOFError: the engine is gone, or the command line that started this says nothing.
+            EOFError: the engine is gone, or the command line that started this worker is silent.
         """
         looking = Thread(target=self._look_over, daemon=True)
         looking.start()
@@ -194,13 +195,14 @@ class StoreService:
             self._serve()
         finally:
             self._is_over.set()
-            looking.join(_TICK_S)  # for the end of a step
+            looking.join(_TICK_S)  # long enough for the current step to end
         self._store.close()
 
     def _serve(self) -> None:
         self._channel.send(messages.WorkerUp(self._stats))
         changing = ThreadPoolExecutor(1).submit(self._run_changes)
-        changing.add_done_callback(lambda _: self._front.hand(changing.result))  # or its error
+        # Its error, if any, is raised in the front thread.
+        changing.add_done_callback(lambda _: self._front.hand(changing.result))
         try:
             while not self._is_closing or self._loads or self._num_reading:
                 self._front_turn()
@@ -262,7 +264,7 @@ class StoreService:
         self._channel.send(messages.DeleteDone(call.job))
 
     def _gather(self, touches: list[TouchItem]) -> None:
-        """Keep touches for later; of two for one block the later use and the longer claim count."""
+        """Keep touches for later; two of one block become its later use and its longer claim."""
         with self._touching:
             if not self._touches:
                 self._touched_since = time.monotonic()
@@ -281,11 +283,14 @@ class StoreService:
 
     @property
     def _can_read(self) -> bool:
-        """Whether to start another load: readers stay busy, and plans can still change."""
+        """Whether to start another load; only as many are started as keep the readers busy."""
         return bool(self._loads) and self._num_reading < 4 * self._options.num_readers
 
     def _start_reads(self) -> None:
-        """Look several blocks up at once, then have them read; busy readers slow every lookup."""
+        """Look several blocks up at once, then have them read.
+
+        Lookups are made first, because busy readers slow them down.
+        """
         if not self._can_read:
             return
         pages: list[LentPage] = []
@@ -302,24 +307,24 @@ class StoreService:
                 continue
             try:
                 task = ReadTask(page, decode_record(wanted.block_hash, sealed))
-            except CorruptBlockError:  # its seal fits, and what it seals is no record
+            except CorruptBlockError:  # the seal is right, but the bytes under it are no record
                 self._store.note_damaged(wanted.block_hash)
                 self._num_reading -= 1
                 self._end_load(page, "missing")
                 continue
             if _identity(task.located.record) == _identity(wanted):
                 self._readers.submit(self._move, task)
-            else:  # to be dropped, or the right block could never take its place
+            else:  # this block must be dropped, or the right one could never take its place
                 task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
                 self._end_read(task)
 
     def _end_read(self, task: ReadTask, reason: str = "") -> None:
-        """Answer a load, at once or, if it failed, when the index thread has said why."""
+        """Answer a load; one that failed is answered after the index thread has found out why."""
         if (error := task.error) is not None and not reason:
             self._changes.hand(lambda: self._judge(task, error))
             return
         self._num_reading -= 1
-        if reason == "evicted":  # or stored anew elsewhere since it was located: look again
+        if reason == "evicted":  # the block may also have moved since it was located: look again
             self._loads.append(task.page)
         else:
             self._end_load(task.page, reason, None if reason else task.located.record)
@@ -382,11 +387,11 @@ class StoreService:
                     self._accept_store(page)
             case messages.DeleteCall():
                 is_deleted = self._delete(message) and not self._has_writes
-                # What is being written may be these blocks: they are deleted once more behind it.
+                # These blocks may be among those being written, so they are deleted again after.
                 self._writes.append(lambda: self._end_delete(message, is_deleted=is_deleted))
 
     def _judge(self, task: ReadTask, error: StorageError) -> None:
-        """Count a load that failed and drop the block if that is its fault."""
+        """Count a failed load, drop the block if its bytes are bad, and hand the reason back."""
         reason = self._attempt("load", lambda: self._store.read_failed(task.located, error))
         self._refresh_stats()
         self._front.hand(lambda: self._end_read(task, reason or "io_error"))
@@ -397,7 +402,7 @@ class StoreService:
         return bool(waiting or self._num_writing or self._written)
 
     def _send_stored(self) -> None:
-        """Send in the order of what the front thread sends, so that figures only grow."""
+        """Send results of stores through the front thread, so that counters never go back."""
         if self._stored:
             stored = messages.Completions([*self._stored], self._stats)
             self._front.hand(lambda: self._channel.send(stored))
@@ -408,10 +413,10 @@ class StoreService:
         self._stats = replace(stats, store_error=self._store_error)
 
     def _by_our_clock(self, item: Item) -> Item:
-        """Tell the times of a block or a use by our clock where the engine's is ahead of it.
+        """Convert the times of a block or a touch to our clock if the engine's clock is ahead.
 
-        Neither ever runs back: when the system's does, a worker that starts later is behind, and
-        would take a claim of 24 hours for a longer one.
+        Neither clock ever runs back. If the system's clock does, a worker that starts later is
+        behind the engine, and would keep a block for longer than the engine asked.
         """
         ahead_s = item.last_used - self._store.clock.now()
         if ahead_s <= _CLOCK_SLACK_S:
@@ -423,19 +428,19 @@ class StoreService:
 
     def _accept_store(self, page: LentPage) -> None:
         if page.record.retention not in self._options.disk_retentions:
-            # NOTE: the last gate of the promise that such a block never touches a disk.
+            # NOTE: this is the last check that keeps such a block off the disk.
             self._end_store(page, "retention")
         else:
             self._writes.append(replace(page, record=self._by_our_clock(page.record)))
 
     def _start_writes(self) -> None:
-        """Hand writes to the threads; reads that wait leave them one thread at a time.
+        """Hand writes to the writer threads; while reads are under way, one write at a time.
 
-        Where the limit holds writes back, their pages stay lent, as with a slow disk; a store that
-        closes is not held back any more.
+        If the write limit delays writes, their pages stay lent, as with a slow disk. The limit does
+        not apply while the store closes.
 
-        A function in the queue is a barrier: it runs when everything before it is committed and
-        nothing after it has begun.
+        A function in the queue is a barrier: it runs when every store before it is committed and no
+        store after it has begun.
         """
         max_writing = 1 if self._num_reading else _WRITES_A_THREAD * self._options.num_writers
         is_packing = self._store.packing.is_on
@@ -465,7 +470,7 @@ class StoreService:
         self._writers.submit(self._move, task)
 
     def _reserve(self) -> bool:
-        """Get extents for the next writes, in one transaction; False to try again later."""
+        """Get extents for the next writes, in one transaction; return False to try again later."""
         batch = list(self._packed)
         self._packed.clear()
         try:
@@ -483,7 +488,7 @@ class StoreService:
             if extent is not None:
                 self._reserved.append(task)
             elif self._reserved or self._num_writing or self._written:
-                waiting.append(task)  # room comes when these are committed
+                waiting.append(task)  # there may be room once the writes under way are committed
             else:
                 self._store_error = "the budget leaves no room for another block"
                 self._end_store(task.page, "full")
@@ -491,7 +496,7 @@ class StoreService:
         return not waiting or bool(self._reserved)
 
     def _leave_out_known(self, batch: list[WriteTask]) -> list[WriteTask]:
-        """Acknowledge blocks that are there already, with their claims; nothing is written."""
+        """Acknowledge blocks that are stored already and keep their claims; return the others."""
         known = [task for task in batch if self._store.holds(task.page.record)]
         self._store.claim_or_touch([task.page.record for task in known])
         for task in known:
@@ -535,7 +540,7 @@ class StoreService:
             self._end_store(task.page, reason)
 
     def _note_refusal(self, error: StorageError) -> None:
-        """Report why blocks are not stored, and keep it for the figures."""
+        """Report why blocks are not stored, and keep the reason for `stats`."""
         self._store_error = str(error)
         self._report("store", error)
 
@@ -560,17 +565,17 @@ class StoreService:
         return self._attempt("delete", delete) is not None
 
     def _end_delete(self, call: messages.DeleteCall, *, is_deleted: bool) -> None:
-        """Answer a deletion; one that the disk did not take stays a miss and is tried again."""
+        """Answer a deletion; if the disk refused it, its blocks stay a miss and it is retried."""
         if is_deleted or self._delete(call):
             self._front.hand(partial(self._forget_doomed, call))
         else:
             self._undeleted.append(call)
 
     def _look_over(self) -> None:
-        """Bring the index into memory and see whether it agrees with itself, on a thread for that.
+        """Read the index into memory and check its consistency, on a thread of its own.
 
-        Pages in each other's place break no checksum, and what is stored then may not be found. A
-        pause follows each step that wants the interpreter's lock, as lookups do.
+        Pages that swapped places break no checksum, but blocks in them may not be found. Checking
+        competes with lookups for the interpreter's lock, so a pause follows each of its steps.
         """
         index = self._store.index
         try:
@@ -589,12 +594,12 @@ class StoreService:
     # --- any thread ----------------------------------------------------------------------------
 
     def _ask_engine(self, request: messages.ControlRequest) -> None:
-        """Ask the engine on behalf of a command line; one that does not read is not asked."""
+        """Ask the engine on behalf of a command line, unless the engine has stopped reading."""
         if not self._channel.is_stuck:
             self._channel.send(request)
 
     def _attempt(self, cause: str, action: Callable[[], Answer]) -> Answer | None:
-        """Call `action`; a fault of the disk is logged, and the answer is None then."""
+        """Call `action` and return its result; a disk fault is logged and gives None."""
         try:
             return action()
         except StorageError as error:
@@ -625,10 +630,10 @@ class StoreService:
             self._changes.hand(lambda: self._end_write(task))
 
     def _report(self, cause: str, error: Exception) -> None:
-        """Log the first failure of each cause; the counters have the rest.
+        """Log the first failure of each cause; later ones are only counted.
 
         Raises:
-            CorruptIndexError, StoreFailedError: `error` itself: the worker cannot go on.
+            CorruptIndexError, StoreFailedError: `error` itself, because the worker cannot go on.
         """
         if isinstance(error, CorruptIndexError | StoreFailedError):
             raise error
