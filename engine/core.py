@@ -173,7 +173,7 @@ class EngineCore:
 
     @property
     def info(self) -> EngineInfo:
-        """What the server is told of the engine; it changes when the store's worker does."""
+        """What senders of requests are told; it changes when the store's worker does."""
         store = self.tiers.store
         return EngineInfo(
             model=self.settings.served_model_name or self.model.name,

@@ -27,7 +27,7 @@ from tieredkv.types import BlockHash, HashAlgo
 logger = logging.getLogger(__name__)
 
 MAX_REST = 1 / 32
-"""Fraction of a budget: a shorter rest of a prompt is computed with the chunk before it."""
+"""Fraction of a budget: a rest of a prompt up to this size is computed with the last chunk."""
 
 CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
@@ -40,16 +40,16 @@ many tokens were hashed since the last step, their requests are admitted in the 
 """
 
 SHORT_STEP = 1 / 32
-"""Of a budget: prompt tokens of a step while tenants that compute little ask beside others.
+"""Fraction of a budget: the prompt tokens of a short step.
 
-A request of which no more than that is to be computed is quick. Who arrives waits for the step in
-progress, so steps are short from the moment that a quick request is admitted until SHORT_STEPS_S
-later, while another tenant has prompts to compute; one that is alone keeps the whole budget. A
-quick request is computed in the next step; so that this is the very next, none is issued ahead.
-There long prompts get a quarter of a short step, so that they go on; whose turn it is to be
-admitted still goes by the tokens that were computed.
+A request with at most that many tokens to compute is quick. A new request waits for the step in
+progress. So steps are short for SHORT_STEPS_S after a quick request is admitted, while another
+tenant has prompts to compute; a tenant that is alone keeps the whole budget. While steps are short
+none is issued ahead, so that a quick request is computed in the very next step. In that step long
+prompts get a quarter of a short step, so that they go on. The order of admission still depends on
+the tokens that were computed.
 
-`python -m tests.stress.flood` measures what it does for the one tenant and costs the other.
+`python -m tests.stress.flood` measures the gain of the one tenant and the cost to the other.
 """
 
 SHORT_STEPS_S = 10.0
@@ -81,7 +81,7 @@ MAX_SCORED_TOKENS = 256
 """The most tokens of a scored prompt in one step: each has logits for the whole vocabulary."""
 
 SCORING = -1
-"""Claimed, beside ids of blocks, by the one row of a step that is scored."""
+"""The mark that the one scored row of a step adds to the claimed block ids."""
 
 
 class ScheduledRow(NamedTuple):
