@@ -13,15 +13,15 @@ from tieredkv.engine.engine_messages import EngineRequest, RequestUsage, TokenLo
 
 
 class Answer(Detokenizer):
-    """What a request has become so far; its text as far as that is certain.
+    """One request's answer so far, with the text that can no longer change.
 
     Attributes:
         logprobs: one entry for each token of the text, as far as that is certain, where the request
             asked for them; those of the prompt's tokens come first. A token that the text leaves
             out, such as the one that ends it or those of a stop string, has no entry.
-        usage: where the prompt's tokens came from, once the engine has told.
+        usage: where the prompt's tokens came from; None until the engine reports it.
         ttft_s: seconds from the making of this object to the first token, 0 before it.
-        finish_reason: why the text has ended, None while it goes on.
+        finish_reason: why the text has ended; None until then.
     """
 
     def __init__(self, request: EngineRequest, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -30,7 +30,7 @@ class Answer(Detokenizer):
         self.request = request
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
-        self._held_logprobs: deque[tuple[int, TokenLogprob]] = deque()  # and where its text begins
+        self._held_logprobs: deque[tuple[int, TokenLogprob]] = deque()  # and the offset of its text
         self.usage = RequestUsage(prompt_tokens=len(request.prompt_token_ids))
         self.ttft_s = 0.0
         self.finish_reason: str | None = None

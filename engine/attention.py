@@ -25,7 +25,7 @@ CONTEXT_ARGUMENT = "paged_context"
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """Where the tokens of one step stand.
+    """The slots and attention spans of one step's tokens.
 
     Attributes:
         slot_mapping: [num_tokens] on the device; -1 for a token whose keys and values are not
@@ -67,7 +67,7 @@ class AttentionContext:
         launch.store_kv(key, value, self.caches[layer], step.slot_mapping)
 
     def attend(self, query: Tensor, scale: float, layer: int, kept: Tensor | None = None) -> Tensor:
-        """Attend the step's queries, or only those kept, to the pool, which has their keys too."""
+        """Attend the step's queries, or only the `kept` ones, to the pool with the step's keys."""
         step = self.step
         assert step is not None, "a forward pass ran outside of ModelRunner.execute"
         if self.gate is not None and layer == self.late_layer:
@@ -91,7 +91,7 @@ if hasattr(torch.ops.tieredkv, "paged_attention"):
 def paged_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, context: int
 ) -> Tensor:
-    """Attend over the paged cache of a context; the pool is written behind torch's back.
+    """Attend over the paged cache of a context; torch does not know that this writes to the pool.
 
     Args:
         query: [num_tokens, num_heads, head_dim].
@@ -115,7 +115,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int, conte
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer of a model asked of the attention interface.
+    """One layer's call of the attention interface, as recorded.
 
     A list of calls stands in for a context's handle in a forward pass without weights.
     """
@@ -160,6 +160,6 @@ def attention_forward(
     return torch.ops.tieredkv.paged_attention(q, k, v, scale, layer, context)[None], None
 
 
-# NOTE: no mask function goes with it. For an implementation without one transformers builds no
+# NOTE: no mask function is registered. For an implementation without one transformers builds no
 # mask at all; with one it would first search the positions for packed sequences on the device.
 AttentionInterface.register(ATTENTION_NAME, attention_forward)

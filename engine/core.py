@@ -1,4 +1,4 @@
-"""The engine: requests in, tokens out, one step at a time.
+"""The engine: takes requests and returns tokens, one step at a time.
 
 It joins model, scheduler and cache, and owns what they share: the device pool, the host arena, the
 store's worker. It knows no text and no HTTP. Everything runs on the thread that calls `step`; only
@@ -57,7 +57,7 @@ EVERYTHING = EvictFilter(all=True)
 
 
 class _Launched(NamedTuple):
-    """A step on the device whose tokens the host has not seen yet; `rows` are those with one."""
+    """A step whose tokens the host has not seen yet; `rows` are the rows that sample a token."""
 
     rows: list[ScheduledRow]
     sampling: Sampling
@@ -91,8 +91,8 @@ class EngineCore:
         with contextlib.ExitStack() as stack:
             self._build(settings, progress, stack)
             self._stack = stack.pop_all()
-        # What lives as long as the engine is not searched for garbage again: it is hundreds of
-        # thousands of objects, and a search would hold up every stream.
+        # Objects that live as long as the engine are no longer searched for garbage. There are
+        # hundreds of thousands of them, and a search would delay every stream.
         gc.collect()
         gc.freeze()
         self._stack.callback(gc.unfreeze)
@@ -173,7 +173,7 @@ class EngineCore:
 
     @property
     def info(self) -> EngineInfo:
-        """What those who send requests are told; it changes when the store's worker does."""
+        """What senders of requests are told; it changes when the store's worker does."""
         store = self.tiers.store
         return EngineInfo(
             model=self.settings.served_model_name or self.model.name,
@@ -222,16 +222,16 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a `step` could do something: requests, or blocks on the move."""
+        """Whether a `step` has anything to do: requests, outputs, or blocks being moved."""
         is_busy = bool(self._requests or self._outputs) or self._launched is not None
         return is_busy or not self.cache.is_idle
 
     def step(self) -> list[TokenOutput]:
-        """Issue one step, then return what the step before it made.
+        """Issue one step, then return the outputs of the step before it.
 
-        The device computes the one while the host takes in the other. May return nothing, after
-        the first step or while requests wait for bytes. While steps are short none is issued ahead,
-        nor before the caller could add those who have come meanwhile.
+        The device computes the new step while the host takes in the outputs. The list is empty
+        after the first step, and while requests wait for blocks. While steps are short, no step is
+        issued ahead, so that the caller can add new requests before each step.
         """
         if self._is_issued and self.scheduler.has_short_steps:
             self._is_issued = False
@@ -242,7 +242,7 @@ class EngineCore:
         self._answer_control()
         rows = self._launched.rows if self._launched is not None else ()
         must_see = any(row.request.sampler.needs_history for row in rows)
-        if must_see or self.scheduler.is_short or self.on_logits:  # else the next step runs ahead
+        if must_see or self.scheduler.is_short or self.on_logits:  # else it runs ahead
             self._collect()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
@@ -254,7 +254,7 @@ class EngineCore:
         return self._take_outputs()
 
     def wait(self, timeout_s: float) -> None:
-        """Return when something may have changed: a wake, a copy that arrived, or the timeout."""
+        """Wait for a `wake`, for a copy that ends, or for the timeout; return at once if busy."""
         is_stepping = self._launched is not None or (not self._is_stalled and self._requests)
         if is_stepping or self.cache.has_more:
             return
@@ -295,7 +295,7 @@ class EngineCore:
         return stats | {"block_bytes": size, "disk": disk}
 
     def give_shares(self, shares: Mapping[str, float]) -> None:
-        """Give tenants their shares of every tier, in place of those before."""
+        """Replace the tenants' shares of every tier."""
         algo = self.settings.hash_algo
         self.tiers.give_shares({tenant_digest(t, algo=algo): it for t, it in shares.items()})
 
@@ -305,12 +305,12 @@ class EngineCore:
         following: Collection[BlockHash] = (),
         before: Collection[BlockHash] = (),
     ) -> int:
-        """Drop blocks from VRAM and host memory; count them.
+        """Drop blocks from VRAM and host memory; return how many.
 
         Args:
-            wanted: which of them; a dry run only counts.
-            following: further blocks that it names; see `Catalog.chains`.
-            before: further blocks that are before those.
+            wanted: which blocks to drop; a dry run only counts them.
+            following: further blocks that `wanted` names; see `Catalog.chains`.
+            before: further blocks that precede the named ones.
         """
         now = self.tiers.clock.now()
         chains = self.tiers.catalog.chains(wanted.ids, following, before)
@@ -339,7 +339,8 @@ class EngineCore:
     def kv_digest(self, request: EngineRequest) -> str | None:
         """Return the xxh3_128 digest of the keys and values of a prompt's full blocks in VRAM.
 
-        The bytes are read from VRAM, head of the chain first. None where a block is not there.
+        The bytes are read from VRAM, beginning at the head of the chain. None if a block is not
+        in VRAM.
         """
         digest = xxhash.xxh3_128()
         for block in self.tiers.device.find(self._prefix(request, request.prompt_token_ids).hashes):
@@ -349,11 +350,11 @@ class EngineCore:
         return digest.hexdigest()
 
     def close(self, *, progress: Progress = ignore_progress) -> int:
-        """Stop: end requests, write what a disk policy promised, release everything. Safe twice.
+        """Abort requests, write blocks that are owed to the disk, and release everything.
 
         Returns:
-            How many blocks that were promised to the disk are lost because the store failed. Those
-            that `drain_timeout` left no time for are not counted.
+            How many blocks that were promised to the disk are lost because the store failed. Blocks
+            that `drain_timeout` left no time for are not counted. A second call returns 0.
         """
         if self._is_closed:
             return 0
@@ -381,7 +382,7 @@ class EngineCore:
     def _prefix(self, asked: EngineRequest, token_ids: Sequence[int]) -> Prefix:
         """Hash a prompt's full blocks that may be cached, in the tenant's own namespace."""
         settings, size, algo = self.settings, self.kv_spec.block_size, self.settings.hash_algo
-        # What was cached has no logits any more.
+        # Cached blocks have no logits, which the prompt's log-probabilities need.
         most_tokens = asked.cacheable_tokens if asked.prompt_logprobs is None else 0
         max_blocks = (sys.maxsize if most_tokens is None else most_tokens) // size
         namespace = namespace_digest(
@@ -397,9 +398,9 @@ class EngineCore:
         return Prefix(root, namespace, hashes, self._block_claims(asked), max_blocks, read_ends)
 
     def _block_claims(self, asked: EngineRequest) -> list[BlockClaim]:
-        """Cut a request where claims end; of those that cover a stretch, the longest wishes count.
+        """Cut a request where its claims end; of overlapping claims the longest counts.
 
-        A pin counts from now on.
+        A pin's time begins now.
         """
         now, size, made = self.tiers.clock.now(), self.kv_spec.block_size, list[BlockClaim]()
         for end in sorted({claim.end_token // size for claim in asked.claims}):
@@ -411,11 +412,11 @@ class EngineCore:
         return [*made, BlockClaim(sys.maxsize, frozenset({rest}))]
 
     def _policy(self, name: str) -> str:
-        """Return how a policy is called, of which aliases are known."""
+        """Return the name of a policy that is given by its name or an alias."""
         return self._policies.get(name, is_any=True).name
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
-        """Issue a step, and do what does not need its tokens while the device computes it."""
+        """Issue a step; while the device computes it, do the work that does not need its tokens."""
         output = self._runner.execute(
             [row.row for row in scheduled], self.tiers.transfer.late_event
         )
@@ -451,7 +452,7 @@ class EngineCore:
             zip(launched.rows, launched.sampling.tokens(), strict=True)
         ):
             request = row.request
-            if not request.is_running:  # ended before its next token, which ran ahead, was seen
+            if not request.is_running:  # it ended while this token was computed ahead
                 continue
             if self.on_logits is not None:
                 self.on_logits(request.request_id, launched.logits[index])
@@ -494,7 +495,7 @@ class EngineCore:
         self.scheduler.remove(request)
 
     def _answer_control(self) -> None:
-        """Serve what an operator asked the store's worker about VRAM and host memory."""
+        """Answer an operator's requests about VRAM and host memory that the worker passed on."""
         while self.cache.control_requests:
             event = self.cache.control_requests.popleft()
             if event.call.verb == "df":
@@ -535,7 +536,7 @@ def _score(scheduled: list[ScheduledRow], output: StepOutput) -> StepOutput:
     last = first + end - start
     logits = output.logits[first:last]
     token_ids = to_device(request.token_ids[start + 1 : end + 1], torch.int64, logits.device)
-    if not start:  # once more after a preemption
+    if not start:  # a preempted request starts again
         request.prompt_scores.clear()
     counts = [request.asked.prompt_logprobs or 0] * (end - start)
     request.prompt_scores.append(score(logits, token_ids, counts))
@@ -555,7 +556,7 @@ def _check_budget(field: str, size_bytes: int, least_bytes: int, holds: str) -> 
     """Refuse a budget that is too small.
 
     Raises:
-        ConfigError: names it, says what it holds, and how large it must be.
+        ConfigError: names the budget, what it holds, and how large it must be.
     """
     if size_bytes < least_bytes:
         size, least = format_bytes(size_bytes), format_bytes(least_bytes)

@@ -19,12 +19,12 @@ _NUM_CONTEXT_TOKENS = 4
 class Detokenizer:
     """Text of one request; not shared between threads.
 
-    What `feed` and `finish` give, joined, is the text of all tokens, up to a stop string.
+    The results of `feed` and `finish`, joined, are the text of all tokens up to a stop string.
 
     Args:
         tokenizer: gives the tokens their text.
         stop: the stop strings.
-        min_tokens: before so many no stop string counts.
+        min_tokens: stop strings count only from this number of tokens on.
         shows_special: special tokens are part of the text.
 
     Attributes:
@@ -52,7 +52,7 @@ class Detokenizer:
         self._pending = ""  # decoded, held back for the stop strings
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens and give the text that is certain; nothing after a stop string."""
+        """Take the next tokens and return the text that is certain; "" after a stop string."""
         given = ""
         for token_id in token_ids:
             self._num_tokens += 1
@@ -61,7 +61,7 @@ class Detokenizer:
 
     @property
     def num_decoded(self) -> int:
-        """Characters of the text so far, those included that are held back for a stop string."""
+        """The number of characters so far, including those held back for a stop string."""
         return len(self.text) + len(self._pending)
 
     def leaves_out(self, token_id: int) -> bool:
@@ -69,7 +69,7 @@ class Detokenizer:
         return not self._decode([token_id]) and bool(self._decode_all([token_id]))
 
     def finish(self) -> str:
-        """End the text and give what was held back; an unfinished character becomes U+FFFD."""
+        """End the text and return the held-back rest; an unfinished character becomes U+FFFD."""
         return self._release(self._decode(self._window)[self._num_given :], is_end=True)
 
     def _decode_next(self, token_id: int) -> str:
@@ -92,7 +92,7 @@ class Detokenizer:
         return new
 
     def _release(self, new: str, *, is_end: bool = False) -> str:
-        """Pass text on, up to a stop string or, before the end, to what may become one."""
+        """Return text up to a stop string or, before the end, up to the possible start of one."""
         if self.stopped_by is not None:
             return ""
         pending = self._pending + new
@@ -101,7 +101,7 @@ class Detokenizer:
         if self._stop and self._num_tokens >= self._min_tokens:
             found = [(at, text) for text in self._stop if (at := pending.find(text)) >= 0]
             if found:
-                # The first to be complete, so that it does not matter how text is cut into tokens.
+                # The stop string that ends first counts, however the text is cut into tokens.
                 cut, self.stopped_by = min(found, key=lambda it: (it[0] + len(it[1]), it[0]))
             elif not is_end:
                 cut -= max(_overlap(pending, text) for text in self._stop)
@@ -111,7 +111,7 @@ class Detokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of a text with which the stop string begins."""
+    """Count the characters at the end of `text` that are the beginning of the stop string."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((length for length in lengths if text.endswith(stop[:length])), 0)
 

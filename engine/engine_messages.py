@@ -1,4 +1,4 @@
-"""What the server's process and the engine's process say to each other; no text, only token ids.
+"""Messages between the server's process and the engine's process; token ids, no text.
 
 Frames are a u32 little-endian length and msgpack of one tagged struct. One message a step carries
 the outputs of all requests of that step.
@@ -18,7 +18,7 @@ from tieredkv.types import Tier
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="start"):
-    """The first frame that the engine is sent: what to load, and how much to log."""
+    """The first message to the engine: what to load, and how much to log."""
 
     settings: Settings
     log_level: str = "INFO"
@@ -28,9 +28,9 @@ class Claim(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """What a request wants for the blocks of a prompt's first tokens.
 
     Attributes:
-        end_token: it covers the full blocks within the first so many tokens.
-        retention: name of the policy that they may be kept by.
-        pin_s: they are not evicted for so long from now while others can be; 0 for no wish.
+        end_token: the claim covers the full blocks within the first `end_token` tokens.
+        retention: name of the policy by which the blocks may be kept.
+        pin_s: seconds from now in which the blocks are evicted only after others; 0 for no pin.
     """
 
     end_token: int
@@ -81,7 +81,7 @@ class Abort(msgspec.Struct, frozen=True, array_like=True, tag="abort"):
 
 
 class Shares(msgspec.Struct, frozen=True, array_like=True, tag="shares"):
-    """From now on, tenants have these shares of every tier; see `Settings.tenant_shares`."""
+    """The tenants' new shares of every tier; see `Settings.tenant_shares`."""
 
     of_tenants: dict[str, float]
 
@@ -133,7 +133,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What one step made of one request.
+    """The output of one step for one request.
 
     Attributes:
         token_ids: the new tokens of this step, often one.
@@ -163,14 +163,14 @@ def failed(request_id: str, error: RequestError) -> TokenOutput:
 
 
 class StepOutputs(msgspec.Struct, frozen=True, array_like=True, tag="outputs"):
-    """All outputs of one step; now and then with `EngineCore.tier_stats`."""
+    """All outputs of one step, about once a second with `EngineCore.tier_stats`."""
 
     outputs: list[TokenOutput]
     stats: dict[str, Any] | None = None
 
 
 class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag="ready"):
-    """Said by the engine when it can serve, and again when the store's worker ends or is replaced.
+    """Sent by the engine when it can serve, and again when the store's worker ends or is replaced.
 
     Attributes:
         worker_pid: of the store's worker; None while the disk tier is off or where there is none.
@@ -185,7 +185,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
 
 
 class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
-    """How far loading or draining is; `total` is 0 where it is not known."""
+    """The progress of loading or draining; `total` is 0 if it is not known."""
 
     stage: str
     done: int
@@ -193,14 +193,14 @@ class ProgressReport(msgspec.Struct, frozen=True, array_like=True, tag="progress
 
 
 class Evict(msgspec.Struct, frozen=True, array_like=True, tag="evict"):
-    """An operator wants blocks gone from VRAM and host memory; answered by `Evicted`."""
+    """An operator's request to evict blocks from VRAM and host memory; answered by `Evicted`."""
 
     id: int
     wanted: EvictFilter
 
 
 class Evicted(msgspec.Struct, frozen=True, array_like=True, tag="evicted"):
-    """What an `Evict` has done, as `EngineCore.evict_verb` returns it."""
+    """The result of an `Evict`, as `EngineCore.evict_verb` returns it."""
 
     id: int
     body: dict[str, Any]

@@ -40,7 +40,7 @@ FAREWELL_S = 2.0
 
 
 class EngineProcess:
-    """Drives a core by what arrives on a channel.
+    """Runs a core with the messages that arrive on a channel.
 
     The main thread steps the core and sends; a second thread receives, so that an abort is seen
     while a step runs, and tells the server each second that the process runs and how long the step
@@ -55,7 +55,7 @@ class EngineProcess:
         self._reported_at = self._told_at = self._stepped_at = 0.0
 
     def run(self) -> int:
-        """Serve until the server says stop or is gone; return the exit code."""
+        """Serve until the server sends `Shutdown` or ends; return the exit code."""
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         start = self._inbox.get()
         assert isinstance(start, Start), start
@@ -73,18 +73,18 @@ class EngineProcess:
             core.abort_all()
             self._step(core)
             exit_code = EXIT_FAILED if core.close(progress=self._report) else 0
-        # A server that does not read is not waited for for long.
+        # Do not wait long for a server that does not read.
         give_up_at = time.monotonic() + FAREWELL_S
         while self._channel.has_queued and time.monotonic() < give_up_at:
             time.sleep(UNSENT_WAIT_S)
         return exit_code
 
     def _serve(self, core: EngineCore) -> None:
-        """Step, and do what is asked for, until that is to stop."""
+        """Step the core and carry out messages until `Shutdown` arrives."""
         info: messages.EngineInfo | None = None
         self._stepped_at = time.monotonic()
         while not self._is_stopping:
-            if core.info != info:  # the first, or the store's worker is another than it was
+            if core.info != info:  # at the start, or the store's worker has changed
                 info = core.info
                 self._channel.send(info)
             num_taken_tokens = 0
@@ -95,7 +95,7 @@ class EngineProcess:
             core.wait(IDLE_WAIT_S if self._inbox.empty() else 0)
 
     def _step(self, core: EngineCore) -> None:
-        """Step once, and tell what came of it; the figures are told now and then, and last."""
+        """Step once and send the outputs, with statistics about once a second and at the end."""
         outputs, stats = core.step(), None
         if self._is_stopping or time.monotonic() - self._told_at > STATS_INTERVAL_S:
             self._told_at, stats = time.monotonic(), core.tier_stats()
@@ -103,7 +103,7 @@ class EngineProcess:
             self._channel.send(StepOutputs(outputs, stats))
 
     def _receive(self) -> None:
-        """Put what arrives into the inbox, and beat; the channel's end becomes a shutdown."""
+        """Put messages into the inbox and send beats; the channel's end becomes a `Shutdown`."""
         beat_at = 0.0
         try:
             while True:
@@ -115,7 +115,7 @@ class EngineProcess:
                     self._channel.send(messages.Beat(now - self._stepped_at))
         except (EOFError, StorageError) as error:
             if self._core is None:
-                os._exit(EXIT_START_FAILED)  # nothing has been promised to anyone yet
+                os._exit(EXIT_START_FAILED)  # nothing has been promised yet
             if isinstance(error, StorageError):
                 logger.error("the server sent %s", error)
             self._post(Shutdown())
@@ -126,7 +126,7 @@ class EngineProcess:
             self._core.wake()
 
     def _take(self, core: EngineCore, message: ToEngine) -> int:
-        """Do what a message asks for; return how many tokens were hashed for it."""
+        """Carry out a message; return how many tokens were hashed for it."""
         match message:
             case messages.EngineRequest(request_id=request_id):
                 try:
@@ -164,7 +164,7 @@ def main() -> int:
             return EngineProcess(channel).run()
         except Exception:
             logger.exception("the engine failed")
-    # No thread may keep a failed engine alive: the server learns of its end by the channel's.
+    # No thread may keep a failed engine alive: the server sees its end by the closed channel.
     sys.stderr.flush()
     os._exit(EXIT_FAILED)
 

@@ -80,7 +80,7 @@ class FusedModel:
         if reason := _refusal(model, config):
             logger.info("`%s` runs in transformers' own code: %s", config.model_type, reason)
             return None
-        whole: Any = model  # its parts are known by now, its types are not
+        whole: Any = model  # the parts are checked, their types are not
         attention = whole.model.layers[0].self_attn
         fused = cls(
             embedding=whole.model.embed_tokens.weight.data,
@@ -128,9 +128,9 @@ class FusedModel:
             )
             if index < len(self.layers) - 1:
                 attended = context.attend(q, self.scale, index)
-            elif len(kept):  # nobody sees the other tokens from here on
+            elif len(kept):  # only these tokens are needed from here on
                 attended, x = context.attend(q, self.scale, index, kept), x[kept]
-            else:  # all that was wanted are keys and values
+            else:  # only keys and values were wanted
                 return x.new_empty(0, len(self.head))
             x = layers.linear(attended.flatten(1), *layer.attention_out, residual=x)
             normed = layers.rms_norm(x, layer.mlp_norm, self.eps)
@@ -140,7 +140,7 @@ class FusedModel:
 
 
 def _refusal(model: PreTrainedModel, config: PreTrainedConfig) -> str | None:
-    """Say what of a model is not as transformers makes it of this config, or not known here."""
+    """Return why a model is not supported: a part is unknown or not as the config says."""
     if config.model_type not in _FAMILIES:
         return f"only {', '.join(_FAMILIES)} are fused"
     if config.hidden_act != "silu":

@@ -1,7 +1,7 @@
 """Runs one step of a batch through the model over the paged cache, and sizes that cache.
 
-It is handed token ids and block tables and gives back logits. It knows neither requests nor
-sampling, and of blocks only their ids.
+It takes token ids and block tables and returns logits. It knows neither requests nor sampling,
+and it knows blocks only by their ids.
 """
 
 import logging
@@ -58,7 +58,7 @@ def late_layer(kv_spec: KVSpec) -> int:
 
 
 class StepOutput(NamedTuple):
-    """What a step gives, in the order of its rows; valid until the next step is issued.
+    """The results of a step, in the order of its rows; valid until the next step is issued.
 
     Attributes:
         logits: [num_logits, vocab_size] float32 on the device: one for a row with `needs_logits`,
@@ -145,7 +145,7 @@ class ModelRunner:
                 be on its way.
         """
         if late_event is not None and self._context.gate is not None:
-            # A captured graph waits for one and the same event, whatever the step waits for.
+            # A captured graph always waits for the same event, which is recorded here.
             self._gate_stream.wait_event(late_event)
             self._context.gate.record(self._gate_stream)
         layout = Layout(rows, self._heads, self._max_num_seqs)
@@ -173,7 +173,7 @@ class ModelRunner:
             torch.cuda.current_stream(self._loaded.device).synchronize()
 
     def keep_tokens(self, output: StepOutput, tokens: Tensor) -> None:
-        """Let the next step see these tokens instead of the most likely ones; before it is issued.
+        """Have the next step use these tokens instead of the most likely; call before it is issued.
 
         Args:
             output: of the last step.
@@ -189,7 +189,7 @@ class ModelRunner:
         batch: Batch,
         last: Batch | None = None,
     ) -> StepOutput:
-        """Run the model on what lies in the buffers."""
+        """Run the model on the inputs in the buffers."""
         self._tables.tensor.view(-1)[buffers.cells] = buffers.block_ids
         ids, kept = buffers.token_ids[:num_tokens], buffers.kept[:num_kept]
         tokens = torch.where(ids < 0, self._sampled[buffers.sources[:num_tokens]], ids)
@@ -226,7 +226,7 @@ class ModelRunner:
         return None
 
     def warm_up(self, progress: Progress = ignore_progress) -> None:
-        """Compile, plan and capture what a request would wait for; writes nothing to the pool.
+        """Compile kernels and capture graphs before the first request; the pool is not written.
 
         Raises:
             ModelError: the model's type is not among the tested ones and fails `check_paging`.
@@ -285,13 +285,13 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def check_paging(loaded: LoadedModel, kv_spec: KVSpec) -> None:
-    """See that a prompt in pieces, beside another one, gives the logits of the prompt as a whole.
+    """Check that a prompt in pieces, beside another prompt, gives the logits of the whole prompt.
 
-    It does not where tokens meet outside of attention: in a convolution, a token shift, or
-    positions that are counted instead of read.
+    The logits differ if the model mixes tokens outside of attention: in a convolution, a token
+    shift, or positions that are counted instead of read.
 
     Raises:
-        ModelError: it does not.
+        ModelError: the logits differ.
     """
     num_tokens, num_blocks = 24, -(-24 // kv_spec.block_size)
     pool = make_kv_pool(kv_spec, 2 * num_blocks, loaded.device).zero_()
@@ -352,12 +352,12 @@ def num_device_blocks(
 
     Args:
         loaded: the model.
-        kv_spec: of the pool to be.
-        gpu_memory_utilization: share of the memory to use at most, whatever for.
-        limits: `max_num_seqs` and `max_num_batched_tokens` of the runner to be.
+        kv_spec: the layout of the pool.
+        gpu_memory_utilization: share of the device's memory to use at most, for all purposes.
+        limits: `max_num_seqs` and `max_num_batched_tokens` of the runner.
 
     Raises:
-        ConfigError: not even one fits.
+        ConfigError: not even one block fits.
     """
     peak_bytes = profile_peak_bytes(loaded, kv_spec, **limits)
     torch.cuda.empty_cache()

@@ -1,14 +1,14 @@
-"""The queue of waiting requests: fair between tenants, and requests of one prefix run together.
+"""The queue of waiting requests: fair between tenants, and grouped by prefix within a tenant.
 
-Between tenants it is start-time fair queueing: it is the turn of the tenant for which the fewest
-tokens were computed, and one that comes back starts level with the others. So at most one request
-of each other tenant is admitted before the first of a tenant that had nothing queued, however many
-they have. Cached tokens count nothing; generated ones do, once a request has ended.
+Tenants share by start-time fair queueing. It is the turn of the tenant for which the fewest tokens
+were computed; a tenant that returns starts level with the others. So if a tenant had nothing
+queued, at most one request of each other tenant is admitted before its first one.
+Cached tokens are not counted; generated tokens are counted once a request has ended.
 
-Within a tenant, of the oldest 16 the one goes next that shares most with the last one admitted.
-While there is no room for it, the first that does fit may pass it: the oldest of another tenant, or
-one of those 16. All this passes the oldest request of the tenant whose turn it is at most 8 times;
-then nobody is admitted before it.
+Within a tenant, the next request is the one of the oldest 16 that shares most blocks with the
+request admitted last. While there is no room for it, the first request that fits may pass it: the
+oldest of another tenant, or one of those 16. The oldest request of the tenant whose turn it is can
+be passed at most 8 times; then no request is admitted before it.
 
 Called by the engine's thread only.
 
@@ -30,7 +30,7 @@ MAX_PASSES = 8
 
 
 class RequestQueue:
-    """Requests that wait, one queue a tenant; nothing here costs more for a longer queue.
+    """Waiting requests, one queue per tenant; no operation takes longer for longer queues.
 
     Attributes:
         waited_s: how long the request that was admitted last had waited.
@@ -39,7 +39,7 @@ class RequestQueue:
     def __init__(self) -> None:
         self.waited_s = 0.0
         self._queues: dict[str, OrderedDict[Request, None]] = {}
-        self._tokens: Counter[str] = Counter()  # computed for each tenant, or missed while away
+        self._tokens: Counter[str] = Counter()  # per tenant: computed, or missed while away
         self._level = 0  # tokens of the tenant whose turn it was last
         self._last: dict[str, Sequence[BlockHash]] = {}  # chains last admitted
 
@@ -51,11 +51,11 @@ class RequestQueue:
 
     @property
     def tenants(self) -> Set[str]:
-        """Those that wait."""
+        """The tenants that have waiting requests."""
         return self._queues.keys()
 
     def upcoming(self) -> list[Request]:
-        """Return the one to be admitted next, then those that may pass it; a few of them."""
+        """Return the request to admit next, then a few requests that may pass it."""
         tenants = sorted(self._queues, key=self._tokens.__getitem__)[:WINDOW]
         window = list(islice(self._queues[tenants[0]], WINDOW)) if tenants else []
         if not window or window[0].num_passes >= MAX_PASSES:
@@ -65,12 +65,12 @@ class RequestQueue:
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
     def check_room(self, tenant: str, most: int) -> None:
-        """Refuse a request if so many wait, and its tenant has its equal share of them already.
+        """Refuse a request if `most` requests wait and its tenant has its equal share of them.
 
-        Whoever has less still gets in, so that twice as many wait at the very most.
+        A tenant below its share is still admitted, so that never more than `2 * most` wait.
 
         Raises:
-            RequestError: tells when to ask again.
+            RequestError: the queue is full; the error says when to ask again.
         """
         share = most // len({*self._queues, tenant})
         if len(self) >= most and len(self._queues.get(tenant, ())) >= share:
@@ -78,7 +78,7 @@ class RequestQueue:
             raise RequestError(text, code="queue_full", status=429).retry_in(self.waited_s)
 
     def append(self, request: Request) -> None:
-        """Queue a request behind the others of its tenant; before them if it was preempted."""
+        """Queue a request behind its tenant's others, or before them if it was preempted."""
         tenant = request.asked.tenant
         if tenant not in self._queues:
             self._queues[tenant] = OrderedDict()
@@ -87,7 +87,7 @@ class RequestQueue:
         self._queues[tenant].move_to_end(request, last=not request.table_key)
 
     def take(self, request: Request) -> None:
-        """Take out an upcoming request, and charge its tenant what is to be computed."""
+        """Remove an upcoming request, and charge its tenant the tokens that must be computed."""
         turn = min(self._queues, key=self._tokens.__getitem__)
         self._oldest(turn).num_passes += 1
         request.num_passes = 0
@@ -99,11 +99,11 @@ class RequestQueue:
         self.remove(request)
 
     def charge(self, request: Request, num_tokens: int) -> None:
-        """Note that so many tokens are computed for a request's tenant."""
+        """Add to the tokens that were computed for a request's tenant."""
         self._tokens[request.asked.tenant] += num_tokens
 
     def remove(self, request: Request) -> None:
-        """Take out a request."""
+        """Remove a request."""
         tenant = request.asked.tenant
         del self._queues[tenant][request]
         if not self._queues[tenant]:
@@ -115,6 +115,6 @@ class RequestQueue:
 
 
 def _num_shared(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
-    """Count the blocks that two chains share; a hash tells of all those before it."""
+    """Count the blocks that two chains share; equal hashes mean equal blocks before them."""
     shortest = range(min(len(some), len(others)))
     return bisect_left(shortest, True, key=lambda index: some[index] != others[index])

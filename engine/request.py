@@ -1,4 +1,4 @@
-"""One request: its tokens, how far they are computed, and what it holds in the cache."""
+"""One request: its tokens, how many of them are computed, and its blocks in the cache."""
 
 import contextlib
 import time
@@ -18,9 +18,9 @@ from tieredkv.types import BlockHash, Tier
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A prompt being continued.
+    """A prompt that is being continued.
 
-    Which token is whose, for `num_computed_tokens = c` and `n = len(token_ids)`:
+    The state of each token, for `num_computed_tokens = c` and `n = len(token_ids)`:
 
         [0, c)      keys and values are in VRAM
         [c, n)      to be computed, but for full blocks of the chain that become ready meanwhile
@@ -29,18 +29,19 @@ class Request:
     The last `num_pending_tokens` were sampled on the device and have not been seen here yet.
 
     Attributes:
-        asked: what was asked for.
+        asked: the request as it was sent.
         max_output_tokens: the most tokens that it may generate. At least 1: with `max_tokens=0` one
             token is sampled and not returned.
-        token_ids: prompt, then what was generated; `pending(request_index)` for tokens that
+        token_ids: prompt and generated tokens; `pending(request_index)` for tokens that
             the device has not returned yet.
-        request_index: its place among the running requests, -1 while it is none of them.
-        num_uncached_tokens: to be computed when it was last admitted; before that, all.
-        table_key: unique to its present block table, or the last one; 0 before the first.
+        request_index: index among the running requests; -1 while it is not running.
+        num_uncached_tokens: tokens to compute when it was last admitted; before that, all.
+        table_key: unique key of its current or last block table; 0 before the first.
         num_passes: requests admitted before it while it was the oldest of the tenant in turn.
         added_at, admitted_at: when it was queued, and when it first left the queue.
-        touched_at: when its chain was last refreshed in every tier, 0.0 since it was admitted.
-        prompt_scores: of the prompt's tokens behind the first, chunk by chunk.
+        touched_at: when its chain was last refreshed in every tier; 0.0 if not since its last
+            admission.
+        prompt_scores: scores of the prompt's tokens except the first, chunk by chunk.
         own_hashes: blocks that it computed before it was preempted; finding them is no hit.
         usage: where the prompt's tokens came from; set when its prefill has ended.
     """
@@ -70,7 +71,7 @@ class Request:
 
     @property
     def request_id(self) -> str:
-        """Unique among the requests in flight."""
+        """The id, unique among the requests in flight."""
         return self.asked.request_id
 
     @property
@@ -80,12 +81,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens."""
+        """The number of prompt and generated tokens."""
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Generated tokens that were seen here."""
+        """The number of generated tokens that the host has seen."""
         return self.num_tokens - self.num_prompt_tokens - self.num_pending_tokens
 
     @property
@@ -96,12 +97,12 @@ class Request:
 
     @property
     def is_long_enough(self) -> bool:
-        """Whether its last token has been sampled, seen or not."""
+        """Whether its last token has been sampled, even if the host has not seen it."""
         return self.num_tokens - self.num_prompt_tokens >= self.max_output_tokens
 
     @property
     def num_unscored_tokens(self) -> int:
-        """Tokens to be computed next whose logits tell of the prompt's own tokens."""
+        """How many of the next tokens have logits that score the prompt's own tokens."""
         if self.asked.prompt_logprobs is None or self.usage is not None:
             return 0
         return self.num_prompt_tokens - 1 - self.num_computed_tokens
@@ -112,7 +113,7 @@ class Request:
         self.num_pending_tokens += 1
 
     def take_scores(self) -> list[TokenLogprob]:
-        """Return the log-probabilities of the prompt's tokens, where wanted."""
+        """Return the log-probabilities of the prompt's tokens if the request wants them."""
         if self.asked.prompt_logprobs is None:
             return []
         scores, self.prompt_scores = self.prompt_scores, []
@@ -120,7 +121,7 @@ class Request:
         return [first, *(token for chunk in scores for token in chunk.logprobs())]
 
     def append(self, token_id: int) -> None:
-        """Take in the first pending token."""
+        """Replace the first pending token by the token that was sampled."""
         self.token_ids[-self.num_pending_tokens] = token_id
         self.num_pending_tokens -= 1
 
@@ -131,9 +132,9 @@ class Request:
 
         Args:
             block_size: tokens a block.
-            num_recomputed_tokens: cached tokens that were computed again all the same, at the end
-                of a wholly cached prompt; they are not counted as cached.
-            why_missed: tells why a block of the chain was not found.
+            num_recomputed_tokens: cached tokens at the end of a wholly cached prompt that were
+                computed again; they are not counted as cached.
+            why_missed: returns the reason why a block of the chain was not found.
         """
         sources = self.prefix.sources[: self.num_prompt_tokens // block_size]
         if self.own_hashes:
@@ -165,9 +166,9 @@ def too_long(
 
     Args:
         field: what the prompt is called.
-        num_tokens: of the prompt; None where only that there are too many of them is known.
+        num_tokens: length of the prompt; None if it is only known to be too long.
         max_model_len: the longest prompt and answer together.
-        has_answer: the answer needs room, too.
+        has_answer: whether the answer needs room too.
     """
     got = f"more than {max_model_len}" if num_tokens is None else num_tokens
     needed = " and at least one must be generated" if has_answer else ""
@@ -191,8 +192,8 @@ def pack_prompt(
     Args:
         token_ids: the prompt.
         max_model_len: the longest prompt and answer together.
-        vocab_size: of the model.
-        max_tokens: of the answer; there must be room for one, if any is wanted.
+        vocab_size: the model's vocabulary size.
+        max_tokens: the answer's most tokens; unless 0, there must be room for one.
         field: what the prompt is called.
 
     Raises:

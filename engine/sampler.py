@@ -27,7 +27,7 @@ class SampledToken(NamedTuple):
 
     Attributes:
         token_id: the token.
-        logprob: what the model gave it before any sampling parameter; None if not asked for.
+        logprob: the model's log-probability before any sampling parameter; None if not asked for.
     """
 
     token_id: int
@@ -35,7 +35,7 @@ class SampledToken(NamedTuple):
 
 
 class SamplerState:
-    """What sampling one request remembers between its tokens; survives its preemption.
+    """One request's sampling state between its tokens; a preemption does not change it.
 
     Attributes:
         params: as the user asked.
@@ -85,13 +85,13 @@ class SamplerState:
         return self.choice.is_greedy and not is_adjusted and is_free
 
     def append(self, token_id: int) -> None:
-        """Note what was chosen; `Sampling.tokens` does it."""
+        """Note a chosen token; called by `Sampling.tokens`."""
         if self.needs_history:
             self.output_counts[token_id] += 1
             self.seen_token_ids.add(token_id)
 
     def uniform(self) -> float:
-        """Give the random number in [0, 1) of the next output token."""
+        """Return the random number in [0, 1) of the next output token."""
         seed = (self.seed % 2**64).to_bytes(8, "little")
         position = self.num_output_tokens.to_bytes(8, "little")
         digest = hashlib.blake2b(seed + position, digest_size=8).digest()
@@ -142,7 +142,7 @@ def sample(
     Args:
         logits: [num_rows, vocab_size] float32 on any device; left as they are.
         states: one per row.
-        most_likely: [num_rows] int64, where somebody has it already.
+        most_likely: [num_rows] int64, the most likely tokens, if they are known already.
     """
     assert logits.shape[0] == len(states), f"{logits.shape[0]} rows, {len(states)} states"
     if most_likely is None or not all(state.takes_most_likely for state in states):
@@ -154,9 +154,9 @@ def sample(
 
 
 def _choose(logits: Tensor, states: Sequence[SamplerState]) -> Tensor:
-    """Take the most likely token where the request is greedy and draw one where it is not.
+    """Take the most likely token of greedy requests, and draw a token for the others.
 
-    A row is drawn the same way whatever the other rows need.
+    How a row is drawn does not depend on the other rows.
     """
     chosen = logits.argmax(dim=-1)
     drawn_rows = [i for i, state in enumerate(states) if not state.choice.is_greedy]
@@ -182,7 +182,7 @@ class Scores(NamedTuple):
     top_values: Tensor
 
     def logprobs(self) -> list[TokenLogprob]:
-        """Return them as they are handed out; the copies must have arrived."""
+        """Return the scores in the form of the outputs; the copies must have arrived."""
         columns = (self.token_ids, self.own, self.top_ids, self.top_values)
         rows = zip(*(column.tolist() for column in columns), self.num_top, strict=True)
         return [

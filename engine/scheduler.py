@@ -1,8 +1,8 @@
-"""Which tokens of which requests are computed in the next step.
+"""Chooses the tokens and requests that the next step computes.
 
-Continuous batching with chunked prefill: every running request that can move gets tokens out of one
-budget, then queued requests are admitted as `queue` says. The scheduler asks the cache for
-blocks and never learns which tier they come from.
+Continuous batching with chunked prefill: every running request that can go on gets tokens out of
+one budget, then queued requests are admitted in the order of `queue`. The scheduler asks the cache
+for blocks and never learns which tier they come from.
 
 Called by the engine's thread only.
 """
@@ -27,7 +27,7 @@ from tieredkv.types import BlockHash, HashAlgo
 logger = logging.getLogger(__name__)
 
 MAX_REST = 1 / 32
-"""Fraction of a budget: a shorter rest of a prompt is computed with the chunk before it."""
+"""Fraction of a budget: a rest of a prompt up to this size is computed with the last chunk."""
 
 CHUNK_ALIGNMENT = 512
 """Chunks that do not end a prompt end at a multiple of it: long chunks are attended in steps."""
@@ -40,16 +40,16 @@ many tokens were hashed since the last step, their requests are admitted in the 
 """
 
 SHORT_STEP = 1 / 32
-"""Of a budget: prompt tokens of a step while tenants that compute little ask beside others.
+"""Fraction of a budget: the prompt tokens of a short step.
 
-A request of which no more than that is to be computed is quick. Who arrives waits for the step in
-progress, so steps are short from the moment that a quick request is admitted until SHORT_STEPS_S
-later, while another tenant has prompts to compute; one that is alone keeps the whole budget. A
-quick request is computed in the next step; so that this is the very next, none is issued ahead.
-There long prompts get a quarter of a short step, so that they go on; whose turn it is to be
-admitted still goes by the tokens that were computed.
+A request with at most that many tokens to compute is quick. A new request waits for the step in
+progress. So steps are short for SHORT_STEPS_S after a quick request is admitted, while another
+tenant has prompts to compute; a tenant that is alone keeps the whole budget. While steps are short
+none is issued ahead, so that a quick request is computed in the very next step. In that step long
+prompts get a quarter of a short step, so that they go on. The order of admission still depends on
+the tokens that were computed.
 
-`python -m tests.stress.flood` measures what it does for the one tenant and costs the other.
+`python -m tests.stress.flood` measures the gain of the one tenant and the cost to the other.
 """
 
 SHORT_STEPS_S = 10.0
@@ -65,7 +65,7 @@ Source: anticipatory scheduling, Iyer and Druschel 2001.
 
 @dataclass(slots=True)
 class _QuickTenant:
-    """When a tenant's last quick request was admitted, and ended; 0 if it has asked since."""
+    """When a tenant's last quick request was admitted and ended; 0 once it has asked again."""
 
     admitted_at: float = 0.0
     ended_at: float = 0.0
@@ -73,7 +73,7 @@ class _QuickTenant:
 
 
 def longest_chunk(budget: int) -> int:
-    """Return the most tokens that one request may get of a budget, a short rest included."""
+    """Return the most tokens that one request may get of a budget, including a short rest."""
     return budget + int(budget * MAX_REST)
 
 
@@ -81,7 +81,7 @@ MAX_SCORED_TOKENS = 256
 """The most tokens of a scored prompt in one step: each has logits for the whole vocabulary."""
 
 SCORING = -1
-"""Claimed, beside ids of blocks, by the one row of a step that is scored."""
+"""The mark that the one scored row of a step adds to the claimed block ids."""
 
 
 class ScheduledRow(NamedTuple):
@@ -97,15 +97,16 @@ class ScheduledRow(NamedTuple):
 class Scheduler:
     """Holds the queue and the running requests.
 
-    Invariants (`check`): a running request has a block table that covers what it has computed; a
-    waiting one has none; nobody is in both; no two share an index; none was passed too often.
+    Invariants (`check`): a running request has a block table that covers its computed tokens; a
+    waiting request has none; no request is both; no two requests share an index; no request was
+    passed too often.
 
     Attributes:
-        max_num_batched_tokens: prompt tokens of a step.
-        max_num_alone_tokens: of one whose only request has nobody beside it.
+        max_num_batched_tokens: the most prompt tokens of a step.
+        max_num_alone_tokens: the same for a step while the engine has only one request.
         is_short: see `schedule`.
         has_short_steps: see `SHORT_STEP`.
-        held_until: when long prompts go on, see `RETURN_S`; 0 if they do.
+        held_until: when long prompts resume, see `RETURN_S`; 0 if they are not held.
     """
 
     cache: TieredCache
@@ -127,7 +128,7 @@ class Scheduler:
         self._short_step = max(int(budget * SHORT_STEP), min(budget // 2, 64), 1)
         self._quick: defaultdict[str, _QuickTenant] = defaultdict(_QuickTenant)
         self._table_keys = itertools.count(1)
-        self._num_hashed_tokens = 0  # since the last step, or below zero: it has admitted nobody
+        self._num_hashed_tokens = 0  # since the last step; negative if that admitted none
 
     def add(self, request: Request) -> None:
         """Queue a request; its blocks are looked up, pinned and prefetched from now on."""
@@ -140,7 +141,7 @@ class Scheduler:
             tenant.ended_at = 0.0
 
     def remove(self, request: Request) -> None:
-        """Take a request out, finished or cancelled, and release exactly what it holds."""
+        """Remove a finished or cancelled request, and release exactly what it holds."""
         if request.is_running:
             self._stop_running(request)
             self.waiting.charge(request, request.num_output_tokens)
@@ -154,17 +155,17 @@ class Scheduler:
         """Choose the next step's tokens; empty when every request waits for blocks or bytes.
 
         Args:
-            may_preempt: no token is pending, so that a request may be sent back to the queue. If
-                not and one would have to be, `is_short` says so until the next call.
+            may_preempt: whether a request may be sent back to the queue; not while a token is
+                pending. If this prevents a preemption, `is_short` is set until the next call.
         """
         self.is_short = False
-        # Long chunks are computed a little faster; nobody waits for the end of this one.
+        # Long chunks are computed a little faster, and no other request waits for their end.
         is_alone = len(self.running) + len(self.waiting) == 1
         budget = self.max_num_alone_tokens if is_alone else self.max_num_batched_tokens
         claimed: set[int] = set()
         scheduled: list[ScheduledRow] = []
         has_room = True
-        # Decodes first: one token each, so that a long prefill holds up nobody's next token.
+        # Decodes come first, so that a long prefill delays no request's next token.
         order = sorted(self.running, key=lambda r: r.is_prefilling)
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
@@ -186,12 +187,12 @@ class Scheduler:
             if is_preempted or request.is_long_enough:
                 continue
             if not self._has_room(request, scheduled, may_preempt):
-                has_room = has_room and self.cache.tiers.device.num_kept > 0  # for other tenants
+                has_room = has_room and self.cache.tiers.device.num_kept > 0  # kept for others
                 continue
             row = self._next_row(request, budget, claimed)
             if row is not None:
                 scheduled.append(row)
-                # A decode takes nothing of the budget, which keeps the chunks beside it whole.
+                # A decode does not count against the budget, so that chunks beside it stay whole.
                 budget -= row.end - row.start if row.end - row.start > 1 else 0
         is_late = scheduled and self._num_hashed_tokens >= MAX_ADMITTED_TOKENS
         self._num_hashed_tokens = -sys.maxsize if is_late else 0
@@ -200,7 +201,7 @@ class Scheduler:
         return scheduled
 
     def complete(self, scheduled: ScheduledRow) -> None:
-        """Take in that a row was computed: publish the full blocks that it ended."""
+        """Note that a row is computed, and publish the blocks that it has filled."""
         request, end = scheduled.request, scheduled.end
         prefix = request.prefix
         first = scheduled.start // self.block_size
@@ -217,7 +218,7 @@ class Scheduler:
             self.cache.seal(request.prefix, block_hash)
 
     def _hash_behind(self, request: Request, num_blocks: int) -> list[BlockHash]:
-        """Hash the blocks behind a request's chain, up to so many in all."""
+        """Hash the blocks behind a request's chain until the chain has `num_blocks` blocks."""
         prefix, size = request.prefix, self.block_size
         num_blocks = min(num_blocks, prefix.max_blocks)
         if len(prefix.hashes) >= num_blocks:
@@ -242,7 +243,7 @@ class Scheduler:
             raise IntegrityError("request indices are lost or shared")
 
     def _look_for_quick(self, tenants: set[str], *, has_come: bool) -> None:
-        """Find out whether steps are short, and whether a quick request is waited for."""
+        """Update `has_short_steps`, and `held_until` while a quick tenant may soon ask again."""
         now = time.monotonic()
         for tenant, one in list(self._quick.items()):
             if now - one.admitted_at >= SHORT_STEPS_S:
@@ -254,7 +255,7 @@ class Scheduler:
         self.held_until = held_until if held_until > now else 0.0
 
     def _has_room(self, request: Request, scheduled: list[ScheduledRow], may_preempt: bool) -> bool:
-        """Grow a request's table to its tokens, preempting others if nothing is free."""
+        """Extend a request's table to its tokens; preempt other requests if no block is free."""
         num_blocks = -(-request.num_tokens // self.block_size)
         while len(request.prefix.blocks) < num_blocks:
             if self.cache.extend(request.prefix, is_alone=len(self.running) == 1):
@@ -280,7 +281,7 @@ class Scheduler:
             start = (start // size + 1) * size
         request.num_computed_tokens = start
         write_from = start
-        if start >= request.num_tokens:  # wholly cached: only the last token's logits are missing
+        if start >= request.num_tokens:  # wholly cached, but for the last token's logits
             write_from = request.num_tokens
             start = request.num_tokens - 1
         end = start + longest_chunk(budget)
@@ -318,9 +319,10 @@ class Scheduler:
     def _admit(
         self, budget: int, claimed: set[int], scheduled: list[ScheduledRow], busy: set[str]
     ) -> None:
-        """Admit and schedule requests in their turn, until it is that of a busy tenant.
+        """Admit and schedule requests in order, until it is the turn of a busy tenant.
 
-        Where there are any, one block is left for each running request: those come later.
+        If there are busy tenants, one block is left free for each running request, since those are
+        scheduled later.
         """
         num_admitted_tokens = 0
         while self.waiting and len(self.running) < self.max_num_seqs and budget > 0:
@@ -361,7 +363,7 @@ class Scheduler:
                 self.cache.pin(request.prefix)
 
     def _try(self, request: Request, *, is_alone: bool = False) -> bool:
-        """Give a request its blocks, with room for the next token, if they are there."""
+        """Admit a request with blocks for its next token too; False if there is no room yet."""
         return self.cache.admit(request.prefix, self._num_blocks(request), is_alone=is_alone)
 
     def _is_long(self, request: Request) -> bool:
@@ -369,11 +371,11 @@ class Scheduler:
         return request.num_uncached_tokens > self._short_step
 
     def _num_blocks(self, request: Request) -> int:
-        most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1  # the last has none
+        most_tokens = request.num_prompt_tokens + request.max_output_tokens - 1  # not the last
         return -(-min(request.num_tokens + 1, most_tokens) // self.block_size)
 
     def _victim(self) -> Request:
-        """Return the newest running request of the tenant that holds most beyond its floor."""
+        """Return the newest running request of the tenant that exceeds its floor the most."""
         held: Counter[bytes] = Counter()
         held.subtract(self.cache.tiers.device.floors)
         for request in self.running:
@@ -386,7 +388,7 @@ class Scheduler:
         request.request_index = -1
 
     def _preempt(self, request: Request) -> None:
-        """Send a running request back to its tenant's head; its full blocks stay cached."""
+        """Send a running request back to the head of its tenant's queue."""
         logger.debug("preempting %s", request.request_id)
         self.num_preemptions += 1
         assert not request.num_pending_tokens, request.request_id
@@ -395,7 +397,7 @@ class Scheduler:
         if request.usage is None:
             found = zip(prefix.hashes, prefix.sources, prefix.blocks, strict=False)
             request.own_hashes.update(h for h, source, b in found if source is None and b.is_ready)
-        if prefix.read_ends is not None:  # what it has computed itself is no hit
+        if prefix.read_ends is not None:  # it may resume where it was preempted
             prefix.read_ends.append(request.num_computed_tokens // self.block_size)
         self.cache.release(prefix)
         prefix.records.clear()

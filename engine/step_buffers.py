@@ -79,7 +79,7 @@ class BlockTables:
         self._mirror = self._host.numpy()
         self._keys: list[int | None] = [None] * num_requests
         self._num_known = [0] * num_requests
-        # One row more: its first cell takes what a padded step writes.
+        # One more row, whose first cell takes the writes of a step's padding.
         self.tensor = torch.zeros(num_requests + 1, max_blocks, dtype=torch.int32, device=device)
         self.spare_cell = num_requests * max_blocks
         self.copied = torch.cuda.Event() if device.type == "cuda" else None
@@ -87,7 +87,7 @@ class BlockTables:
     def update(self, rows: Sequence[BatchRow]) -> tuple[list[int], list[int]]:
         """Wait for the upload of the step before, then bring the tables up to date.
 
-        Long changes are copied at once; the short ones of rows that got a token more are left to
+        Long changes are copied at once. Short changes, such as those of one more token, are left to
         the step itself.
 
         Returns:
@@ -118,7 +118,7 @@ class BlockTables:
 
 
 class StepBuffers:
-    """Inputs of steps of up to so many tokens, and rows as there are block tables.
+    """The inputs of a step with at most `max_tokens` tokens and one row per block table.
 
     The device side keeps its addresses for good, and the stream's order protects it. The pinned
     side is protected from the next step, which updates the block tables first.
@@ -173,7 +173,7 @@ class StepBuffers:
         num_tokens: int,
         num_kept: int,
     ) -> None:
-        """Write a step and start copying it; what pads it to the sizes given has no effect."""
+        """Write a step and start its copy; the padding up to the given sizes has no effect."""
         arrays = self._arrays
         self._fill_tokens(rows, layout)
         end = layout.num_tokens
@@ -235,10 +235,10 @@ class Layout:
     """Where the rows of a step lie among its tokens, and which logits they want.
 
     Attributes:
-        spans: of the rows, in their order.
+        spans: the spans of the rows, in their order.
         kept: indices of the tokens whose logits are wanted, rows in order.
-        targets: of each of them, the request index.
-        shares: of the spans, by kernel.
+        targets: the request index of each kept token.
+        shares: the spans by the kernel that computes them.
         last: the kept tokens as spans of their own, for the last layer, where they need no others'
             queries; empty where that spares nothing.
     """

@@ -1,7 +1,8 @@
 """The tiered cache: what is where, what moves, what stays.
 
-`tiered.TieredCache` is the engine's one door: it admits requests, each with its `prefix`, takes in
-what has arrived and starts what comes next: `promotion` brings blocks up, `demotion` takes them
-down. `tiers` has the pools and what may leave them, `catalog` remembers what blocks are, until
-when, and why they have gone. None of it knows models.
+The engine uses only `tiered.TieredCache`. It admits requests, each with its `prefix`, takes in
+moves that have ended and starts the next ones: `promotion` copies blocks to faster tiers,
+`demotion` copies them to slower tiers. `tiers` has the pools and decides which may be evicted.
+`catalog` records the identity and the deadline of each block, and why blocks have left. No module
+of this package knows models.
 """

@@ -1,6 +1,6 @@
-"""What the RAM tiers hold and until when, and why the blocks that left them last have left.
+"""The blocks that the RAM tiers hold, their deadlines, and why blocks have left lately.
 
-There is one entry per block, whichever of the tiers has it. This module knows identity and
+There is one entry per block, even if both tiers have a copy. This module knows identity and
 retention; it does not know pools, bytes or devices.
 Called by the engine's thread only.
 """
@@ -35,10 +35,10 @@ class Entry(msgspec.Struct, gc=False):
             does not count as idle; 0.0 without a pin. A pin does not extend its absolute lifetime.
         disk_expires_at: the deadline that the disk was last told; 0.0 while the disk has
             acknowledged no copy.
-        is_droppable: the block may be evicted without a copy below, since its demotion was given
-            up.
-        refusal: why the store did not take the block the last time that it was asked, or empty.
-        queued_second: when it is looked at next, in seconds since the epoch.
+        is_droppable: the block may be evicted without a copy in a slower tier, since its demotion
+            was given up.
+        refusal: why the store last refused the block; empty if it did not.
+        queued_second: when the entry is examined next, in seconds since the epoch.
     """
 
     block_hash: BlockHash
@@ -63,7 +63,7 @@ class Entry(msgspec.Struct, gc=False):
 
     @property
     def times(self) -> tuple[float, float, float]:
-        """The times from which, together with its claims, its deadline follows."""
+        """The times from which, together with the claims, the entry's deadline is computed."""
         return self.computed_at, self.last_used, self.pinned_until
 
 
@@ -78,17 +78,17 @@ def _shared(block: Entry | BlockRecord) -> dict[str, Any]:
 class Catalog:
     """Entries by block hash, and the order in which they expire.
 
-    Entries are queued by the second in which they are due at the earliest. One that is used
-    meanwhile stays where it is and is queued anew when its turn has come; one that leaves is taken
-    out.
+    Entries are queued by the earliest second in which they can expire. An entry that is used
+    meanwhile keeps its place and is queued again when that second comes. An entry that is
+    forgotten leaves the queue.
 
     Invariants (`check`): every entry is under its own hash; every entry is queued once, no later
     than its deadline, so that the sweep cannot miss it; nothing else is queued; `pinned` holds the
-    blocks of those entries that have a pin.
+    blocks of the entries that have a pin.
 
     Attributes:
-        pinned: blocks that pools are to evict last.
-        is_behind: whether the last call of `due` has left something that was due.
+        pinned: blocks that the pools evict last.
+        is_behind: whether the last call of `due` left entries unexamined that were due.
     """
 
     def __init__(self, policies: RetentionPolicies) -> None:
@@ -97,16 +97,16 @@ class Catalog:
         self.pinned: set[BlockHash] = set()
         self._queued: dict[int, dict[BlockHash, None]] = {}
         self._seconds: list[int] = []  # a heap of the keys of `_queued`
-        self._begun: Iterator[BlockHash] | None = None  # of a second that has, to be looked at
+        self._begun: Iterator[BlockHash] | None = None  # of a second that has begun
         self._begun_second = _NEVER
-        self._soon: list[tuple[float, BlockHash]] = []  # a heap of those that were looked at
-        self._held_by_disk: set[BlockHash] = set()  # queued by the deadline that the disk was told
+        self._soon: list[tuple[float, BlockHash]] = []  # a heap: not yet due when examined
+        self._held_by_disk: set[BlockHash] = set()  # queued by the disk's deadline
         self._departed: OrderedDict[BlockHash, tuple[str, float]] = OrderedDict()
         self.is_behind = False
 
     @property
     def num_queued(self) -> int:
-        """Blocks that are queued to expire."""
+        """The number of blocks that are queued to expire."""
         return sum(map(len, self._queued.values())) + len(self._soon)
 
     def get(self, block_hash: BlockHash | None) -> Entry | None:
@@ -118,14 +118,15 @@ class Catalog:
         return list(self._entries.values())
 
     def add(self, entry: Entry) -> Entry:
-        """Insert an entry; one that is there already gains the new one's claims instead.
+        """Insert an entry, or add its claims to the entry that the block already has.
 
-        Its age then counts from the earlier of the two: whichever copy is served is no older.
+        The age of the block then counts from the earlier `computed_at` of the two, so that no copy
+        that is served is older than that.
         """
         return self.add_all([entry])[0]
 
     def add_all(self, entries: Sequence[Entry]) -> list[Entry]:
-        """Insert entries as `add` does; those of one deadline are queued together."""
+        """Insert entries as `add` does; entries with equal deadlines are queued together."""
         added: list[Entry] = []
         for entry in entries:
             known = self._entries.setdefault(entry.block_hash, entry)
@@ -140,10 +141,10 @@ class Catalog:
         return added
 
     def forget_disk(self) -> None:
-        """Count no block as being on disk: a new worker may have had to start with an empty store.
+        """Count no block as being on disk, since a new worker may have started with an empty store.
 
-        What is there after all is acknowledged without being written again. A block that nobody
-        claims keeps its deadline, which is the disk's.
+        A block that the store still has is acknowledged without being written again. A block that
+        no policy claims keeps the disk's deadline.
         """
         for entry in self._entries.values():
             if entry.claims:
@@ -153,9 +154,9 @@ class Catalog:
         self._queue(filter(None, map(self._entries.get, held)))
 
     def _queue(self, entries: Iterable[Entry]) -> None:
-        """Queue entries by what their claims allow them, or earlier, when their pins end.
+        """Queue entries by the deadlines of their claims, or by the ends of their pins if earlier.
 
-        A prompt's blocks mostly share their deadline, which is worked out once.
+        Most blocks of a prompt share one deadline, which is computed once.
         """
         lives: dict[tuple[object, ...], tuple[float, float]] = {}
         for entry in entries:
@@ -172,7 +173,7 @@ class Catalog:
                 self._held_by_disk.add(entry.block_hash)
 
     def _times_of(self, entry: Entry) -> tuple[float, float]:
-        """Return when an entry is to be looked at, and when its pin ends; 0.0 without one."""
+        """Return when an entry has to be examined, and when its pin ends (0.0 without a pin)."""
         due = entry.disk_expires_at
         if entry.claims:
             due = self._policies.deadline(entry.claims, *entry.times)
@@ -180,7 +181,7 @@ class Catalog:
         return (min(due, pin_ends), min(self.deadline(entry), pin_ends)) if pin_ends else (due, 0.0)
 
     def _queue_at(self, entry: Entry, due: float) -> None:
-        """Queue an entry for the second of a moment, unless it is queued for an earlier one."""
+        """Queue an entry for the second of `due`, unless it is queued for an earlier second."""
         second, block_hash = int(due), entry.block_hash
         if entry.queued_second == _SOON:
             heapq.heappush(self._soon, (due, block_hash))
@@ -194,7 +195,7 @@ class Catalog:
         self._queued[second][block_hash] = None
 
     def _unqueue(self, entry: Entry) -> None:
-        """Take an entry out of the queue; `due` passes over it where its second has begun."""
+        """Take an entry out of the queue; if its second has begun, `due` skips it."""
         if (queued := self._queued.get(entry.queued_second)) is not None:
             queued.pop(entry.block_hash, None)
         self._held_by_disk.discard(entry.block_hash)
@@ -214,8 +215,8 @@ class Catalog:
     ) -> None:
         """Note that a request with these retentions used blocks now, and how long it pins them.
 
-        A pin lasts no longer than the claims let a block live; what was promised before is
-        not shortened.
+        A pin lasts no longer than the claims let a block live. A pin or a claim that was made
+        earlier is not shortened.
         """
         for entry in entries:
             if not claims <= entry.claims:
@@ -238,19 +239,19 @@ class Catalog:
         self.note_departed(block_hash, reason, entry.disk_expires_at if entry else 0.0)
 
     def note_departed(self, block_hash: BlockHash, reason: str, until: float = 0.0) -> None:
-        """Note why a block is gone; one that is `evicted_disk` expires there at `until`."""
+        """Note why a block left the RAM tiers; if `evicted_disk`, it expires on disk at `until`."""
         self._departed[block_hash] = reason, until
         self._departed.move_to_end(block_hash)
         if len(self._departed) > NUM_DEPARTED:
             self._departed.popitem(last=False)
 
     def why_departed(self, block_hash: BlockHash, now: float) -> str:
-        """Return why a block is in no tier; of the last to leave, others count as `never_seen`.
+        """Return why a block is in no tier, or `never_seen` if it is not among the last to leave.
 
-        `expired`, `evicted_device`, `evicted_host`, `evicted_disk` (from which tier last),
-        `corrupt`, `admin` (evicted by an operator) or `load_timeout` (it took too long to load, so
-        that it was computed). What left for the disk stays there until its time there has come, as
-        far as is known.
+        The reasons are `expired`; `evicted_device`, `evicted_host` and `evicted_disk` (the last
+        tier that had the block); `corrupt`; `admin` (an operator evicted it); and `load_timeout`
+        (loading took too long, so that the block was computed). `evicted_disk` becomes `expired`
+        when the block's deadline on disk has passed.
         """
         reason, until = self._departed.get(block_hash, ("never_seen", 0.0))
         return "expired" if reason == "evicted_disk" and until <= now else reason
@@ -273,7 +274,7 @@ class Catalog:
         return now >= self.deadline(entry)
 
     def disk_deadline(self, entry: Entry, now: float) -> float | None:
-        """Return until when the disk may keep the block, or None where it may not have it."""
+        """Return until when the disk may keep the block, or None if it may not have the block."""
         until = self._policies.disk_deadline(entry.claims, *entry.times)
         return until if until is not None and until > now else None
 
@@ -282,7 +283,7 @@ class Catalog:
         return any(tier in self._policies.get(each, is_any=True).tiers for each in entry.claims)
 
     def record(self, entry: Entry, *, size_bytes: int, expires_at: float) -> BlockRecord:
-        """Return what the store is told of the block."""
+        """Return the record of the block that is sent to the store."""
         return BlockRecord(
             **_shared(entry),
             size_bytes=size_bytes,
@@ -291,7 +292,7 @@ class Catalog:
         )
 
     def touch_item(self, entry: Entry, now: float) -> TouchItem:
-        """Return what the disk is to be told of a use of a block that it has, and note it."""
+        """Return the message that tells the disk of a block's use; note the deadline in it."""
         until, retention = self.disk_deadline(entry, now), None
         if until is not None:
             entry.disk_expires_at = max(entry.disk_expires_at, until)
@@ -304,10 +305,10 @@ class Catalog:
         following: Collection[BlockHash] = (),
         before: Collection[BlockHash] = (),
     ) -> set[BlockHash]:
-        """Return the blocks that chains of these ids have for themselves.
+        """Return the blocks that only the chains of these ids use.
 
-        These are the blocks that an id names, all that follow them, and those before them that no
-        other chain in the RAM tiers uses.
+        These are the blocks that an id names, all blocks that follow them, and the blocks before
+        them that no other chain in the RAM tiers uses.
 
         Args:
             ids: see `ChainInfo`.
@@ -336,7 +337,7 @@ class Catalog:
     def _named(
         self, ids: Sequence[str], on_disk: Collection[BlockHash] = ()
     ) -> list[list[BlockHash]]:
-        """Return the blocks that each id names, but for those before another of them."""
+        """Return the blocks that each id names, except blocks that precede the id's last block."""
         digits = sorted(block_hash.hex() for block_hash in self._entries) if ids else []
         digits_on_disk = sorted(block_hash.hex() for block_hash in on_disk) if ids else []
         found = []
@@ -347,16 +348,16 @@ class Catalog:
                 while entry is not None and entry.block_hash not in above:
                     above.add(entry.block_hash)
                     entry = self._entries.get(entry.parent_hash)
-            # Where the disk has the last block, it has told what belongs to it.
+            # If the disk has the last block, the caller already knows the chain from the disk.
             firsts = () if _starting_with(digits_on_disk, last) else _starting_with(digits, first)
             found.append([*lasts, *(each for each in firsts if each not in above)])
         return found
 
     def due(self, now: float, at_most: int = sys.maxsize) -> list[Entry]:
-        """Return entries that have expired, and those whose pin has just ended.
+        """Return entries that have expired, and entries whose pin has just ended.
 
-        Cost follows what ends, not what is held. Where more than `at_most` are to be looked at,
-        `is_behind` says so, and the next call goes on.
+        The cost depends on how many entries are due, not on how many there are. If more than
+        `at_most` have to be examined, `is_behind` is set and the next call continues.
         """
         due: list[Entry] = []
         for _ in range(at_most):
@@ -378,7 +379,7 @@ class Catalog:
         return due
 
     def _next_due(self, now: float) -> Entry | None:
-        """Take an entry off the queue that may be due."""
+        """Take the next entry that may be due off the queue."""
         while self._soon and self._soon[0][0] <= now:
             entry = self._entries.get(heapq.heappop(self._soon)[1])
             if entry is not None and entry.queued_second == _SOON:
@@ -400,7 +401,7 @@ class Catalog:
         """Queue an entry that is not due yet."""
         due, _ = self._times_of(entry)
         is_held_by_disk = due <= now
-        if is_held_by_disk:  # its claims have ended, but not what the disk was told
+        if is_held_by_disk:  # its claims have ended, but not the disk's deadline
             due = self.deadline(entry)
         if int(due) <= now:
             entry.queued_second = _SOON
@@ -433,7 +434,7 @@ class Catalog:
 
 
 def _starting_with(hashes: Sequence[str], digits: str) -> list[BlockHash]:
-    """Return those of some sorted hashes, in hex, that start with these digits; none for none."""
+    """Return the hashes, of a sorted list in hex, that start with `digits`; none if it is empty."""
     start = bisect_left(hashes, digits) if digits else len(hashes)
     same = takewhile(lambda at: hashes[at].startswith(digits), range(start, len(hashes)))
     return [BlockHash(bytes.fromhex(hashes[at])) for at in same]

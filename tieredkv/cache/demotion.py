@@ -1,6 +1,6 @@
-"""Takes blocks down: device block to host page, host page to disk, ahead of need.
+"""Copies blocks to slower tiers ahead of need: from VRAM to host memory, and from there to disk.
 
-Demotion keeps enough clean blocks (see `Tiers`) at the old end of each pool, so that an allocation
+Demotion keeps enough of the oldest blocks of each pool clean (see `Tiers`), so that an allocation
 waits neither for PCIe nor for the disk. Blocks that cannot be demoted in time are dropped, the
 oldest first, and counted.
 
@@ -39,7 +39,7 @@ Waiting = OrderedDict[BlockHash, None]
 
 
 class _Write(NamedTuple):
-    """One page lent to the store, and its entry: the hash may get another entry meanwhile."""
+    """One page lent to the store, and its entry, since the hash may get another one meanwhile."""
 
     page: Block
     entry: Entry
@@ -50,25 +50,26 @@ class _Write(NamedTuple):
 class Demoter:
     """Keeps a reserve of clean blocks in VRAM and in host memory.
 
-    A block is pinned while it is copied or written, so that its place in the order of eviction
-    stays.
+    A block is pinned while it is copied or written, so that it keeps its place in the order of
+    eviction.
 
-    Invariants (`check`): a page being written is pinned; no more pages are lent for writing than
-    the cap.
+    Invariants (`check`): a page being written is pinned; the number of pages lent for writing
+    stays within the cap.
     """
 
     def __init__(self, tiers: Tiers, poll: Callable[[], None]) -> None:
         self._tiers = tiers
         self._poll = poll
-        # NOTE: of the host no more than half, or its pages would push one another out for ever.
+        # NOTE: if the reserve were above half of the host tier, its pages would evict one
+        # another forever.
         most = max(1, min(tiers.device.num_blocks // 4, tiers.host.num_blocks // 2))
         self._device_reserve = min(tiers.device_reserve_blocks, most)
         self._host_reserve = max(1, tiers.host.num_blocks // 8)
         self._write_cap = max(1, tiers.host.num_blocks // 4)
-        self._behind: Waiting = OrderedDict()  # for the disk, wherever they are
-        self._to_write: Waiting = OrderedDict()  # those that have a page
-        self._fresh: Waiting = OrderedDict()  # for the host
-        self._num_noted = 0  # since the last step
+        self._behind: Waiting = OrderedDict()  # owed to the disk
+        self._to_write: Waiting = OrderedDict()  # owed to the disk, with a host page
+        self._fresh: Waiting = OrderedDict()  # owed to host memory
+        self._num_noted = 0  # blocks computed since the last step
         self._num_copying = 0
         self._writing: dict[BlockHash, _Write] = {}
         self._is_draining = False
@@ -77,21 +78,21 @@ class Demoter:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way down."""
+        """Whether no block is being demoted or queued to be written."""
         return not (self._num_copying or self._writing or self._behind or self._to_write)
 
     def note_change(self) -> None:
-        """Look at the reserves again at the next `pump`: blocks were allocated or released."""
+        """Note that blocks were allocated or released: the next `pump` checks the reserves."""
         self._is_stale = True
 
     def note_computed(self, entries: Iterable[Entry]) -> None:
-        """Note blocks that were computed just now, for copies and writes ahead of need."""
+        """Queue blocks that were just computed for copies and writes ahead of need."""
         fresh, behind = self._fresh, self._behind
         claims, goes_to_disk = None, False
         num_before = len(fresh)
         for entry in entries:
             fresh[entry.block_hash] = None
-            if entry.claims is not claims:  # those of one prompt share theirs
+            if entry.claims is not claims:  # blocks of one prompt share their claims
                 claims = entry.claims
                 goes_to_disk = self._writes_soon and self._tiers.catalog.may_enter(entry, Tier.DISK)
             if goes_to_disk:
@@ -102,10 +103,10 @@ class Demoter:
         self._is_stale = True
 
     def pump(self) -> None:
-        """Top up both reserves; a few microseconds when nothing has changed.
+        """Top up both reserves; this takes a few microseconds when nothing has changed.
 
-        What a step does here follows from what it may start, not from what waits. Where more could
-        be started at once, `has_more` says so, and the next `pump` goes on.
+        The work of one call is bounded by the moves that it may start, however many blocks wait.
+        If more moves could be started, `has_more` is set and the next `pump` continues.
         """
         at_most = MAX_MOVES + 2 * self._num_noted
         self._num_noted, self.has_more = 0, False
@@ -117,28 +118,28 @@ class Demoter:
         device, host = self._tiers.device, self._tiers.host
         if device.num_empty < self._device_reserve:
             self._keep_going(self.demote(self._device_reserve - device.num_empty, at_most), at_most)
-        # NOTE: where running requests hold nearly all blocks, those that end let go of many at
-        # once, and the next ones need them at once. Whole blocks never change, so copies of what
-        # is in use need not wait.
+        # NOTE: if running requests hold nearly all blocks, a request that ends releases many at
+        # once, and the next request needs them at once. Full blocks never change, so blocks in
+        # use can be copied before they are released.
         if device.num_free < self._device_reserve:
             self._keep_going(self._copy_first(self._fresh, self._is_owed_to_host, at_most), at_most)
         if host.num_empty < self._host_reserve:
             self._keep_going(self.write(self._host_reserve - host.num_empty, at_most), at_most)
 
     def demote(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
-        """Start copies until so many device blocks are clean, or will be; count what was started.
+        """Start the copies that make the oldest device blocks clean; return how many were started.
 
         Args:
-            num_ahead: how many are to be clean, the oldest ones.
+            num_ahead: how many of the oldest blocks have to be clean.
             at_most: how many copies to start at most.
         """
         return self._copy_out(self._dirty(self._tiers.device, num_ahead, at_most))
 
     def write(self, num_ahead: int, at_most: int = sys.maxsize) -> int:
-        """Start writes until so many host pages are clean, or will be; count what was started.
+        """Start the writes that make the oldest host pages clean; return how many were started.
 
         Args:
-            num_ahead: how many are to be clean, the oldest ones.
+            num_ahead: how many of the oldest pages have to be clean.
             at_most: how many writes to start at most.
         """
         room = self._write_cap - len(self._writing)
@@ -146,13 +147,13 @@ class Demoter:
         return self._write_out(pages)
 
     def on_copied(self, began_at: float, pairs: list[tuple[Block, Block]]) -> None:
-        """Finish copies to the host: the page may serve hits, the device block may be reused."""
+        """Finish copies to the host: each page may serve hits, each device block may be reused."""
         tiers = self._tiers
         tiers.counters.note_move("device,host", began_at)
         self._num_copying -= len(pairs)
         for block, page in pairs:
             block_hash = page.block_hash
-            if block_hash is not None:  # else expired or evicted by hand meanwhile
+            if block_hash is not None:  # if not, it expired or an operator evicted it
                 page.is_ready = True
                 tiers.counters.demoted_host_blocks += 1
                 if self._writes_soon and tiers.is_owed_to_disk(block_hash):
@@ -162,7 +163,7 @@ class Demoter:
         self._is_stale = True
 
     def on_page_stored(self, event: PageStored) -> None:
-        """Take a page back from the store: acknowledged on disk, or refused for a reason."""
+        """Take a page back from the store, which has written the block or refused it."""
         tiers, catalog = self._tiers, self._tiers.catalog
         page, entry, record, began_at = self._writing.pop(BlockHash(event.block_hash))
         tiers.counters.note_move("host,disk", began_at)
@@ -175,7 +176,7 @@ class Demoter:
             count_failure(tiers.counters.store_failures, event.reason, text)
             entry.is_droppable = True
             tiers.device.look_again(entry.block_hash)
-        elif catalog.get(entry.block_hash) is not entry:  # expired or evicted by hand meanwhile
+        elif catalog.get(entry.block_hash) is not entry:  # expired or evicted
             tiers.counters.demoted_disk_blocks += 1
             tiers.store.delete([entry.block_hash], "evicted")
         else:
@@ -183,14 +184,15 @@ class Demoter:
             entry.disk_expires_at = record.expires_at
             item = catalog.touch_item(entry, tiers.clock.now())
             told = record.expires_at, record.pinned_until
-            if (entry.disk_expires_at, entry.pinned_until) != told:  # a claim has come meanwhile
+            if (entry.disk_expires_at, entry.pinned_until) != told:  # claimed meanwhile
                 tiers.store.touch([item])
         tiers.host.unpin(page)
 
     def drop_oldest(self, num_blocks: int) -> None:
         """Give up the demotion of the oldest dirty device blocks, so that they can be evicted.
 
-        This covers at least the reserve, so that the next allocation does not have to wait, too.
+        At least as many blocks as the reserve are given up, so that the next allocation does not
+        have to wait either.
         """
         tiers = self._tiers
         for block in tiers.device.dirty(max(num_blocks, self._device_reserve)):
@@ -201,16 +203,16 @@ class Demoter:
                 tiers.counters.demotions_dropped += 1
 
     def flush(self, to: Tier, *, deadline: float) -> bool:
-        """Empty the tiers above `to` of everything that no request uses.
+        """Move all blocks that no request uses out of the tiers above `to`.
 
-        What may not go as far down as `to` is dropped.
+        Blocks that no retention policy lets into `to` are dropped.
 
         Args:
             to: HOST empties the device tier, DISK the device and the host tier.
             deadline: monotonic time at which to stop.
 
         Returns:
-            Whether everything has gone; False when the deadline came first.
+            Whether all of them were moved or dropped before the deadline.
         """
         device, host = self._tiers.device, self._tiers.host
         pools = [device, host] if to is Tier.DISK else [device]
@@ -228,11 +230,11 @@ class Demoter:
         return True
 
     def drain(self, *, deadline: float, progress: Progress = ignore_progress) -> int:
-        """Write what disk policies still hold only in RAM, newest chains first, heads first.
+        """Write all blocks that are owed to the disk: the newest chains first, each from its head.
 
         Args:
             deadline: monotonic time at which to stop.
-            progress: told how many are written or given up.
+            progress: told how many blocks are written or given up.
 
         Returns:
             How many blocks were not written.
@@ -257,7 +259,7 @@ class Demoter:
                 self._poll()
                 self._write_behind(2 * self._write_cap)
                 is_moving = self._num_copying or self._writing
-                if not is_moving:  # host pages that come later stand in the way
+                if not is_moving:  # pages whose turn is later fill the host tier
                     self.write(self._tiers.host.num_blocks)
                 num_left = len(self._behind) + len(self._to_write) + len(self._writing)
                 progress("writing to disk", max(0, len(entries) - num_left), len(entries))
@@ -266,7 +268,7 @@ class Demoter:
         return sum(not entry.is_on_disk for entry in entries)
 
     def refusals(self) -> Counter[str]:
-        """Count the blocks in RAM that the disk was to keep and the store refused, by reason."""
+        """Count by reason the blocks in RAM that the disk should keep and the store refused."""
         catalog, now = self._tiers.catalog, self._tiers.clock.now()
         refused = (each for each in catalog.entries() if each.refusal and not each.is_on_disk)
         return Counter(each.refusal for each in refused if catalog.disk_deadline(each, now))
@@ -280,22 +282,22 @@ class Demoter:
             raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
 
     def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
-        """Return whether VRAM has the block, and evicting it there would lose it."""
+        """Return whether VRAM has the block and its eviction there would lose it."""
         block = self._tiers.device.lookup(block_hash)
         return block is not None and block.is_ready and not self._tiers.device.can_evict(block)
 
     @property
     def _writes_soon(self) -> bool:
-        """Whether blocks are to be written to disk though nothing needs their room."""
+        """Whether blocks are written to disk even if no allocation needs their room."""
         return self._tiers.is_write_behind or self._is_draining
 
     def _keep_going(self, num_started: int, at_most: int) -> None:
-        """Note whether only the bound of one step has ended what it started."""
+        """Set `has_more` if a step started as many moves as it may."""
         if num_started >= at_most:
             self._is_stale = self.has_more = True
 
     def _write_behind(self, at_most: int) -> None:
-        """Take the first blocks that are owed to the disk one step down."""
+        """Start copies and writes for the first blocks that are owed to the disk."""
         num_moved = 0
         if len(self._to_write) < at_most:
             num_moved = self._copy_first(self._behind, self._tiers.is_owed_to_disk, at_most)
@@ -305,10 +307,11 @@ class Demoter:
     def _copy_first(
         self, wanted: Waiting, is_owed: Callable[[BlockHash], bool], at_most: int
     ) -> int:
-        """Start copies of the first of `wanted`; return how many were started or looked at.
+        """Start copies of the first blocks of `wanted`; return how many were started.
 
-        Those that are started leave, and those that are owed no more. Those that have a page go on
-        to be written.
+        Blocks whose copy is started leave the queue, and so do blocks that are no longer owed. A
+        block that has a host page is queued to be written. If only the bound on examined blocks
+        ended the search, `at_most` is returned.
         """
         tiers, blocks, num_looks = self._tiers, list[Block](), 0
         while wanted and len(blocks) < at_most and num_looks < LOOKS_PER_MOVE * at_most:
@@ -318,7 +321,7 @@ class Demoter:
                 continue
             page, block = tiers.host.lookup(block_hash), tiers.device.lookup(block_hash)
             if page is not None:
-                if page.is_ready and self._writes_soon:  # else whoever fills it will see to it
+                if page.is_ready and self._writes_soon:  # if not, the move that fills it continues
                     self._to_write[block_hash] = None
             elif block is not None and block.is_ready:
                 blocks.append(block)
@@ -327,13 +330,13 @@ class Demoter:
         for block in left if tiers.shares else reversed(left):
             assert block.block_hash is not None, block
             wanted[block.block_hash] = None
-            if not tiers.shares:  # else a tenant that has no room keeps no other waiting
+            if not tiers.shares:  # with shares, no tenant waits for another's room
                 wanted.move_to_end(block.block_hash, last=False)
         is_full = num_looks == LOOKS_PER_MOVE * at_most and not left
         return at_most if is_full else num_started
 
     def _write_first(self, at_most: int) -> int:
-        """Start writes of the first blocks that have a page; return how many."""
+        """Start writes of the first queued blocks that have a page; return how many."""
         tiers, pages = self._tiers, list[Block]()
         room = min(at_most, self._write_cap - len(self._writing))
         while self._to_write and len(pages) < room:
@@ -344,12 +347,12 @@ class Demoter:
         return self._write_out(pages)
 
     def _dirty(self, pool: BlockPool, num_ahead: int, at_most: int) -> list[Block]:
-        """Return the oldest blocks of a pool that have to go down for so many to be clean."""
+        """Return the oldest blocks of a pool to move down so that `num_ahead` blocks are clean."""
         looks = at_most if at_most == sys.maxsize else LOOKS_PER_MOVE * at_most
         return pool.dirty(num_ahead, at_most=at_most, most_looks=looks)
 
     def _copy_out(self, blocks: list[Block]) -> int:
-        """Start copying device blocks into host pages, as many as there are pages for."""
+        """Start copies of device blocks to host pages while there are pages; return how many."""
         tiers = self._tiers
         pairs: list[tuple[Block, Block]] = []
         for tenant, group in groupby(blocks, key=attrgetter("tenant")):
@@ -369,7 +372,7 @@ class Demoter:
         return len(pairs)
 
     def _write_out(self, pages: list[Block]) -> int:
-        """Lend host pages to the store for writing, as many as the cap allows."""
+        """Lend host pages to the store for writing, up to the cap; return how many."""
         tiers, catalog, now = self._tiers, self._tiers.catalog, self._tiers.clock.now()
         items: list[LentPage] = []
         began_at = time.perf_counter()
@@ -391,7 +394,7 @@ class Demoter:
         return len(items)
 
     def _can_be_copied(self, block: Block) -> bool:
-        """Return whether no page of a block is being filled already, from here or from disk."""
+        """Return whether the host tier has no page of the block yet, filled or being filled."""
         is_free = block.block_hash is not None and self._tiers.host.lookup(block.block_hash) is None
         if not is_free:
             self._tiers.device.postpone(block)

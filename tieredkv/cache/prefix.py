@@ -12,11 +12,11 @@ from tieredkv.types import TENANT_BYTES, BlockHash, Tier
 
 
 class BlockClaim(NamedTuple):
-    """What a request wants for the blocks from the end of the claim before it to its own.
+    """A request's wishes for the blocks from the end of the previous claim to this one's end.
 
     Attributes:
-        end: index of the first block behind it.
-        retentions: names of policies; a block lives by the longest.
+        end: index of the first block behind the claim.
+        retentions: names of retention policies; the longest one counts.
         pinned_until: see `catalog.Entry`.
     """
 
@@ -31,19 +31,19 @@ class Prefix:
 
     Attributes:
         hashes: block hashes of the full blocks of its tokens, head first.
-        claims: ascending ends; the last one covers what is generated, too.
-        max_blocks: no block behind so many is hashed.
-        read_ends: numbers of blocks at which a hit may end; None for any.
-        blocks: its block table; the first `len(hashes)` are the chain. Empty before it is admitted.
+        claims: the request's claims by ascending `end`; the last one also covers generated tokens.
+        max_blocks: how many blocks are hashed at most.
+        read_ends: numbers of blocks at which a hit may end; None if it may end anywhere.
+        blocks: the block table, empty before admission; the first `len(hashes)` are the chain.
         block_ids: the ids of `blocks`, as a model takes them.
-        sources: tier in which each full block was found, None where it had to be computed.
-        records: what the disk was asked for: each block's record, sealed as it is stored, None
-            while there is none.
-        lookup_job, lookup_give_up_at: the question to the disk that has no answer yet.
-        num_present: blocks of its head that were in the tiers, where `read_ends` are given.
-        wanted: blocks that are evicted last, while it waits.
-        refused_at: free and cached blocks, how many it wanted, and whether it was alone, when there
-            was no room for it; it is not looked up again before they change.
+        sources: tier in which each full block was found; None if the block had to be computed.
+        records: blocks that the disk was asked for, each with its sealed record as the disk stores
+            it; None if the disk has not returned one.
+        lookup_job, lookup_give_up_at: the lookup on disk that has no answer yet.
+        num_present: if `read_ends` are given, how many blocks of the head were in the tiers.
+        wanted: blocks that are evicted last while the request waits.
+        refused_at: the state in which the request last found no room: free and cached blocks,
+            blocks wanted, and whether it was alone. It is not tried again until these change.
     """
 
     root: BlockHash
@@ -64,11 +64,11 @@ class Prefix:
 
     @property
     def tenant(self) -> bytes:
-        """Whose it is."""
+        """The tenant whose request this is."""
         return self.namespace[:TENANT_BYTES]
 
     def by_claim(self, indices: Sequence[int]) -> Iterator[tuple[BlockClaim, Sequence[int]]]:
-        """Yield the claims and, of these ascending indices of blocks, those that each covers."""
+        """Yield each claim with the indices that it covers; `indices` must be ascending."""
         start = 0
         for claim in self.claims:
             end = bisect_left(indices, claim.end)

@@ -1,11 +1,11 @@
-"""Brings blocks up: disk to host page, host page to device block.
+"""Copies blocks to faster tiers: from disk to a host page, and from there to a device block.
 
 Each move has two phases: `start` or `prefetch` holds the source and the destination, and the
-completion releases them. A read that fails, is late or is no longer wanted costs a miss and nothing
-else.
+completion releases them. A read that fails, is late or is no longer wanted only costs a
+miss.
 
-A page that was lent to the store stays held until the store returns it. A timeout ends the waiting
-of a device block, never the loan of the page.
+A page that is lent to the store stays held until the store returns it. After a timeout a device
+block no longer waits for the page, but the page stays on loan.
 
 Called by the engine's thread only.
 """
@@ -39,12 +39,13 @@ Copies = Sequence[tuple[Block, Block]]
 
 @dataclass(slots=True)
 class _Read:
-    """A block that is to come from disk.
+    """A block that is to be read from disk.
 
     Attributes:
         record: the encoded record that the disk returned.
-        page: the page that is read into, on loan since `began_at`; None until there is room.
-        waiting: device blocks that are filled from it, held.
+        page: the host page that the block is read into, on loan since `began_at`; None until there
+            is room.
+        waiting: device blocks that will be filled from the page; they are held.
     """
 
     block_hash: BlockHash
@@ -54,12 +55,12 @@ class _Read:
     waiting: dict[Block, None] = field(default_factory=dict)
 
     def opened(self) -> BlockRecord:
-        """Return the record itself."""
+        """Return the decoded record."""
         return decode_record(self.block_hash, self.record).record
 
 
 class _Wait(NamedTuple):
-    """A device block that is filled from a read, and when it is given up."""
+    """A device block that waits for a read, and the time at which the wait is given up."""
 
     block: Block
     read: _Read
@@ -67,34 +68,34 @@ class _Wait(NamedTuple):
 
 
 class Promoter:
-    """Loads what requests want, in the order they asked, within the caps of the arena.
+    """Loads the blocks that requests want, in the order of the requests, within the arena's caps.
 
-    Admitted requests may have half of the arena's pages inbound, queued requests (prefetch) half
-    of that, so that what is queued can never starve what is running.
+    Admitted requests may have half of the arena's pages inbound. Queued requests (prefetch) may
+    have half of that, so that they never starve running requests.
 
-    Invariants (`check`): every device block that waits is loading, for one read; every page that is
-    read into is held; reads stay within the cap.
+    Invariants (`check`): every device block that waits is loading and waits for one read; every
+    page that is read into is held; reads stay within the cap.
     """
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
         self._reads: dict[BlockHash, _Read] = {}
-        self._to_read: deque[_Read] = deque()  # those that have no page yet
+        self._to_read: deque[_Read] = deque()  # reads that have no page yet
         self._to_copy: list[tuple[Block, Block]] = []
-        self._num_copying = 0  # those to copy included
+        self._num_copying = 0  # including `_to_copy`
         self._waiting: dict[Block, _Wait] = {}
-        self._waits: deque[_Wait] = deque()  # by when they are given up; some have ended already
+        self._waits: deque[_Wait] = deque()  # by `give_up_at`; some have ended
         self.has_more = False
         # Pages that reads and copies up may hold together.
         self._inbound_cap = max(1, tiers.host.num_blocks // 2)
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is on its way up."""
+        """Whether no block is being promoted."""
         return not self._reads and not self._num_copying
 
     def note_release(self, blocks: Sequence[Block]) -> None:
-        """End the waits of a request's blocks that nobody wants, now that it let go of them."""
+        """Stop waiting for blocks that a request has released and no other request holds."""
         if not self._waiting:
             return
         for block in blocks:
@@ -102,7 +103,7 @@ class Promoter:
                 self._stop_waiting(block)
 
     def copy(self, copies: Copies) -> None:
-        """Fill device blocks from host pages whose content is there, from the next `pump` on."""
+        """Queue copies from host pages that are ready to device blocks; `pump` starts them."""
         self._tiers.host.acquire(page for page, _ in copies)
         self._tiers.device.acquire(block for _, block in copies)
         for _, block in copies:
@@ -111,10 +112,10 @@ class Promoter:
         self._to_copy += copies
 
     def start(self, block: Block, block_hash: BlockHash, record: bytes | None) -> bool:
-        """Begin to fill a device block from a page that is read already or, with a record, will be.
+        """Have a device block filled from a read of its hash; queue the read if there is none.
 
         Returns:
-            False where the disk has nothing to fill it with, as far as is known.
+            False if there is no such read and no unexpired record to queue one with.
         """
         read = self._reads.get(block_hash)
         if read is None:
@@ -132,7 +133,7 @@ class Promoter:
         return True
 
     def prefetch(self, records: Mapping[BlockHash, bytes]) -> None:
-        """Start reading blocks that a queued request wants, as many as can be kept for it."""
+        """Start reads of blocks that a queued request wants, within the prefetch and pin caps."""
         host = self._tiers.host
         items: list[LentPage] = []
         for block_hash, record in records.items():
@@ -148,7 +149,7 @@ class Promoter:
         self._submit(items)
 
     def pump(self) -> bool:
-        """Start the reads and copies that there is room for; give up what is late or unwanted.
+        """Start the reads and copies that there is room for; give up late and unwanted reads.
 
         Returns:
             Whether a read has to wait for a page.
@@ -179,14 +180,14 @@ class Promoter:
         return bool(self._to_read)
 
     def on_page_loaded(self, event: PageLoaded) -> None:
-        """Take a page back from the store: its loan has ended, well or badly."""
+        """Take a page back from the store, whether the read succeeded or failed."""
         tiers, block_hash = self._tiers, BlockHash(event.block_hash)
         read = self._reads.pop(block_hash)
         page, record, reason = read.page, event.record, event.reason
         assert page is not None and page.block_id == event.page_id, (page, event.page_id)
         tiers.counters.note_move("disk,host", read.began_at)
         if record is not None and page.block_hash is None:
-            reason = "evicted"  # by hand, or expired, while it was read
+            reason = "evicted"  # by an operator, or expired, during the read
         elif record is not None and record.expires_at <= tiers.clock.now():
             reason = "expired"
         if record is not None and not reason:
@@ -204,7 +205,7 @@ class Promoter:
         tiers.host.release([page])
 
     def on_copied(self, began_at: float, copies: Copies) -> None:
-        """Hand over blocks whose bytes are in VRAM."""
+        """Mark blocks as ready whose bytes have arrived in VRAM."""
         self._tiers.counters.note_move("host,device", began_at)
         for _, block in copies:
             block.is_ready, block.is_loading = True, False
@@ -213,7 +214,7 @@ class Promoter:
         self._tiers.host.release(page for page, _ in reversed(copies))
 
     def evict(self, is_wanted: Callable[[Entry], bool]) -> None:
-        """Let go of the blocks that the filter wants and that are being read just now."""
+        """Drop the pages of blocks that are being read and that the filter wants evicted."""
         tiers = self._tiers
         for block_hash, read in self._reads.items():
             page = read.page
@@ -245,7 +246,7 @@ class Promoter:
             return False
         (read.page,), read.began_at = pages, time.perf_counter()
         host.insert(read.page, read.block_hash, tenant)
-        # Its size is what it must be here, whatever the disk has under that hash.
+        # The size is this engine's block size, whatever size the disk has for that hash.
         wanted = msgspec.structs.replace(record, size_bytes=self._tiers.block_bytes)
         items.append(LentPage(wanted, read.page.block_id))
         return True
@@ -269,10 +270,10 @@ class Promoter:
         count_failure(self._tiers.counters.load_failures, reason, _FAILED)
 
     def _settle(self, read: _Read, page: Block | None) -> None:
-        """End a read: blocks that wait are copied from the page if it is ready, else computed."""
+        """End a read: waiting blocks are filled from the page if it is ready, else computed."""
         for block in list(read.waiting):
             self._stop_waiting(block)
-            if page is not None and page.is_ready and block.ref_count:  # else nobody wants it
+            if page is not None and page.is_ready and block.ref_count:  # still held
                 self.copy([(page, block)])
 
     def _stop_waiting(self, block: Block) -> None:

@@ -1,8 +1,9 @@
-"""The engine's door to the tiers: look up, admit, extend, complete, release.
+"""The engine's interface to the tiers: look up, admit, extend, complete, release.
 
 A request's prompt is a chain of full blocks. `arrive` asks every tier for the whole chain and
 starts disk reads; `admit` gives the request a block table in which each full block is either ready,
-on its way up, or waiting to be computed; `complete` publishes what was computed; `release` lets go.
+on its way up, or waiting to be computed; `complete` publishes computed blocks; `release` releases
+the table.
 
 Who owns a device block, by its state:
 
@@ -52,7 +53,7 @@ class TieredCache:
     hashed block of a pool has an entry in the catalog, and every entry is in a pool.
 
     Attributes:
-        control_requests: what the store's worker wants to know for an operator.
+        control_requests: an operator's requests that the store's worker has passed on.
     """
 
     def __init__(self, tiers: Tiers) -> None:
@@ -60,7 +61,7 @@ class TieredCache:
         self.promoter = Promoter(tiers)
         self.demoter = Demoter(tiers, self.poll)
         self.control_requests: deque[ControlRequest] = deque()
-        self._lookups: dict[int, Prefix | None] = {}  # None where the answer is overdue
+        self._lookups: dict[int, Prefix | None] = {}  # None if the answer is overdue
         self._num_overdue = 0
         self._short_since: dict[Prefix, float] = {}
         self._handlers: dict[type, Callable[[Any], object]] = {
@@ -78,7 +79,7 @@ class TieredCache:
 
         Args:
             prefix: the request's chain.
-            is_next: the request is about to be admitted; it is not pinned just for that.
+            is_next: the request is about to be admitted, so that its blocks need no pin.
         """
         self.tiers.note_tenant(prefix.tenant)
         self._ask(prefix)
@@ -86,7 +87,7 @@ class TieredCache:
             self.pin(prefix)
 
     def is_settled(self, prefix: Prefix) -> bool:
-        """Return whether it is known where the chain is; the disk gets a bounded time to answer."""
+        """Return whether the chain's lookup has ended; the disk gets a bounded time to answer."""
         if prefix.lookup_job is None:
             return True
         if time.monotonic() < prefix.lookup_give_up_at:
@@ -103,7 +104,7 @@ class TieredCache:
             return
         pools = self.tiers.pools.values()
         room = max(pool.most_pinned - pool.num_pinned for pool in pools)
-        head = prefix.hashes[:1]  # without it a chain is hardly ever cached
+        head = prefix.hashes[:1]  # a chain is hardly ever cached without it
         copies = (*self.tiers.device.find(head), *self.tiers.host.find(head))
         if room and any((*copies, *map(prefix.records.get, head))):
             self._expire(prefix.hashes)
@@ -113,7 +114,7 @@ class TieredCache:
                 pool.touch(wanted[: pool.most_pinned - pool.num_pinned])
 
     def _unpin(self, prefix: Prefix) -> None:
-        """Undo `pin`: blocks that nobody else wants become the youngest of those without a pin."""
+        """Undo `pin`; blocks that no other request wants become the youngest unpinned blocks."""
         tiers, wanted, prefix.wanted = self.tiers, prefix.wanted, []
         tiers.wanted.subtract(wanted)
         for block_hash in wanted:
@@ -128,12 +129,12 @@ class TieredCache:
         """Give a request its block table, and start the promotions that it needs.
 
         Args:
-            prefix: the request's chain; `is_settled`.
+            prefix: the request's chain, for which `is_settled` holds.
             num_blocks: length of the table: the chain and the partial block behind it.
-            is_alone: nobody else runs and could let go of blocks, so that floors give way.
+            is_alone: no other request runs that could release blocks, so that floors give way.
 
         Returns:
-            False, with nothing held, where there is no room yet or the disk has to be asked first.
+            False, with nothing held, if there is no room yet or the disk has to be asked first.
         """
         device = self.tiers.device
         if prefix.refused_at == (device.num_free, device.num_cached, num_blocks, is_alone):
@@ -164,7 +165,7 @@ class TieredCache:
         return True
 
     def is_room_coming(self, prefix: Prefix) -> bool:
-        """Whether what was refused to it is about to become free without taking it from others."""
+        """Whether the blocks that a request lacks become free soon without a preemption."""
         return prefix in self._short_since
 
     def extend(self, prefix: Prefix, *, is_alone: bool = False) -> bool:
@@ -182,7 +183,7 @@ class TieredCache:
         if index < prefix.num_present:
             if 0 not in (prefix.read_ends or ()) or prefix.num_present == len(prefix.hashes):
                 return "behind_lookback"
-            index = prefix.num_present  # had it been there, a hit could have ended behind it
+            index = prefix.num_present  # with this block, a hit could have ended behind it
         block_hash = prefix.hashes[index]
         if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
             return "loads_off"
@@ -191,7 +192,7 @@ class TieredCache:
     # Completion
 
     def complete(self, prefix: Prefix, first: int, last: int) -> None:
-        """Publish the full blocks `[first, last)` of the chain: their last token was computed."""
+        """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed."""
         blocks, hashes = prefix.blocks, prefix.hashes
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
@@ -219,9 +220,10 @@ class TieredCache:
         self.demoter.note_computed(self.tiers.catalog.add_all(entries))
 
     def seal(self, prefix: Prefix, block_hash: BlockHash) -> None:
-        """Publish the private block behind the chain: generated tokens have filled it.
+        """Publish the private block behind the chain, which generated tokens have filled.
 
-        Where another request computed the same block already, that one is shared and ours freed.
+        If another request has computed the same block already, that block is shared and the
+        private block is released.
         """
         device, index = self.tiers.device, len(prefix.hashes)
         block = prefix.blocks[index]
@@ -249,13 +251,13 @@ class TieredCache:
             items += [catalog.touch_item(entry, now) for entry in entries if entry.is_on_disk]
             self.demoter.note_computed(entry for entry in entries if not entry.is_on_disk)
         tiers.host.touch(prefix.hashes)
-        if prefix.read_ends is not None:  # blocks that it computed again and does not hold
+        if prefix.read_ends is not None:  # shared blocks that it computed again
             tiers.device.touch(hashes)
         if items and tiers.store is not None:
             tiers.store.touch(items)
 
     def release(self, prefix: Prefix) -> None:
-        """Let go of everything that a request holds: it finished, was cancelled or preempted."""
+        """Release all blocks of a request that finished, was cancelled or was preempted."""
         if prefix.lookup_job is not None:
             self._lookups.pop(prefix.lookup_job, None)
             prefix.lookup_job = None
@@ -272,11 +274,12 @@ class TieredCache:
     # Moves
 
     def poll(self, *, may_start_early: bool = False) -> None:
-        """Take in what streams and store have completed since the last call.
+        """Take in the copies, reads and writes that have ended since the last call.
 
         Args:
-            may_start_early: hand blocks over when their first layers have arrived. A step that
-                waits for the others holds up whoever shares it, so it is for an idle device.
+            may_start_early: whether a block is ready when its first layers have arrived. The step
+                then waits for the other layers and delays all its requests, so set this only while
+                the device is idle.
         """
         transfer, store = self.tiers.transfer, self.tiers.store
         for _, copies in transfer.poll_usable() if may_start_early else ():
@@ -291,7 +294,7 @@ class TieredCache:
             self._handlers[type(event)](event)
 
     def pump(self) -> None:
-        """Start what can start: loads, demotions ahead of need, expiry. Once a step."""
+        """Expire blocks, and start loads and demotions ahead of need; called once a step."""
         self.expire_due()
         if self.promoter.pump():
             self.demoter.note_change()
@@ -310,7 +313,7 @@ class TieredCache:
             pool.touch(aged)
 
     def _expire(self, hashes: Sequence[BlockHash]) -> None:
-        """Drop the expired ones among some blocks, even if the sweep has not reached them yet."""
+        """Drop expired blocks among `hashes`, even if the sweep has not reached them yet."""
         catalog, now = self.tiers.catalog, self.tiers.clock.now()
         self.expire_due()
         if catalog.is_behind:
@@ -325,8 +328,8 @@ class TieredCache:
     def evict(self, is_wanted: Callable[[Entry], bool]) -> int:
         """Make the blocks that the filter wants unreachable in VRAM and host memory; count them.
 
-        Those that are being read from disk do not arrive; those that are being written to it are
-        deleted there once they are.
+        A wanted block that is being read from disk does not become ready. A wanted block that is
+        being written to disk is deleted there after the write.
         """
         wanted = [entry for entry in self.tiers.catalog.entries() if is_wanted(entry)]
         for entry in wanted:
@@ -343,7 +346,7 @@ class TieredCache:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing moves."""
+        """Whether no block is being promoted or demoted."""
         return self.promoter.is_idle and self.demoter.is_idle
 
     def check(self) -> None:
@@ -365,9 +368,10 @@ class TieredCache:
     # Inside
 
     def _ask(self, prefix: Prefix) -> None:
-        """Ask the disk for what no RAM tier has and the disk was not asked for yet.
+        """Ask the disk for the blocks that no RAM tier has and that it was not asked for yet.
 
-        While an answer is overdue nobody else waits for one: a disk that hangs costs one timeout.
+        While an answer is overdue the disk is not asked again, so that a disk that hangs costs one
+        timeout.
         """
         tiers, records = self.tiers, prefix.records
         can_ask = tiers.store is not None and tiers.can_load and not self._num_overdue
@@ -398,7 +402,7 @@ class TieredCache:
             self.pin(prefix)
 
     def _forget_disk(self) -> None:
-        """Count no block as being on disk: another worker has come up."""
+        """Count no block as being on disk, since another worker has started."""
         self.tiers.catalog.forget_disk()
         for pool in self.tiers.pools.values():
             pool.forget_looks()
@@ -406,10 +410,10 @@ class TieredCache:
     def _take_chain(
         self, prefix: Prefix, chain: list[Block | None], fresh: Iterator[Block]
     ) -> None:
-        """Fill a request's table from the blocks that were found and fresh ones.
+        """Fill a request's table with the blocks that were found and with fresh blocks.
 
-        Fresh blocks are filled from the fastest tier that has them, if any does; those behind
-        `chain`, where no hit may end, are computed.
+        Fresh blocks are filled from the fastest tier that has their bytes, if any has. Blocks
+        behind `chain`, which may not be hits, are computed.
         """
         tiers, tenant = self.tiers, prefix.tenant
         copies: list[tuple[Block, Block]] = []
@@ -434,13 +438,14 @@ class TieredCache:
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
             sources.append(None)
-            tiers.device.insert(blocks[-1], block_hash, tenant)  # known already, it stays private
+            tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
         self.promoter.copy(copies)
 
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
-        """Return the part of a chain that may be a hit: to the last end that is all in the tiers.
+        """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
 
-        What is being computed or loaded for others counts as there.
+        Without `read_ends` this is the whole chain. Blocks that are being computed or loaded for
+        other requests count as present.
         """
         if prefix.read_ends is None:
             return prefix.hashes
@@ -452,19 +457,19 @@ class TieredCache:
         return hashes[: max((end for end in prefix.read_ends if end <= num_found), default=0)]
 
     def _allocate(self, prefix: Prefix, num_blocks: int, is_alone: bool) -> list[Block] | None:
-        """Take blocks whose eviction loses nothing; after a bounded wait, drop the oldest."""
+        """Allocate blocks by evicting clean ones and, after a bounded wait, the oldest others."""
         device, demoter = self.tiers.device, self.demoter
         take = partial(device.allocate, num_blocks, tenant=prefix.tenant)
         blocks = take()
         if blocks is None and is_alone and device.num_free - device.num_kept < num_blocks:
             take = partial(take, tenant=None)
             blocks = take()
-        # If there are none, requests or floors hold the rest: waiting for a demotion cannot help.
+        # If too few are free, requests or floors hold the rest, and no demotion can help.
         if blocks is None and device.num_free - device.num_kept >= num_blocks:
             demoter.demote(num_blocks)
             self.poll()
-            # NOTE: what is larger than the host tier gets its room bit by bit. Blocks left where
-            # they are would be dirty again when the next ones push their pages out.
+            # NOTE: an allocation larger than the host tier gets its room in parts. Clean blocks are
+            # evicted now: the next demotions may evict their pages and make them dirty again.
             device.release(take(is_partial=True) or [])
             blocks = take()
             if blocks is None:

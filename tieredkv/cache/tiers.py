@@ -1,4 +1,4 @@
-"""The parts that promotion and demotion share, and the counters that they keep."""
+"""The pools, the store and the counters that promotion and demotion share."""
 
 import logging
 import time
@@ -22,15 +22,15 @@ SEEN_S = 3600.0
 
 @dataclass(slots=True)
 class CacheCounters:
-    """Counts since start; blocks unless the name says otherwise.
+    """Counts since the start, in blocks unless the name says otherwise.
 
     Attributes:
         allocation_waits: allocations that had to wait for a copy to end.
-        demotions_dropped: blocks evicted without the copy below that they should have had.
+        demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
         load_failures: failed loads by reason; each of these blocks was recomputed.
-        evictions: copies in RAM by `tier,reason`.
-        move_seconds: how many copies by `from,to`, and their seconds from start to end, summed;
-            between VRAM and host memory of several blocks each.
+        evictions: evicted copies in RAM by `tier,reason`.
+        move_seconds: number of copies by `from,to`, and the sum of their durations in seconds. A
+            copy between VRAM and host memory moves several blocks.
     """
 
     promoted_host_blocks: int = 0
@@ -46,13 +46,13 @@ class CacheCounters:
     move_seconds: dict[str, tuple[int, float]] = field(default_factory=dict)
 
     def note_move(self, between: str, began_at: float) -> None:
-        """Count a copy that has ended just now and began then, by `perf_counter`."""
+        """Count a copy that ends now and began at `began_at`, in `perf_counter` time."""
         count, seconds = self.move_seconds.get(between, (0, 0.0))
         self.move_seconds[between] = count + 1, seconds + time.perf_counter() - began_at
 
 
 def count_failure(failures: Counter[str], reason: str, text: str) -> None:
-    """Count a failed move, and log the first of its reason."""
+    """Count a failed move, and log the first failure for each reason."""
     failures[reason] += 1
     if failures[reason] == 1:
         logger.warning(text, reason)
@@ -62,22 +62,22 @@ def count_failure(failures: Counter[str], reason: str, text: str) -> None:
 class Tiers:
     """The tiers of one engine, and what may move between them.
 
-    A block is clean when evicting it loses nothing that was promised: its copy is below already, or
-    no retention lets it go further down.
+    A block is clean when its eviction loses nothing that was promised: a slower tier already has a
+    copy, or no retention policy lets the block go to a slower tier.
 
     Attributes:
         device, host: pools of blocks; the host pool's block ids are arena pages.
-        transfer: copies between them; its tags are when a copy began, and pairs of blocks.
+        transfer: copies between the pools; a tag holds when the copy began and its pairs of blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
-        can_load: whether blocks come up at all; else they are computed.
-        is_write_behind: write to disk soon after computing, not only on eviction.
-        device_reserve_blocks: device blocks to be kept clean ahead of need.
-        load_timeout_s: a block that has not come from disk by then is computed.
+        can_load: whether blocks are promoted; if not, they are computed.
+        is_write_behind: write blocks to disk soon after they are computed, not only for room.
+        device_reserve_blocks: how many device blocks to keep clean ahead of need.
+        load_timeout_s: a block that the disk has not loaded within this time is computed.
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
-            what is left; empty while there is one tenant only.
-        pools: of the two RAM tiers.
-        wanted: blocks that queued requests want, and how many of them; evicted last.
+            what is left; empty while there is only one tenant.
+        pools: the pools of the two RAM tiers.
+        wanted: blocks that queued requests want, and by how many requests; evicted last.
     """
 
     device: BlockPool
@@ -107,7 +107,7 @@ class Tiers:
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
 
     def note_tenant(self, tenant: bytes) -> None:
-        """Note whose request has come: in every tier, each tenant of the last hour has a floor."""
+        """Note a tenant's request; each tenant of the last hour has a floor in every tier."""
         now, before = self.clock.now(), self._seen.keys()
         recent = {each: at for each, at in self._seen.items() if now - at < SEEN_S}
         self._seen = {**recent, tenant: now}
@@ -115,7 +115,7 @@ class Tiers:
             self._share_out()
 
     def give_shares(self, shares: Mapping[bytes, float]) -> None:
-        """Give tenants the floors that the operator wants."""
+        """Set the tenants' reserved fractions that the operator wants."""
         self._given = shares
         self._share_out()
 
@@ -130,12 +130,12 @@ class Tiers:
             self.store.shares = self.shares
 
     def is_in_ram(self, block_hash: BlockHash) -> bool:
-        """Return whether VRAM or host memory holds the block's bytes; on their way is not there."""
+        """Return whether VRAM or host memory has a complete copy of the block."""
         copies = (self.device.lookup(block_hash), self.host.lookup(block_hash))
         return any(copy is not None and copy.is_ready for copy in copies)
 
     def is_owed_to_disk(self, block_hash: BlockHash | None) -> bool:
-        """Return whether the disk has yet to be given the block, and nobody gave that up."""
+        """Return whether the block has yet to be written to disk; not if that was given up."""
         entry = self.catalog.get(block_hash) if self.store is not None else None
         if entry is None or entry.is_on_disk or entry.is_droppable:
             return False
@@ -149,17 +149,17 @@ class Tiers:
         return page is not None and page.is_ready
 
     def drop(self, block_hash: BlockHash, reason: str) -> None:
-        """Make a block unreachable now; users that hold it keep its memory until they end."""
+        """Make a block unreachable now; requests that hold it keep its memory until they end."""
         for tier, pool in self.pools.items():
             if pool.drop(block_hash) is not None:
                 self.counters.evictions[f"{tier},{reason}"] += 1
         self.catalog.forget(block_hash, "expired" if reason == "ttl" else reason)
 
     def _on_evict(self, tier: Tier, _block: Block, block_hash: BlockHash) -> None:
-        """Count a copy that made room for another, and forget a block that has no other."""
+        """Count a copy that was evicted for room; forget the block if it was the last in RAM."""
         self.counters.evictions[f"{tier},capacity"] += 1
         if tier is Tier.HOST:
-            self.device.look_again(block_hash)  # its copy below is gone
+            self.device.look_again(block_hash)  # its copy in host memory is gone
         entry = self.catalog.get(block_hash)
         if entry is not None and not self.is_in_ram(block_hash):
             self.catalog.forget(block_hash, f"evicted_{'disk' if entry.is_on_disk else tier}")
