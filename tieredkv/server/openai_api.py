@@ -140,7 +140,7 @@ class OpenAIRequest(ApiRequest):
         given |= {"top_p": self.top_p or None, "stop": tuple(filter(None, self.stop))}
         limit = self.limit
         given["max_tokens"] = min(self.default_tokens if limit is None else limit, WHOLE)
-        if limit is None:  # The client did not set the limit that it exceeds.
+        if limit is None:  # The client did not set the limit that `min_tokens` exceeds.
             given["min_tokens"] = min(self.min_tokens, self.default_tokens)
         params = SamplingParams(**given, logprobs=self.num_logprobs)
         # With `top_p` of 0, only the likeliest token is left to choose from.
