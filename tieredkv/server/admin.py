@@ -18,7 +18,7 @@ from tieredkv.storage.results import EvictFilter
 
 
 class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The filter of `evict`; unknown fields are refused, as they could narrow what is evicted."""
+    """The filter of `evict`; unknown fields are refused, as they may be meant to spare blocks."""
 
 
 async def respond(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Response:

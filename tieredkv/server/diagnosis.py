@@ -94,7 +94,7 @@ def parts_of(
 
 
 class Seen(NamedTuple):
-    """What is kept of a request.
+    """The digests and the length that are kept of a request.
 
     Attributes:
         settings: digests of other fields whose change can explain a miss, by name; `namespace` is

@@ -394,7 +394,7 @@ class ConversationRequest(OpenAIRequest):
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
-# Names that are parameters of the tokenizer's method and never reach the template.
+# The tokenizer's own parameters, which clients may not set as arguments for the template.
 _RESERVED_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
