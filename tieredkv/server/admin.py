@@ -1,6 +1,6 @@
-"""The verbs of the command line over HTTP, for operators.
+"""The commands `df`, `ls`, `evict` and `verify` over HTTP, for operators.
 
-It knows verbs and the JSON that the command line prints; the caller has checked the admin key.
+The answers are the JSON that the command line prints. The caller must have checked the admin key.
 """
 
 import asyncio
@@ -18,11 +18,13 @@ from tieredkv.storage.results import EvictFilter
 
 
 class WantedBlocks(EvictFilter, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The filter of `evict`. Unknown fields are refused: they could have meant fewer blocks."""
+    """The filter of `evict`; unknown fields are refused, as they may be meant to spare blocks."""
 
 
 async def respond(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Response:
-    """Answer a verb; the list of chains is sent while it is made, or it would fill the memory.
+    """Return the HTTP response to a verb.
+
+    The list of chains is streamed, because as a whole it could fill the memory.
 
     Raises:
         RequestError: as `carry_out` does.
@@ -43,7 +45,7 @@ async def respond(verb: str, body: Json, settings: Settings, engine: EngineClien
 
 
 async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineClient) -> Json:
-    """Return what a verb answers.
+    """Carry out a verb and return its result.
 
     Raises:
         RequestError: the verb or a field is unknown, or the store cannot be asked.
@@ -72,7 +74,7 @@ async def carry_out(verb: str, body: Json, settings: Settings, engine: EngineCli
 
 
 def _wanted_blocks(body: Json) -> EvictFilter:
-    """Return what a body asks to evict.
+    """Return the filter of blocks that a body asks to evict.
 
     Raises:
         RequestError: a field is unknown or wrong, or nothing says which blocks.

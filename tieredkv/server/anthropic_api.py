@@ -1,7 +1,7 @@
 """Anthropic's Messages: bodies to checked requests, `cache_control` to a plan, answers to JSON.
 
-It knows fields, texts, shapes and the rules of breakpoints, no sockets and no engine. Conversations
-are put into the form that OpenAI's have, so that both share their blocks.
+This module does not use sockets or the engine. It converts conversations to the form of OpenAI's
+chat messages, so that equal conversations from both APIs share blocks.
 """
 
 import re
@@ -33,11 +33,11 @@ MAX_BREAKPOINTS = 4
 MAX_MESSAGES = 16_384
 _THOUGHTS = ("thinking", "redacted_thinking")
 _RUNS = ("tool_use", "tool_result")
-"""Of these, several in a row are one position."""
+"""Several blocks of one of these types in a row count as one position."""
 
 
 class _Known(Object):
-    """Fields inside of Anthropic's objects that have no effect; even a strict server takes them."""
+    """Fields in Anthropic's objects that have no effect; a strict server accepts them, too."""
 
     known_besides = names_of("""
         effort display citations is_error caller toolset_name strict output_config
@@ -47,25 +47,25 @@ class _Known(Object):
 
 
 class CacheControl(_Known):
-    """A breakpoint: the prompt up to here is kept, by the retention policy of that name."""
+    """A breakpoint: the prompt up to here is kept by the retention policy that `ttl` names."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"
 
 
 class Marked(_Known):
-    """What may end with a breakpoint."""
+    """An object that may have a breakpoint at its end."""
 
     cache_control: CacheControl | None = None
 
     @property
     def ttl(self) -> str:
-        """How long the prompt up to here is to be kept, if it is marked."""
+        """How long the prompt up to here is kept; empty without a breakpoint."""
         return self.cache_control.ttl if self.cache_control else ""
 
 
 class ResultText(_Known):
-    """A text that a tool has returned; only the whole result can have a breakpoint."""
+    """A text in a tool result; only the whole result can have a breakpoint."""
 
     refused = TOOL_RESULT_PART
 
@@ -74,7 +74,7 @@ class ResultText(_Known):
 
 
 class PlainText(_Known):
-    """What is in a document, where it is a text."""
+    """The plain text of a document."""
 
     type: Literal["text"]
     media_type: Literal["text/plain"] = "text/plain"
@@ -82,7 +82,7 @@ class PlainText(_Known):
 
 
 class Block(Marked):
-    """A part of a turn; which fields it needs goes with its type."""
+    """A part of a turn; its type decides which fields are required."""
 
     needed = (
         *("text.text", "tool_use.id", "tool_use.name", "tool_result.tool_use_id"),
@@ -103,7 +103,7 @@ class Block(Marked):
 
     @property
     def texts(self) -> list[str]:
-        """What the chat template prints of it as text; thoughts are not told again."""
+        """The texts of the block in the prompt; thoughts are left out."""
         if self.type == "text":
             return [self.text]
         if self.type == "document" and self.source:
@@ -112,7 +112,7 @@ class Block(Marked):
 
 
 class TextBlock(Block):
-    """A text, where nothing else may be."""
+    """A block that must be a text."""
 
     type: Literal["text"]
 
@@ -139,9 +139,9 @@ class CustomTool(Marked):
 
 
 class Turn(_Known):
-    """What one side said.
+    """One turn of a conversation: the blocks of one role.
 
-    Of the system it may be nothing: such a turn bears an `output_config` for those that follow.
+    A `system` turn may be empty. Clients send such a turn with an `output_config` for later turns.
     """
 
     needed = ("user.content", "assistant.content")
@@ -159,31 +159,33 @@ class Turn(_Known):
 
 
 class ToolChoice(_Known):
-    """Whether tools may be called; the model decides."""
+    """Whether tools may be called; it has no effect, as the model decides."""
 
     type: Literal["auto", "none"]
 
 
 class OutputConfig(_Known):
-    """What the answer is like; the effort is the model's own."""
+    """The wanted form of the answer; `effort` has no effect."""
 
     refused = TEXT_FORMAT
 
 
 class Thinking(_Known):
-    """Whether the model thinks aloud, which none does here."""
+    """Whether the model should return its thoughts; no model does so here."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
 class Place(NamedTuple):
-    """A block or tool in the order in which the prompt has them.
+    """The place of a block or tool in the prompt.
 
     Attributes:
-        path: as error texts have it.
-        mark: its end in the rendered conversation.
-        position: counts blocks; the calls in a run are one, and so are the results.
-        ttl: how long the prompt up to here is to be kept, where it is marked.
+        path: the path of the block in the body, for error texts.
+        mark: marks the end of the block in the rendered conversation.
+        position: the number of the block; consecutive tool calls share one number, and so do
+            consecutive tool results.
+        ttl: how long the prompt up to here is kept; empty without a breakpoint.
+        is_empty: whether the block is an empty text.
     """
 
     path: str
@@ -194,7 +196,7 @@ class Place(NamedTuple):
 
 
 class Conversation(ApiRequest, Marked):
-    """What both endpoints have in common."""
+    """The fields that both endpoints for messages have in common."""
 
     without_effect = MESSAGES.without_effect
     known_besides = without_effect
@@ -209,12 +211,13 @@ class Conversation(ApiRequest, Marked):
 
     @cached_property
     def layout(self) -> tuple[list[Json], list[Place]]:
-        """The messages for the chat template, and where each block is in them.
+        """The messages for the chat template, and the place of each block in them.
 
-        A breakpoint of the whole request is on the last block that may have one.
+        A breakpoint of the whole request is put on the last block that may have one.
 
         Raises:
-            RequestError: a block is where it cannot be, or two breakpoints where only one can.
+            RequestError: a block is in a turn where it is not allowed, there are too many messages,
+                or the last block has another breakpoint than the whole request.
         """
         messages: list[Json] = []
         places = [Place(f"tools.{i}", (TOOLS, i), i, it.ttl) for i, it in enumerate(self.tools)]
@@ -243,7 +246,7 @@ class Conversation(ApiRequest, Marked):
                     call = {"name": block.name, "arguments": block.input}
                     call = {"id": block.id, "type": "function", "function": call}
                     message.setdefault("tool_calls", []).append(call)
-                # What has no text is marked at the end of its message.
+                # The mark of a block without text is at the end of its message.
                 mark = (len(messages) - 1, len(message["content"]) - 1 if block.texts else -1)
                 is_in_run = j > 0 and block.type == blocks[j - 1].type and block.type in _RUNS
                 position = places[-1].position + (not is_in_run) if places else 0
@@ -261,10 +264,10 @@ class Conversation(ApiRequest, Marked):
 
     @cached_property
     def breakpoints(self) -> list[Place]:
-        """The marked places.
+        """The places that have a breakpoint.
 
         Raises:
-            RequestError: they break one of Anthropic's rules, in their words.
+            RequestError: the breakpoints break one of Anthropic's rules; the text is Anthropic's.
         """
         marked = [place for place in self.layout[1] if place.ttl]
         if len(marked) > MAX_BREAKPOINTS:
@@ -283,7 +286,7 @@ class Conversation(ApiRequest, Marked):
         return marked
 
     def check(self, rules: Rules) -> None:
-        """Refuse what the blocks cannot mean together, or what this server does not keep."""
+        """Refuse breakpoints that break a rule or that this server does not support."""
         for place in self.breakpoints:
             if place.ttl not in rules.policies.names:
                 text = f"'{place.ttl}' is not available on this server"
@@ -292,31 +295,31 @@ class Conversation(ApiRequest, Marked):
     def encode(
         self, tokenization: Tokenization, marks: Sequence[Mark] = (), *, is_bounded: bool = True
     ) -> Encoded:
-        """Return the prompt's token ids, and the ends of marked places."""
+        """Return the prompt's token ids, and the number of tokens up to each mark."""
         tools = {"tools": [tool.for_template() for tool in self.tools] or None}
         return tokenization.encode_chat(self.layout[0], tools, marks, is_bounded=is_bounded)
 
 
 class CountTokensRequest(Conversation, PlainRequest):
-    """`POST /v1/messages/count_tokens`."""
+    """The body of `POST /v1/messages/count_tokens`."""
 
     without_effect = COUNT_TOKENS.without_effect
     known_besides = without_effect
     refused = COUNT_TOKENS.refused
 
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
-        """Return how long the prompt is."""
+        """Return the length of the prompt in tokens."""
         return {"input_tokens": len(self.encode(tokenization, is_bounded=False).token_ids)}
 
 
 class DiagnosticsOptions(_Known):
-    """What the request is to be compared with."""
+    """The earlier message to compare the request with."""
 
     previous_message_id: str | None = None
 
 
 class MessagesRequest(Conversation):
-    """`POST /v1/messages`; with `max_tokens` of 0 the prompt is kept and nothing is said."""
+    """The body of `POST /v1/messages`; `max_tokens` of 0 only fills the cache with the prompt."""
 
     max_tokens: int = Field(ge=0)
     temperature: float = Field(1.0, ge=0, le=1)
@@ -327,7 +330,7 @@ class MessagesRequest(Conversation):
     diagnostics: DiagnosticsOptions | None = None
 
     def check(self, rules: Rules) -> None:
-        """Refuse what is not supported, too."""
+        """Refuse fields that contradict each other or that this server does not support."""
         super().check(rules)
         thinks = self.thinking is not None and self.thinking.type == "enabled"
         for what, is_there in (("stream", self.stream), ("thinking", thinks)):
@@ -345,7 +348,7 @@ class MessagesRequest(Conversation):
             for place in self.layout[1]
             if any(0 <= it.position - place.position < lookback for it in marked)
         ]
-        # If not all marks can be looked for, the last ones are.
+        # If there are too many marks to look for, only the last ones are looked for.
         encoded = self.encode(tokenization, [place.mark for place in (*read, *marked)])
         caching: Json = {}
         if marked or rules.settings.anthropic_implicit == "off":
@@ -358,7 +361,7 @@ class MessagesRequest(Conversation):
             if lookback:
                 read_ends = encoded.ends[: len(read)]
                 if marked and len(read) > self.layout[1].index(marked[-1]):
-                    read_ends.append(0)  # no place is too far back
+                    read_ends.append(0)  # Every place is near enough.
                 caching["read_ends"] = sorted(read_ends)
         how = self.model_dump(include={"temperature", "top_p", "top_k"}, exclude_unset=True)
         how["max_tokens"] = min(self.max_tokens, WHOLE)
@@ -375,7 +378,7 @@ class MessagesRequest(Conversation):
 
 
 class MessageShape(Shape):
-    """`/v1/messages`."""
+    """Answers of `/v1/messages`."""
 
     id_prefix = "msg_"
     names_events = True
@@ -396,7 +399,7 @@ class MessageShape(Shape):
     async def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield the message with its usage so far, its one text in pieces, and how it ended."""
+        """Yield the start of the message, its one text in pieces, and how the message ended."""
         message: Json = {**self._head, "content": [], "usage": self._usage(answers[0])}
         message |= {"stop_reason": None, "stop_sequence": None, **self._diagnostics(answers[0])}
         text = {"type": "text", "text": ""}
@@ -412,7 +415,7 @@ class MessageShape(Shape):
         yield {"type": "message_stop"}
 
     def failure(self, error: RequestError) -> Json:
-        """Return the error as answers have it."""
+        """Return the last event of a stream that failed."""
         return anthropic_body(error, self.request_id)
 
     def _ending(self, answer: Answer) -> Json:
@@ -424,9 +427,10 @@ class MessageShape(Shape):
         return {"stop_reason": reason, "stop_sequence": stopped_by}
 
     def _usage(self, answer: Answer) -> Json:
-        """Return a `usage` object: read, written and other tokens of the prompt are all of it.
+        """Return a `usage` object, whose counts of input tokens add up to the prompt's length.
 
-        What breakpoints of an hour cover is written for an hour, all else for five minutes.
+        Tokens written up to the last one-hour breakpoint count as written for one hour. All other
+        written tokens count as written for five minutes.
         """
         usage, for_an_hour = answer.usage, self.written_for(answer, "1h")
         num_read, num_written = usage.cached_tokens, usage.written_tokens
@@ -462,10 +466,10 @@ _ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
-"""By status; others below 500 are the request's fault, those above are the server's."""
+"""Error types by status; for others, 500 and above are `api_error`, all below are the request's."""
 
 STATUS = {408: 504, 503: 529}
-"""What Anthropic's clients know a status by, where it is another one than OpenAI's."""
+"""The statuses of Anthropic's API, by those of OpenAI's where the two are different."""
 
 _ANTHROPIC_WORDS = {
     "missing_required_parameter": "Field required",
@@ -474,9 +478,10 @@ _ANTHROPIC_WORDS = {
 
 
 def anthropic_body(error: RequestError, request_id: str | None) -> Json:
-    """Return an error in Anthropic's form; `request_id` is that of the answer's header.
+    """Return an error in Anthropic's form.
 
-    That form has no place for the field at fault, so that the message names it, with dots.
+    This form has no property for the field at fault, so the message names the field, with dots in
+    its path. `request_id` is the id in the header of the answer.
     """
     text, path = _ANTHROPIC_WORDS.get(error.code or "", str(error)), error.param or ""
     field = _dotted(path)

@@ -1,7 +1,7 @@
 """The HTTP application: routes, keys, streams and errors.
 
-It knows HTTP; what the bodies mean is known to the request types of the APIs, and how text is made
-to `generation`.
+This module only handles HTTP. The request types of the APIs interpret the bodies, and `generation`
+produces the text.
 """
 
 import asyncio
@@ -50,10 +50,13 @@ logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 GONE = (ClientDisconnect, ClientGoneError)
 SHORT_BYTES = 4096
-"""Work on fewer is done at once: it takes about as long as a thread's answer would."""
+"""Shorter bodies are read on the event loop, as a switch to a thread would take about as long."""
 
 PING_S = 10.0
-"""A stream that waits for its first token gets a ping as often; the first time, its headers."""
+"""Seconds between the pings of a stream that waits for its first token.
+
+The headers of such a stream are sent with the first ping.
+"""
 
 ANSWERED: dict[str, type[ApiRequest]] = {
     "/v1/completions": CompletionRequest,
@@ -64,10 +67,10 @@ ANSWERED: dict[str, type[ApiRequest]] = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-"""What is posted where."""
+"""The type of the body that each path takes by `POST`."""
 
 CROSS_ORIGIN_PATHS = {*ANSWERED, "/health", "/openapi.json", "/tokenizer_info", "/version"}
-"""What pages of `cors_origins` may ask beside `/v1/`: never `/admin` and `/metrics`."""
+"""Paths outside of `/v1/` that pages of `cors_origins` may call; never `/admin` or `/metrics`."""
 
 _HTTP_ERRORS = {
     404: ("Unknown request URL: {} {}", "unknown_url"),
@@ -78,7 +81,7 @@ Result = TypeVar("Result")
 
 
 class Prepared(NamedTuple):
-    """What a body asks for, and the requests to the engine that answer it."""
+    """What a body asks for, and the engine requests that answer it."""
 
     asked: Asked
     requests: Sequence[EngineRequest]
@@ -86,7 +89,7 @@ class Prepared(NamedTuple):
 
 @dataclass
 class Api:
-    """What the routes need; one for each server."""
+    """The routes of one server, and the objects that they share."""
 
     _settings: Settings
     _engine: EngineClient
@@ -98,7 +101,7 @@ class Api:
         self._metrics = Metrics(settings, self._engine)
         self._diagnoses = Diagnoses()
         self._threads = FairThreads()
-        self._told = set[str]()  # of what fields the log has said that they are ignored
+        self._told = set[str]()  # Ignored fields that the log has named.
         self.tenant_of, self.check_head = self._keys.tenant, self._keys.check_host
         self.cors_origins = settings.cors_origins
         self.max_requests = settings.max_num_seqs + 2 * settings.max_num_queued_reqs
@@ -106,15 +109,15 @@ class Api:
         self._created = int(time.time())
 
     def close(self) -> None:
-        """Give up the work on requests; nothing more is answered."""
+        """Stop the work on all requests; none of them is answered any more."""
         self._threads.close()
 
     # Routes
 
     async def health(self, _request: Request) -> Response:
-        """Say whether the engine can serve, why it cannot, and what ails the disk tier.
+        """Report the state of the engine and of the disk tier, and what is wrong with them.
 
-        Without its disk tier the server is healthy: a fault of the cache is a miss.
+        A server whose disk tier has failed is still healthy: its requests only miss the cache.
         """
         engine, info, trouble = self._engine, self._engine.info, self._engine.trouble
         pids = {"engine": engine.pid, "worker": info.worker_pid}
@@ -130,11 +133,11 @@ class Api:
         return JSONResponse(body, 503 if trouble else 200)
 
     async def version(self, _request: Request) -> Response:
-        """Say which version of tieredkv this is."""
+        """Return the version of tieredkv."""
         return JSONResponse({"version": __version__})
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
+        """List the only model of this server."""
         self._keys.tenant(request.headers)
         return JSONResponse({"object": "list", "data": [self._model_body()], "has_more": False})
 
@@ -146,26 +149,32 @@ class Api:
         return JSONResponse(self._model_body())
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """Tell the special tokens and the template; lm-eval asks before it asks `/tokenize`."""
+        """Return the special tokens and the chat template.
+
+        lm-eval calls this route before it calls `/tokenize`.
+        """
         self._keys.tenant(request.headers)
         tokenizer = self._tokenization.tokenizer
         told = {"tokenizer_class": type(tokenizer).__name__, **tokenizer.special_tokens_map}
         return JSONResponse({**told, "chat_template": tokenizer.chat_template})
 
     async def metrics(self, request: Request) -> Response:
-        """Tell Prometheus."""
+        """Return the metrics for Prometheus."""
         self._keys.check_metrics(request.headers)
         return Response(self._metrics.text(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     async def admin(self, request: Request) -> Response:
-        """Carry out an operator's verb."""
+        """Carry out a command of an operator."""
         self._keys.check_operator(request.headers)
         body = parse_body(await read_body(request) or b"{}")
         verb = request.path_params["verb"]
         return await respond(verb, body, self._settings, self._engine)
 
     def answers(self, kind: type[ApiRequest]) -> Endpoint:
-        """Return the route that answers requests of a kind; the body is checked in whole first."""
+        """Return the route for requests of one type.
+
+        The route checks the whole body before it submits anything to the engine.
+        """
 
         async def route(request: Request) -> Response:
             body = await read_body(request)
@@ -183,10 +192,10 @@ class Api:
     def _read(
         self, kind: type[ApiRequest], scope: Scope, content: bytes, stop: Stop
     ) -> "Response | Prepared":
-        """Return what a body asks for, or the answer where that needs no engine.
+        """Return what a body asks for, or the answer if no engine is needed for it.
 
-        All that grows with a body is done here: decoding, checks, rendering, encoding. A refusal
-        does not hold on to what the body has become, so that this is freed in this thread, too.
+        All work that grows with the body is done here: decoding, checks, rendering, encoding. A
+        refusal keeps no reference to the decoded body, so that the body is freed in this thread.
         """
         try:
             return self._read_whole(kind, scope, content, stop)
@@ -212,7 +221,7 @@ class Api:
         for name in (given & kind.without_effect) - self._told:
             logger.info("`%s` of %s has no effect on this server", name, scope["path"])
             self._told.add(name)
-        # Whoever may find none of the other's blocks may not see what the other has encoded.
+        # Requests that cannot share blocks must not share encoded pieces, either.
         salts = [getattr(body, name, None) for name in ("cache_salt", "prompt_cache_key")]
         tokenization = self._tokenization.of((tenant, *salts), stop)
         if isinstance(body, PlainRequest):
@@ -229,10 +238,12 @@ class Api:
         size: int,
         work: Callable[[Stop], Result],
     ) -> Result:
-        """Do work on so many bytes, if they are many in a thread and until the client has gone.
+        """Do the work on a request of this size.
+
+        The work on a long request is done in a thread and stops when the client has gone.
 
         Raises:
-            ClientGoneError: it has gone before the work was done.
+            ClientGoneError: the client had gone before the work was done.
         """
         if size < SHORT_BYTES:
             return work(Stop())
@@ -254,7 +265,11 @@ class Api:
         gone: "asyncio.Task[None]",
         ending: contextlib.ExitStack,
     ) -> Response:
-        """Answer; a refusal has its status, but for one of a stream that comes late."""
+        """Return the answer of the engine, whole or as a stream.
+
+        A refusal that comes before the headers of a stream is answered with its own status. A later
+        one becomes the last event of the stream.
+        """
         asked, tenant, scope = prepared.asked, request.scope["tenant"], request.scope
         shape, shape.request_id = asked.shape, scope["request_id"]
         observer = Observer(self._metrics, tenant, asked.labels, scope["arrived_at"])
@@ -262,7 +277,7 @@ class Api:
         generation = Generation(self._engine, tokenizer, prepared.requests, observer)
         ending.callback(generation.close)
         gone.add_done_callback(lambda task: None if task.cancelled() else generation.cancel())
-        # The engine works meanwhile.
+        # The engine already works on the requests while the digests are made.
         size, isolate_by = sum(map(len, asked.prompts)), self._settings.isolate_by
         seen = await self._run(request, gone, size, lambda _stop: asked.seen(isolate_by))
         shape.diagnosis = self._diagnoses.add(tenant, shape.id, seen, asked.compared_id)
@@ -275,7 +290,10 @@ class Api:
         return JSONResponse(shape.whole(generation.answers))
 
     def _model_body(self) -> dict[str, Any]:
-        """Return the fields of OpenAI's clients and those of Anthropic's, who ask the same path."""
+        """Return the description of the model.
+
+        OpenAI's and Anthropic's clients use the same path, so it has the fields of both.
+        """
         info, date = self._engine.info, time.strftime("%FT%TZ", time.gmtime(self._created))
         model = {"id": info.model, "object": "model", "created": self._created, "created_at": date}
         model |= {"type": "model", "display_name": info.model, "lifecycle": "active"}
@@ -283,12 +301,12 @@ class Api:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events, each sent as soon as it is there; pings while there is none yet.
+    """A stream of server-sent events, with pings until the first event.
 
     Args:
-        generation: what the answer is made by; a `RequestError` from it becomes the last event.
+        generation: produces the answer; its `RequestError` becomes the last event.
         shape: the form of the answer.
-        on_end: called however the stream ends.
+        on_end: called when the stream ends for any reason.
     """
 
     media_type = "text/event-stream"
@@ -298,7 +316,7 @@ class EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the stream; a client that went away is nobody's error."""
+        """Send the stream; a client that disconnects is not an error."""
         try:
             await self.stream_response(send)
         except (ClientGoneError, OSError):
@@ -325,12 +343,12 @@ async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[by
 
 
 def build_app(api: Api) -> ASGIApp:
-    """Return the application with its routes and error shapes."""
+    """Return the application with its routes and error handlers."""
     description = msgspec.json.encode(describe())
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
-            Route("/health", api.health),  # GET, and with it HEAD
+            Route("/health", api.health),  # GET and HEAD
             Route("/metrics", api.metrics),
             Route("/openapi.json", lambda _: Response(description, media_type="application/json")),
             Route("/v1/models", api.models),
@@ -341,7 +359,7 @@ def build_app(api: Api) -> ASGIApp:
         ],
         exception_handlers=dict.fromkeys((RequestError, HTTPException, *GONE, Exception), refuse),
     )
-    app.router.redirect_slashes = False  # it would redirect to what the Host header names
+    app.router.redirect_slashes = False  # The target of a redirect would come from the Host header.
     limited = Limits(
         app, api.max_requests, refuse, api.tenant_of, api.check_head, api.max_body_bytes
     )
@@ -370,7 +388,7 @@ async def _wait_until_gone(request: Request) -> None:
 
 
 def describe() -> Json:
-    """Return the OpenAPI document of what is posted, made from the types that check it."""
+    """Return the OpenAPI document of the `POST` routes, made from their request types."""
     schemas: Json = {}
     paths: Json = {}
     for path, kind in ANSWERED.items():
@@ -386,7 +404,10 @@ def describe() -> Json:
 
 
 async def refuse(request: Request, error: Exception) -> Response:
-    """Return an error in the form of the API whose path it is; a bug's traceback is in the log."""
+    """Return an error in the form of the API that the request's path belongs to.
+
+    The client is not told the details of an unexpected error; its traceback is in the log.
+    """
     headers: Mapping[str, str] | None = None
     match error:
         case ClientDisconnect() | ClientGoneError():

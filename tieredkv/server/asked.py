@@ -1,7 +1,7 @@
-"""What a request asks for and how it is answered, whichever API it came through.
+"""What a request asks for and how it is answered, in a form that all APIs share.
 
-An API is a request type, whose `ask` turns a checked body into `Asked`, and a `Shape`. Nothing
-behind them knows which API spoke.
+Each API has a request type, whose `ask` method turns a checked body into `Asked`, and a `Shape`
+that writes the answer. The code that runs the request does not know which API it came through.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from tieredkv.units import parse_duration
 
 MAX_SEED = 2**63
 WHOLE = 2**31 - 1
-"""Stands for the end of a prompt of any length, and for all the room that it leaves."""
+"""The end of a prompt of any length; as a limit of tokens, all the room that the prompt leaves."""
 
 Json = dict[str, Any]
 Text = Annotated[str, Field(min_length=1)]
@@ -38,12 +38,12 @@ Text = Annotated[str, Field(min_length=1)]
 
 @dataclass(frozen=True)
 class Rules:
-    """What this server lets the requests of one key say.
+    """The rules for requests that use one API key.
 
     Attributes:
-        settings: the server's.
-        is_strict: refuse unknown fields and other spellings, too.
-        max_retention: the longest policy that this key may name; None for the server's.
+        settings: the settings of the server.
+        is_strict: whether unknown fields and alternative spellings are refused.
+        max_retention: the longest policy that this key may name; None for the server's limit.
     """
 
     settings: Settings
@@ -52,34 +52,34 @@ class Rules:
 
     @cached_property
     def of_server(self) -> RetentionPolicies:
-        """What retention a request may name with some key."""
+        """The retention policies that the server allows to a key without a limit of its own."""
         return self.settings.retention_policies().up_to(self.settings.max_retention)
 
     @cached_property
     def policies(self) -> RetentionPolicies:
-        """What retention a request may name with this key."""
+        """The retention policies that a request with this key may name."""
         return self.of_server.up_to(self.max_retention)
 
     @cached_property
     def default(self) -> RetentionPolicy:
-        """The policy of requests that name none."""
+        """The policy of a request that names none."""
         name = self.settings.default_retention
         known = self.settings.retention_policies().up_to(self.max_retention)
         return known.get(name if name in known.names else self.max_retention or name, is_any=True)
 
     def refuses(self, name: str) -> bool:
-        """Whether a field of this name is refused where it is unknown.
+        """Whether an unknown field of this name is refused.
 
-        A breakpoint is nothing to leave out silently, as its prefix would not be kept; nor is
-        `prewarm`, as a whole answer would be made.
+        Two fields are refused on every server. If a breakpoint were ignored, its prefix would not
+        be kept. If `prewarm` were ignored, a whole answer would be generated.
         """
         return self.is_strict or name in ("prompt_cache_breakpoint", "prewarm")
 
     def check_retention(self, name: str) -> None:
-        """Refuse a retention that does not exist, or that only other keys may name.
+        """Refuse a retention policy that does not exist or that this key may not name.
 
         Raises:
-            RequestError: it is one of these.
+            RequestError: the policy is refused.
         """
         if name in self.of_server.names - self.policies.names:
             text = f"This API key does not allow '{name}' prompt caching."
@@ -87,16 +87,19 @@ class Rules:
         self.policies.get(name, is_strict=self.is_strict)
 
     def claim(self, end_token: int, retention: str | None, lifetime: str, path: str) -> Claim:
-        """Return what keeps a prefix for a lifetime at least; a long one raises it to the disk's.
+        """Return a claim that keeps a prefix for at least a lifetime.
+
+        A lifetime that is too long for the request's policy selects the 24-hour policy, if the
+        server has a disk tier and the policy may use it.
 
         Args:
-            end_token: of the prefix.
+            end_token: the end of the prefix.
             retention: the policy that the request names.
-            lifetime: as the field of this path has it.
-            path: of that field.
+            lifetime: the duration, as the client wrote it.
+            path: the path of the field that holds the lifetime.
 
         Raises:
-            RequestError: no retention is so long.
+            RequestError: no allowed policy lasts that long.
         """
         lifetime_s, day = parse_duration(lifetime), TWENTY_FOUR_HOURS.name
         policy = self.policies.get(retention) if retention else self.default
@@ -112,12 +115,14 @@ class Shape(Protocol):
     """One answer in the form of its API.
 
     Attributes:
-        id: of the answer.
-        created: when it was begun, in whole seconds.
-        diagnosis: the request beside earlier ones.
-        request_id: that of the answer's header.
-        names_events: each event of a stream is headed by its `type`, and no `[DONE]` ends them.
-        ping: keeps a stream alive. No comment, as some clients that read lines take it for JSON.
+        id: the id of the answer.
+        created: when the answer was begun, in whole seconds.
+        diagnosis: the comparison of the request with earlier ones.
+        request_id: the id in the header of the answer.
+        names_events: whether an `event:` line with its type precedes each event of a stream; if
+            so, the stream does not end with `[DONE]`.
+        ping: the bytes that keep a stream alive. They are not an SSE comment, because some clients
+            that read lines would parse it as JSON.
     """
 
     id: str
@@ -132,26 +137,27 @@ class Shape(Protocol):
         self.id, self.created = f"{self.id_prefix}{uuid.uuid4().hex}", int(time.time())
 
     def whole(self, answers: Sequence[Answer]) -> Json:
-        """Return the answer in one piece, once all is there."""
+        """Return the whole body of a finished answer."""
 
     def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield the events of a stream; one at least for every piece."""
+        """Yield the events of a stream, at least one for every piece."""
 
     def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that has failed."""
+        """Return the last event of a stream that failed."""
 
     def written_for(self, answer: Answer, lifetime: str) -> int:
-        """Return how many of a prompt's tokens were written to be kept for so long at least."""
+        """Return how many prompt tokens were written to be kept for at least this lifetime."""
         claims, usage, lifetime_s = answer.request.claims, answer.usage, parse_duration(lifetime)
         end = max((claim.end_token for claim in claims if claim.pin_s >= lifetime_s), default=0)
         return min(max(end - usage.cached_tokens, 0), usage.written_tokens)
 
     def caching(self, prompts: Sequence[RequestUsage]) -> Json:
-        """Return what is said of cached tokens; `tieredkv` and what is by tier are ours.
+        """Return the fields of `usage` about cached tokens.
 
-        `miss` is that of the first prompt that was not wholly in the cache.
+        `cached_tokens_by_tier` and `tieredkv` are extensions of this server. `miss` describes the
+        first prompt that has a miss reason.
         """
         by_tier = {str(t): sum(usage.cached_tokens_by_tier[t] for usage in prompts) for t in Tier}
         ours: Json = {**by_tier, "recomputed": sum(usage.recomputed_tokens for usage in prompts)}
@@ -167,17 +173,17 @@ class Shape(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Prompts to continue.
+    """What a request asks for: prompts to continue, and how.
 
     Attributes:
-        prompts: token ids; each is answered `n` times.
-        plan: what every answer's request is like, but for its prompt.
-        shape: how it is answered, whole or as a stream.
-        prompt_field: which field of the body holds the prompt.
-        labels: what metrics may tell the request by.
-        parts: of the prompt.
-        settings: what may be changed beside it.
-        compared_id: of an earlier answer, to be told what has changed since.
+        prompts: the token ids of each prompt; each prompt is answered `n` times.
+        plan: the engine request of every answer, without the prompt.
+        shape: writes the answer in the form of the API, whole or as a stream.
+        prompt_field: the field of the body that holds the prompt.
+        labels: labels that metrics may give to the request.
+        parts: the parts of the prompt.
+        settings: other fields whose change can explain a miss.
+        compared_id: the id of an earlier answer to compare this request with.
     """
 
     prompts: list[list[int]]
@@ -192,19 +198,20 @@ class Asked:
     compared_id: str | None = None
 
     def seen(self, isolate_by: str) -> Seen:
-        """Return what is kept of it."""
+        """Return the digests that are kept of this request for later diagnoses."""
         salt = self.plan.cache_salt if isolate_by in ("salt", "prompt_cache_key") else None
         key = self.plan.prompt_cache_key if isolate_by == "prompt_cache_key" else None
         settings = {**self.settings, "namespace": (salt, key)}
         return Seen.of(self.parts, sum(map(len, self.prompts)), settings)
 
     def engine_requests(self, info: EngineInfo, tenant: str, rules: Rules) -> list[EngineRequest]:
-        """Return a request for each answer; `i * n + j` is the j-th to the i-th prompt.
+        """Return one engine request for each answer.
 
-        Equal seeds give equal answers, in their order.
+        Request `i * n + j` is for the j-th answer to the i-th prompt. The j-th answer is sampled
+        with `seed + j`, so that equal seeds give equal answers in the same order.
 
         Raises:
-            RequestError: it does not fit this model, or is more than this server takes.
+            RequestError: the request does not fit this model, or asks for too many answers.
         """
         self.plan.params.check_vocabulary(info.vocab_size)
         max_answers = rules.settings.max_num_seqs + rules.settings.max_num_queued_reqs
@@ -227,7 +234,7 @@ class Asked:
 
 
 def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineRequest:
-    """Return the plan for a prompt: claims end where blocks do.
+    """Return the plan for one prompt, with the ends of its claims rounded down to full blocks.
 
     A prefix that is shorter than the server's minimum is not cached.
     """
@@ -243,10 +250,11 @@ def fitted(plan: EngineRequest, prompt: list[int], rules: Rules) -> EngineReques
 
 
 class ApiRequest(Object):
-    """The body of a request for an answer; what its fields are is its API's business.
+    """The body of a request for an answer; each API adds its own fields.
 
     Attributes:
-        without_effect: fields that are taken and change nothing; the log tells of each once.
+        without_effect: fields that are accepted and have no effect; the log names each of them
+            once.
     """
 
     without_effect: ClassVar[frozenset[str]] = frozenset()
@@ -254,17 +262,17 @@ class ApiRequest(Object):
     model: Text
 
     def check(self, rules: Rules) -> None:
-        """Refuse what the fields cannot mean together, or on this server."""
+        """Refuse fields that contradict each other or that this server does not support."""
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
-        """Render and encode the prompts of a body that was checked."""
+        """Render and encode the prompts of a checked body."""
         raise NotImplementedError
 
 
 class PlainRequest(ApiRequest):
     """The body of a request that needs no engine."""
 
-    model: Text = ""  # the server's one
+    model: Text = ""  # If left out, it is the model of this server.
 
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
         """Return the body of the answer."""

@@ -1,7 +1,7 @@
-"""Texts and messages to token ids, and token ids to text.
+"""Turn texts and messages into token ids, and token ids into text.
 
-This module knows the tokenizer and its chat template, no HTTP. Work on a long text takes long, so
-the callers decide in which thread it runs.
+This module uses the tokenizer and its chat template, but no HTTP. Work on a long text takes long,
+so the callers decide in which thread it runs.
 
 Messages and tools are text, even where they spell a special token such as `<|im_end|>`. Before the
 template is rendered, a guard is put into each such spelling. After rendering, the guards are taken
@@ -51,20 +51,20 @@ Messages = Sequence[Mapping[str, Any]]
 """Messages as chat templates take them, except that `content` is a list of texts."""
 
 _BYTE_OF = {each: byte for byte, each in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
-"""What vocabularies of bytes write for each of them."""
+"""The byte for each character that byte-level vocabularies write in its place."""
 
 Arguments = Mapping[str, Any]
 
 
 class Token(NamedTuple):
-    """What one token says: its text by itself, and its bytes, which may be part of a character."""
+    """The text and bytes of one token; the bytes may be only a part of a character."""
 
     text: str
     encoded: bytes
 
     @property
     def label(self) -> str:
-        """Its text or, where it has none by itself, its bytes, as OpenAI writes them."""
+        """The text of the token or, if it has none by itself, its bytes as OpenAI writes them."""
         if self.text.encode() == self.encoded:
             return self.text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.encoded)
@@ -74,7 +74,7 @@ class Encoded(NamedTuple):
     """The token ids of a conversation, and how many of them lie before each mark.
 
     Attributes:
-        parts: what it was made of.
+        parts: the tools and messages that were rendered.
     """
 
     token_ids: list[int]
@@ -97,7 +97,7 @@ class Signs:
         self._marks = re.compile(self._mark + r"(\d{6})")
 
     def mark(self, index: int) -> str:
-        """Return the sign of a mark."""
+        """Return the sign of the mark with this index."""
         return f"{self._mark}{index:06d}"
 
     def take_out_guards(self, text: str) -> tuple[str, list[int]]:
@@ -117,12 +117,13 @@ class Signs:
 
 
 class Tokenization:
-    """One checkpoint's tokenizer; several threads may use it.
+    """The tokenizer of one checkpoint; several threads may use it.
 
     Args:
-        has_canonical_tools: tools are rendered with their keys sorted.
-        allows_special: special tokens that messages spell become these tokens instead of text.
-        max_model_len: prompts of more tokens are refused as soon as that is known.
+        has_canonical_tools: whether tools are rendered with their keys sorted.
+        allows_special: whether special tokens that messages spell out are encoded as these tokens
+            instead of as text.
+        max_model_len: the longest prompt; encoding stops as soon as a prompt is known to be longer.
     """
 
     def __init__(
@@ -147,11 +148,12 @@ class Tokenization:
         self.token = functools.lru_cache(CACHED_TOKENS)(self._decode_one)
 
     def of(self, namespace: object, stop: Stop | None = None) -> "Tokenization":
-        """Return the same for one request.
+        """Return a copy of this tokenization for one request.
 
         Args:
-            namespace: whose pieces may be looked up; other namespaces never notice its texts.
-            stop: tells whether the request is still wanted.
+            namespace: the namespace whose pieces may be looked up; no other namespace can find out
+                about its texts.
+            stop: is set once the request is no longer wanted.
         """
         made = copy.copy(self)
         made._namespace, made._stop = namespace, stop or Stop()
@@ -160,12 +162,12 @@ class Tokenization:
     def encode_prompts(
         self, prompts: Sequence[Prompt], *, is_bounded: bool = True, add_special_tokens: bool = True
     ) -> list[list[int]]:
-        """Return the token ids of prompts; those that are token ids stay as they are.
+        """Return the token ids of prompts; prompts that are token ids are returned unchanged.
 
-        Special tokens that a prompt spells are these tokens.
+        Special tokens that a text spells out are encoded as these tokens.
 
         Raises:
-            RequestError: one of them is longer than the context, where `is_bounded`.
+            RequestError: `is_bounded` is set and a prompt is longer than the context.
         """
         limit = self._max_model_len if is_bounded else None
         encoded = []
@@ -190,12 +192,13 @@ class Tokenization:
     ) -> Encoded:
         """Return the token ids of a conversation, up to where the assistant's answer begins.
 
-        Special tokens that its texts spell are text. A mark whose place in the text cannot be told,
-        as the template moves or drops what is there, is at the end of its message, or else at 0.
+        Special tokens that messages spell out are encoded as text. If the template moves or drops
+        the text at a mark, the mark's place is the end of its message or, if that is not known
+        either, 0.
 
         Raises:
-            RequestError: there is no chat template, it refuses these messages, or they are longer
-                than the context, where `is_bounded`.
+            RequestError: there is no chat template, it refuses these messages, or `is_bounded` is
+                set and the conversation is longer than the context.
         """
         if not self.tokenizer.chat_template:
             why = "This model has no chat template, so it cannot answer chat requests."
@@ -212,7 +215,7 @@ class Tokenization:
         text, guards = signs.take_out_guards(rendered)
         limit = self._max_model_len if is_bounded else None
         with _refusing_long(field, limit):
-            # The template has written the special tokens, the first one included.
+            # The template has written all special tokens, including the first one.
             encoding = self._encoder.encode(
                 text, self._namespace, guards=guards, limit=limit, stop=self._stop
             )
@@ -224,18 +227,21 @@ class Tokenization:
         return Encoded(encoding.ids, ends, parts)
 
     def decode(self, prompt: Prompt) -> str:
-        """Return the text of a prompt, which may have come as token ids."""
+        """Return the text of a prompt that is a text or token ids."""
         return prompt if isinstance(prompt, str) else str(self.tokenizer.decode(prompt))
 
     def starts(self, token_ids: Sequence[int], text: str) -> list[int]:
-        """Return where each token begins in their text; all bytes of a character begin with it."""
+        """Return where each token begins in the text of all tokens.
+
+        A token that begins within a character begins where the character does.
+        """
         detokenizer = Detokenizer(self.tokenizer, shows_special=True)
         lengths = []
         for token_id in token_ids:
             self._stop.check()
             lengths.append(len(detokenizer.feed([token_id])))
         detokenizer.finish()
-        # What the tokenizer put before a text is not in it.
+        # Tokens that the tokenizer put before the text are not part of the text.
         num_added = len(detokenizer.text) - len(text)
         starts = itertools.accumulate([-num_added, *lengths])
         return [max(0, start) for start in starts][: len(token_ids)]
@@ -296,10 +302,10 @@ class Tokenization:
         marks: Iterable[Mark],
         signs: Signs,
     ) -> dict[Mark, int]:
-        """Return where marks are, found by rendering once more with a sign at each of them.
+        """Return the places of marks, found by one more rendering with a sign at each mark.
 
-        Marks whose sign the template drops are left out, and all are where signs change more than
-        they add.
+        A mark is left out if the template drops its sign. All marks are left out if the signs
+        change anything else in the rendered text.
         """
         wanted = dict.fromkeys(mark for mark in marks if mark[0] != TOOLS)
         if not wanted:
@@ -319,13 +325,13 @@ class Tokenization:
     def _end_of_message(
         self, text: str, messages: Messages, arguments: Arguments, mark: Mark
     ) -> int:
-        """Return where a message ends if what comes behind it changes nothing before it."""
+        """Return where a message ends, or 0 if later messages change the text before its end."""
         arguments = {**arguments, "add_generation_prompt": False}
         head = self._render(messages[: mark[0] + 1], arguments)
         return len(head) if text.startswith(head) else 0
 
     def _end_of_tool(self, text: str, messages: Messages, arguments: Arguments, mark: Mark) -> int:
-        """Return the end of what another tool in this one's place would change."""
+        """Return where a tool ends: the end of the text that changes with another tool there."""
         tools = list(arguments["tools"])
         function = {"name": "\U000f0000", "description": "", "parameters": {}}
         tools[mark[1]] = {"type": "function", "function": function}
@@ -371,7 +377,7 @@ def _refusing_long(field: str, limit: int | None) -> Iterator[None]:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] | None:
-    """Return what a tokenizer puts before and behind every text; None if that cannot be told."""
+    """Return the ids that a tokenizer puts before and after every text, or None if unknown."""
     text = "a"
     plain = list(tokenizer.encode(text, add_special_tokens=False, verbose=False))
     whole = list(tokenizer.encode(text, verbose=False))
@@ -382,7 +388,7 @@ def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]] |
 
 
 def _guarded(special: Trie, guard: str, value: Any) -> Any:
-    """Return a JSON value with a guard behind the first letter of each special token."""
+    """Return a JSON value with a guard after the first letter of each special token."""
     match value:
         case str():
             starts = [start + 1 for start, _ in special.find(value)]
@@ -401,6 +407,6 @@ def _joined(messages: Messages) -> list[dict[str, Any]]:
 
 
 def _sign(part: str, sign: str) -> str:
-    """Return a part with a sign behind its last character that templates do not strip."""
+    """Return a part with a sign after its last character other than white space."""
     length = len(part.rstrip())
     return part[:length] + sign + part[length:] if length else part

@@ -1,6 +1,6 @@
 """Render chat templates within bounds on loops and on the length of texts.
 
-This module knows Jinja and what transformers provides to templates, no tokens.
+This module uses Jinja and the functions that transformers provides to templates, but no tokens.
 """
 
 import functools
@@ -20,10 +20,10 @@ from tieredkv.errors import RequestError
 from tieredkv.server.threads import Stop
 
 MAX_ROUNDS = 1_000_000
-"""Rounds of loops and calls of macros in one rendering."""
+"""The limit on rounds of loops and calls of macros together in one rendering."""
 
 MAX_CHARACTERS = 1 << 26
-"""Length of a rendering and of any text or list that a template makes on the way."""
+"""The longest rendering, and the longest text or list that a template may make on the way."""
 
 MAX_POWER_BITS = 1 << 16
 
@@ -40,7 +40,7 @@ _LOOKING = frozenset(
 
 
 class _Spent(threading.local):
-    """What the rendering in this thread has used so far."""
+    """The rounds that the rendering in this thread has used so far, and its `Stop`."""
 
     num_rounds = 0
     stop = Stop()
@@ -71,12 +71,12 @@ class _CountingGenerator(CodeGenerator):
     """Compiles templates that count the rounds of their loops and the calls of their macros."""
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
-        """Count each round."""
+        """Count each round of a loop."""
         node.body.insert(0, self._counting(node.lineno))
         super().visit_For(node, frame)
 
     def visit_Macro(self, node: nodes.Macro, frame: Frame) -> None:
-        """Count each call."""
+        """Count each call of a macro."""
         node.body.insert(0, self._counting(node.lineno))
         super().visit_Macro(node, frame)
 
@@ -87,7 +87,7 @@ class _CountingGenerator(CodeGenerator):
         return statement.set_lineno(lineno, override=True)  # type: ignore[return-value]
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
-        """Join texts no longer than allowed."""
+        """Join texts and check the length of the result."""
         self.write("environment.concat_checked((")
         for value in node.nodes:
             self.visit(value, frame)
@@ -96,7 +96,7 @@ class _CountingGenerator(CodeGenerator):
 
 
 class ChatTemplate:
-    """One template, compiled; several threads may render it.
+    """One compiled chat template; several threads may render it.
 
     Attributes:
         looked_for: constants that the template searches texts for, such as `</think>`.
@@ -127,7 +127,7 @@ class ChatTemplate:
         self.looked_for = frozenset(_looked_for(environment.parse(source)))
 
     def render(self, stop: Stop, **variables: Any) -> str:
-        """Return the text.
+        """Return the rendered text.
 
         Raises:
             RequestError: the template refuses the messages, cannot render them, or breaks a limit.
@@ -153,7 +153,7 @@ class ChatTemplate:
 
 
 def _looked_for(tree: nodes.Template) -> list[str]:
-    """Return the constants that a template compares parts of texts with, without white space."""
+    """Return the constants that a template searches texts for, without surrounding white space."""
     found: list[nodes.Node] = []
     for compare in tree.find_all(nodes.Compare):
         if {operand.op for operand in compare.ops} & {"in", "notin"}:
@@ -175,6 +175,6 @@ template_of = functools.lru_cache(16)(ChatTemplate)
 def variables_of(
     tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a template may use beside the messages."""
+    """Return the variables that a template may use in addition to the messages."""
     defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
     return {**tokenizer.special_tokens_map, **defaults, **arguments}

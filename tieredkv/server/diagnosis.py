@@ -1,6 +1,6 @@
-"""What has changed between two requests of one tenant, so that a cached prefix was of no use.
+"""Find what changed between two requests of one tenant and caused a cache miss.
 
-Of what requests say only digests are kept.
+Only digests of the requests are kept, not their texts.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ MAX_SEGMENTS = 128
 MASKED_CHARACTERS = 4096
 MAX_TAILS = 32
 
-_PASSING = re.compile(  # what begins with a digit; long words with one; names of days and months
+_PASSING = re.compile(  # words that begin with a digit; long words with a digit; days and months
     r"(?<![\w:.+-])(?:(?=[\w:.+-]{6})(?:(?!\d)[\w:.+-])*+)?\d[\w:.+-]*+"
     r"|\b(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun|Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]*"
 )
@@ -27,7 +27,7 @@ _KINDS = ("tools", "system", "messages", "input")
 
 
 Part = tuple[str, Any, str]
-"""A part of a prompt, as long as it is known: its kind, its text or JSON value, and its name."""
+"""A part of a prompt before it is reduced to digests: its kind, its text or JSON, its name."""
 
 
 def digest(text: str) -> int:
@@ -36,15 +36,16 @@ def digest(text: str) -> int:
 
 
 def tails_of(parts: Sequence[Part]) -> frozenset[bytes]:
-    """Return digests of the first text or message from each of its first words on.
+    """Return digests of the ends of the first text or message, one from each of its first words on.
 
-    Two that share one differ near the top and nowhere else, whatever was put in or left out there.
+    If two texts share a digest, they differ only near the top, even if words were added or removed
+    there.
     """
     text = next((_text(value) for kind, value, _ in parts if kind != "tools"), "")
     words = re.finditer(r"\S+", text[: len(text) // 2])
     places = [word.start() for word in itertools.islice(words, MAX_TAILS)]
     found, hashed, end = [], hashlib.blake2b(digest_size=8), len(text)
-    for place in reversed(places):  # backwards, so that each goes on from the one behind it
+    for place in reversed(places):  # Backwards, so that each digest extends the one before.
         hashed.update(text[place:end][::-1].encode("utf-8", "surrogatepass"))
         found.append(hashed.digest())
         end = place
@@ -56,12 +57,13 @@ def _text(value: Any) -> str:
 
 
 class Segment(NamedTuple):
-    """A part of a prompt: its length in characters, and digests of it.
+    """The length of a part of a prompt in characters, and digests of the part.
 
     Attributes:
-        canonical: whatever the order of its JSON's keys.
-        masked: whatever the numbers, ids and times near its top.
-        name: for messages; not kept.
+        raw: the digest of the text as it is.
+        canonical: the digest with JSON keys sorted.
+        masked: the digest with numbers, ids and times near the top masked.
+        name: how a diagnosis calls the part; it is not kept.
     """
 
     kind: str
@@ -73,7 +75,7 @@ class Segment(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, value: Any, name: str) -> "Segment":
-        """Return what is kept of a text or a JSON value."""
+        """Return the length and digests of a text or a JSON value."""
         text = _text(value)
         ordered = text if isinstance(value, str) else json.dumps(value, sort_keys=True)
         masked = _PASSING.sub("#", text[:MASKED_CHARACTERS]) + text[MASKED_CHARACTERS:]
@@ -92,13 +94,13 @@ def parts_of(
 
 
 class Seen(NamedTuple):
-    """What is kept of a request.
+    """The digests and the length that are kept of a request.
 
     Attributes:
-        settings: digests of what else may be changed, by name; `namespace` is what its blocks are
-            kept apart by, beside the tenant.
-        tails: of its first text or message.
-        tools: digests of its tools, whatever the order of their keys.
+        settings: digests of other fields whose change can explain a miss, by name; `namespace` is
+            the salt and cache key that separate its blocks from others of the same tenant.
+        tails: the digests from `tails_of`.
+        tools: the digests of its tools with JSON keys sorted.
     """
 
     segments: Sequence[Segment] = ()
@@ -109,7 +111,10 @@ class Seen(NamedTuple):
 
     @classmethod
     def of(cls, parts: Sequence[Part], num_tokens: int, settings: Mapping[str, Any]) -> "Seen":
-        """Return what is kept of a prompt's parts, the late ones as one, and of what else may."""
+        """Return the digests of a prompt's parts and of its settings.
+
+        All parts after the first `MAX_SEGMENTS` are kept as one segment.
+        """
         first, rest = parts[:MAX_SEGMENTS], [value for _, value, _ in parts[MAX_SEGMENTS:]]
         segments = [Segment.of(*part) for part in first]
         if rest:
@@ -119,7 +124,7 @@ class Seen(NamedTuple):
         return cls(segments, num_tokens, digests, tails_of(parts), tools)
 
     def change_from(self, other: "Seen", index: int) -> tuple[str, bool]:
-        """Return what has changed at a segment, and whether the rest is nearly the same."""
+        """Return what changed at a segment, and whether the rest is nearly the same."""
         now, before = self.segments[index], other.segments[index]
         has_moved = now.kind == "tools" and now.canonical in other.tools
         is_kept = before.kind == "tools" and before.canonical in self.tools
@@ -140,18 +145,18 @@ class Seen(NamedTuple):
         return f"{now.name} changed", False
 
     def num_common(self, other: "Seen") -> int:
-        """Return how many segments at the top are the same."""
+        """Return how many segments from the top are the same in both requests."""
         both = zip(self.segments, other.segments, strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0].raw == pair[1].raw, both))
 
     def tokens_before(self, index: int) -> int:
-        """Return about how many tokens lie before a segment."""
+        """Return an estimate of how many tokens come before a segment."""
         sizes = [segment.size for segment in self.segments]
         return self.num_tokens * sum(sizes[:index]) // max(1, sum(sizes))
 
 
 class Change(NamedTuple):
-    """The first difference: its kind, where it is, and in words."""
+    """The first difference between two requests: its kind, its place, and a text about it."""
 
     kind: str
     at_token: int
@@ -159,7 +164,7 @@ class Change(NamedTuple):
 
 
 def change(old: Seen, new: Seen) -> Change | None:
-    """Return what has changed in a prompt and its place; None if the one goes on from the other."""
+    """Return the first change between two requests, or None if one prompt continues the other."""
     for name, kind in (("model", "model"), ("namespace", "prompt_cache_key")):
         if old.settings.get(name) != new.settings.get(name):
             return Change(kind, 0)
@@ -173,11 +178,13 @@ def change(old: Seen, new: Seen) -> Change | None:
 
 
 class Diagnosis(NamedTuple):
-    """One request beside earlier ones of its tenant.
+    """The comparison of one request with earlier requests of its tenant.
 
     Attributes:
-        compared_id: of the answer that the client wants it compared with.
-        compared: the request behind that, where it is known.
+        seen: the request.
+        earlier: the earlier requests, the latest first.
+        compared_id: the id of the answer that the client wants the request compared with.
+        compared: the request for that answer, if it is still known.
     """
 
     seen: Seen = Seen()
@@ -186,7 +193,10 @@ class Diagnosis(NamedTuple):
     compared: Seen | None = None
 
     def miss(self, usage: RequestUsage) -> dict[str, Any]:
-        """Return the reason of a miss, beside the latest of the requests that are most like it."""
+        """Return the reason of a miss, compared with the most similar earlier request.
+
+        Of several requests that are equally similar, the latest is used.
+        """
         reason, detail = usage.miss_reason, None
         if reason == "never_seen" and (like := max(self.earlier, key=self._rank, default=None)):
             found = change(like, self.seen) if self._likeness(like) else None
@@ -198,17 +208,18 @@ class Diagnosis(NamedTuple):
         return {"reason": reason, "at_token": usage.miss_token, "detail": detail}
 
     def compare(self, usage: RequestUsage) -> Change | None:
-        """Return what has kept the request from the prefix of the one it is compared with.
+        """Return why the request could not reuse the prefix of the request it is compared with.
 
-        None if no comparison is wanted. The kind is `not_found` where the other is not known, `hit`
-        where nothing has, `unavailable` where nothing has changed and nothing was found either.
+        The result is None if no comparison is wanted. Its kind is `not_found` if the other request
+        is not known, `hit` if the prefix was reused, and `unavailable` if nothing changed and yet
+        the prefix was not in the cache.
         """
         if self.compared is None:
             return None if self.compared_id is None else Change("not_found", 0)
         found, is_new = change(self.compared, self.seen), usage.miss_reason == "never_seen"
         if usage.cached_tokens and (usage.miss_reason is None or (found is None and is_new)):
             return Change("hit", 0)
-        if found and found.kind in _KINDS:  # what was reused of it is beyond doubt
+        if found and found.kind in _KINDS:  # Reused tokens cannot have changed.
             num_reused = min(usage.cached_tokens, self.compared.num_tokens - 1)
             return found._replace(at_token=max(found.at_token, num_reused))
         settings = dict(self.compared.settings.items() - self.seen.settings.items())
@@ -221,7 +232,7 @@ class Diagnosis(NamedTuple):
         return index + self.seen.change_from(other, index)[1] / 2
 
     def _rank(self, other: Seen) -> tuple[float, bool]:
-        """Return what to compare with first: of two alike, the one whose blocks could be used."""
+        """Return a sort key for earlier requests: similarity first, then an equal namespace."""
         namespaces = [each.settings.get("namespace") for each in (self.seen, other)]
         return self._likeness(other), namespaces[0] == namespaces[1]
 
@@ -230,13 +241,13 @@ NONE = Diagnosis()
 
 
 class Diagnoses:
-    """The latest requests of each tenant, by the ids of their answers."""
+    """The latest requests of each tenant, by the id of the answer."""
 
     def __init__(self) -> None:
         self._of: dict[str, dict[str, Seen]] = {}
 
     def add(self, tenant: str, id: str, seen: Seen, compared_id: str | None) -> Diagnosis:
-        """Keep a request, and return it beside those before it, the latest first."""
+        """Keep a request, and return its comparison with the requests before it."""
         known = self._of[tenant] = self._of.pop(tenant, {})
         compared = known.get(compared_id or "")
         made = Diagnosis(seen, [*reversed(known.values())], compared_id, compared)

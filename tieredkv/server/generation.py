@@ -1,6 +1,6 @@
-"""The answers to one HTTP request while they are made: engine outputs in, pieces of text out.
+"""Turn the engine's outputs for one HTTP request into pieces of text.
 
-It knows stop strings and usage, neither HTTP nor JSON.
+This module handles stop strings and usage, but neither HTTP nor JSON.
 """
 
 import asyncio
@@ -17,15 +17,17 @@ from tieredkv.server.metrics import Observer
 
 
 class ClientGoneError(Exception):
-    """The client closed its connection; nobody waits for the answer."""
+    """The client closed its connection, so that the answer is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one step added to one answer.
+    """What one engine step added to one answer.
 
     Attributes:
-        num_tokens: how many tokens that answer has with it.
+        index: the index of the answer.
+        num_tokens: how many tokens the answer has so far, with this piece.
+        text: the text that was added.
     """
 
     index: int
@@ -36,10 +38,10 @@ class Piece:
 
 
 class Generation:
-    """All answers to one HTTP request; `close` releases whatever has not ended.
+    """All answers to one HTTP request; `close` aborts those that have not ended.
 
     Attributes:
-        answers: in the order of the requests, as far as they are made.
+        answers: the answers so far, in the order of the engine requests.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class Generation:
         """Wait for the first piece and return whether it came in time.
 
         Raises:
-            RequestError, ClientGoneError: as `pieces` does, where nothing came before it.
+            RequestError, ClientGoneError: as `pieces` does, if the error came before any piece.
         """
         if not self._has_begun.is_set():
             with contextlib.suppress(TimeoutError):
@@ -77,7 +79,7 @@ class Generation:
         """Yield pieces of all answers as they come, until all have ended.
 
         Raises:
-            RequestError: the engine refused one of them, or it is shutting down or dead.
+            RequestError: the engine refused an answer, is shutting down or has died.
             ClientGoneError: `cancel` was called.
         """
         while self._unfinished or not self._queue.empty():
@@ -87,14 +89,14 @@ class Generation:
             yield piece
 
     def cancel(self) -> None:
-        """End `pieces` with `ClientGoneError` and give back what the engine holds."""
+        """Abort the answers and end `pieces` with `ClientGoneError`."""
         self.close()
         for index in self._unfinished.values():
             self._observer.on_end(self.answers[index], "cancelled")
         self._put(ClientGoneError())
 
     def close(self) -> None:
-        """Abort the answers that have not ended; twice is fine."""
+        """Abort the answers that have not ended; a second call is harmless."""
         for request_id in self._unfinished:
             self._engine.abort(request_id)
 
@@ -102,7 +104,7 @@ class Generation:
         """Take an output as soon as it comes, so that a slow reader does not hold up the engine."""
         self._observer.on_output(output)
         index = self._unfinished.get(output.request_id)
-        if index is None:  # it was under way when a stop string ended the answer
+        if index is None:  # This output was sent before the answer was ended.
             return
         if output.finish_reason in ("error", "abort"):
             self._end(index, output.finish_reason)

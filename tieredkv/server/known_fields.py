@@ -17,12 +17,12 @@ from tieredkv.fields import Refusal, names_of, refusals
 
 
 class KnownFields(NamedTuple):
-    """What an endpoint knows beside the fields that it acts on.
+    """The fields that an endpoint knows but does not act on.
 
     Attributes:
         harmless: fields that change no answer.
-        ignored: fields that would change an answer and are taken all the same.
-        refused: fields that are a 400 unless their value asks for nothing.
+        ignored: fields that would change an answer, and are accepted without effect.
+        refused: fields that are refused with a 400 unless their value asks for nothing.
     """
 
     harmless: frozenset[str]
@@ -31,22 +31,22 @@ class KnownFields(NamedTuple):
 
     @property
     def without_effect(self) -> frozenset[str]:
-        """Fields that are taken, whatever they say, and do nothing."""
+        """Fields that are accepted with any value and have no effect."""
         return self.harmless | self.ignored
 
 
 def one_of(*values: Any) -> Callable[[Any], bool]:
-    """Return whether a value is one of these; `True` and `1` are different values."""
+    """Return a test for being one of these values; `True` and `1` are different values."""
     return lambda value: any(type(value) is type(each) and value == each for each in values)
 
 
 def never(_value: Any) -> bool:
-    """Return False: the field is refused whatever its value is, `null` excepted."""
+    """Return False, so that a field is refused with any value except `null`."""
     return False
 
 
 def number(*values: float) -> Callable[[Any], bool]:
-    """Return whether a value is one of these numbers, written as an integer or as a decimal."""
+    """Return a test for being one of these numbers, written as an integer or as a decimal."""
     return lambda value: type(value) in (int, float) and value in values
 
 
@@ -56,12 +56,12 @@ def is_plain_text(value: Any) -> bool:
 
 
 def has_no_logprobs(value: Any) -> bool:
-    """Whether a list of what an answer should include asks for nothing that would be there."""
+    """Whether the list in an `include` field does not ask for log-probabilities."""
     return isinstance(value, list) and "message.output_text.logprobs" not in value
 
 
 def only_clears_thinking(value: Any) -> bool:
-    """Whether all that is to be cut from the context are thoughts, which are never part of it."""
+    """Whether all edits only remove thoughts from the context, which never has any."""
     edits = value.get("edits") or [] if isinstance(value, dict) else [None]
     return isinstance(edits, list) and all(
         isinstance(edit, dict) and str(edit.get("type")).startswith("clear_thinking")
@@ -69,7 +69,7 @@ def only_clears_thinking(value: Any) -> bool:
     )
 
 
-# --- ways out, as complete sentences
+# --- Advice in errors: complete sentences about what to do instead.
 
 _PLAIN_TEXT = (
     "Answers are plain text here: describe the form in the prompt and check the answer yourself."
@@ -96,7 +96,7 @@ STRUCTURED = refusals(
 RESPONSE_FORMAT = refusals("response_format", _PLAIN_TEXT, unless=is_plain_text)
 TEXT_FORMAT = refusals("format", _PLAIN_TEXT, unless=is_plain_text)
 
-# --- what other servers add to the APIs; none of it is supported on any endpoint
+# --- Fields that other servers add to the APIs; no endpoint supports them.
 
 _EXTENSIONS: dict[str, Refusal] = {
     **STRUCTURED,
@@ -131,7 +131,7 @@ _EXTENSIONS: dict[str, Refusal] = {
     **refusals("plugins web_search search_parameters integrations", _TOOLS),
     # Which weights answer.
     **refusals("lora lora_path lora_request adapter adapter_id adapters", _ONE_MODEL),
-    # What is told beside the text.
+    # What the answer says besides the text.
     **refusals("prompt_logprobs", "Use 'echo' with 'logprobs' on /v1/completions.", unless=never),
     **refusals("logprob_token_ids n_probs top_n_tokens", "Use the API's own 'logprobs'."),
     **refusals("post_sampling_probs"),
@@ -147,7 +147,7 @@ _EXTENSIONS: dict[str, Refusal] = {
         unless=one_of(True),
     ),
     **refusals("reasoning_format", unless=one_of("none", "auto")),
-    # Where it is computed, beyond this server.
+    # How other servers share the work.
     **refusals("kv_transfer_params ec_transfer_params bootstrap_host bootstrap_room"),
     **refusals("vllm_xargs session_params"),
     **refusals("options", "Send fields such as 'temperature' by themselves, not as 'options'."),
@@ -166,7 +166,7 @@ _HARMLESS_EXTENSIONS = names_of("""
     mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n dry_sequence_breakers
     xtc_threshold adaptive_decay
 """)
-"""Ids, labels, hints where to compute, and settings of refused fields that say nothing alone."""
+"""Ids, labels, scheduling hints, and settings that only matter together with a refused field."""
 
 # --- OpenAI's three endpoints
 
@@ -276,7 +276,7 @@ TOKENIZE = {
     for name in ("continue_final_message", "chat_template", "documents", "truncate_prompt_tokens")
 }
 
-# --- objects inside of requests
+# --- Objects inside requests
 
 CHAT_MESSAGE: dict[str, Refusal] = {
     **refusals("audio", "Only text is supported."),

@@ -1,6 +1,7 @@
-"""Figures for Prometheus: what the engine reports, by a table, and what the server observes.
+"""Metrics for Prometheus, from reports of the engine and measurements of the server.
 
-It knows counts, times and the labels that the operator allows; no text, token or hash gets here.
+`metrics.toml` lists the metrics. They hold counts, times and the labels that the operator allows,
+but never a text, token or hash.
 """
 
 import time
@@ -26,19 +27,22 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 
 
 class Metrics:
-    """All families of `/metrics`; `metrics.toml` says which they are."""
+    """All metric families of `/metrics`, which `metrics.toml` lists."""
 
     def __init__(self, settings: Settings, engine: EngineClient) -> None:
         prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
         self._settings = settings
         self._engine = engine
-        self._labels: dict[tuple[str, ...], str] = {}  # and which tenant was the first to use them
+        self._labels: dict[tuple[str, ...], str] = {}  # the first tenant to use each
         self._registry = prometheus_client.CollectorRegistry()
         self._registry.register(self)
         self.observed = {row["name"]: self._make(row) for row in _TABLE["server"]}
 
     def labels_of(self, tenant: str, metadata: Mapping[str, object]) -> tuple[str, ...]:
-        """Return the allowed labels of a request; of so many sets of them, the rest is `other`."""
+        """Return the values of a request's allowed labels.
+
+        Once there are too many sets of values, new sets are counted as `other`.
+        """
         names = self._settings.metric_labels
         labels = tuple(str(metadata.get(name, ""))[:MAX_LABEL_LENGTH] for name in names)
         if labels not in self._labels:
@@ -49,7 +53,7 @@ class Metrics:
         return labels
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family, and those that have another name, too."""
+        """Yield every metric family, and a copy of a family for each alias."""
         reported = {**self._engine.stats, "block_size": self._settings.block_size, "one": 1}
         families = {row["name"]: _read(row, reported) for row in _TABLE["engine"]}
         families |= {name: own.collect()[0] for name, own in self.observed.items()}
@@ -63,7 +67,7 @@ class Metrics:
             yield family
 
     def text(self) -> bytes:
-        """Return all families as Prometheus reads them."""
+        """Return all metric families in the text format of Prometheus."""
         return prometheus_client.generate_latest(self._registry)
 
     def _make(self, row: dict[str, Any]) -> Any:
@@ -75,12 +79,14 @@ class Metrics:
 
 
 class Observer:
-    """Measures the answers to one request; told of outputs when they arrive, read or not.
+    """Measures the answers to one request.
+
+    Outputs are measured when they arrive from the engine, even if the client reads them later.
 
     Args:
-        tenant: whose request it is.
-        metadata: what it says of itself.
-        arrived_at: when it did, by `perf_counter`.
+        tenant: the tenant of the request.
+        metadata: the metadata in the body of the request.
+        arrived_at: when the request arrived, by `perf_counter`.
     """
 
     def __init__(
@@ -93,7 +99,7 @@ class Observer:
         self._itl = self._families["tieredkv_itl_seconds"]
 
     def on_output(self, output: TokenOutput) -> None:
-        """Take in what one step made of one answer."""
+        """Measure the output of one engine step for one answer."""
         if not (output.token_ids or output.usage):
             return
         now = time.perf_counter()
@@ -113,7 +119,7 @@ class Observer:
             self._count("cached_tokens", by_tier[tier], tier)
 
     def on_end(self, answer: Answer, reason: str) -> None:
-        """Take in that an answer has ended, or that nobody wants it any longer."""
+        """Count an answer that has ended or was cancelled."""
         first_at, last_at = self._spans.get(answer.request.request_id, (0.0, 0.0))
         self._families["tieredkv_answers"].labels(reason).inc()
         self._families["tieredkv_e2e_seconds"].observe(time.perf_counter() - self._arrived_at)
@@ -125,7 +131,7 @@ class Observer:
 
 
 def _read(row: dict[str, Any], reported: dict[str, Any]) -> Metric:
-    """Return a family of the table with what was reported; what is not there is left out."""
+    """Return a metric family with the reported values; samples without a value are left out."""
     family = Metric(row["name"], row["help"], row["type"])
     for *fixed, path in row["samples"]:
         values = [str(_at(reported, each[1:])) if each[0] == "$" else each for each in fixed]
@@ -141,7 +147,7 @@ def _read(row: dict[str, Any], reported: dict[str, Any]) -> Metric:
 
 
 def _at(tree: Any, path: str) -> Any:
-    """Return what a dotted path leads to, or None."""
+    """Return the value at a dotted path, or None if there is none."""
     for key in path.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

@@ -1,6 +1,6 @@
 """OpenAI's answers: chat and completions as JSON, whole or in chunks, and errors.
 
-It knows shapes, no sockets, no requests and no engine.
+This module only builds the JSON; it does not use sockets, requests or the engine.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -15,24 +15,24 @@ from tieredkv.server.chat import Tokenization
 from tieredkv.server.generation import Piece
 
 LEAST_LOGPROB = -9999.0
-"""Stands for a token that could not have been chosen; JSON has no infinity."""
+"""The log-probability of a token that could not have been chosen, as JSON has no infinity."""
 
 Echo = tuple[str, Sequence[int]]
-"""The text of a prompt, and where its tokens begin in it if they are told."""
+"""The text of a prompt, and where each of its tokens begins if log-probabilities are wanted."""
 
 NO_ECHO: Echo = ("", ())
 
 
 class CompletionShape(Shape):
-    """`/v1/completions`; all chunks of an answer share id, time and model.
+    """Answers of `/v1/completions`; all chunks of an answer share id, time and model.
 
     Args:
-        model: what it is called.
-        tokenization: tells what tokens say.
-        echoes: what the answers to each prompt begin with.
-        n: answers to each prompt.
-        usage_in: which chunks of a stream tell the usage: none, one more at the end, or all, each
-            with the tokens so far.
+        model: the name of the model.
+        tokenization: decodes token ids.
+        echoes: for each prompt, the text that its answers begin with.
+        n: the number of answers to each prompt.
+        usage_in: the chunks of a stream that have a `usage` object: none; one additional chunk at
+            the end; or all chunks, each with the counts so far.
     """
 
     id_prefix = "cmpl-"
@@ -56,7 +56,7 @@ class CompletionShape(Shape):
         self._head |= {"created": self.created, "model": model}
 
     def whole(self, answers: Sequence[Answer]) -> Json:
-        """Return a choice for each answer, and the usage of all."""
+        """Return a choice for each answer, and one usage of all answers."""
         choices, num_tokens = [], sum(len(answer.token_ids) for answer in answers)
         for i, ((echo, _), answer) in enumerate(zip(self._echoes, answers, strict=True)):
             logprobs = self._logprobs(i, answer.logprobs)
@@ -66,7 +66,7 @@ class CompletionShape(Shape):
     async def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield chunks of one choice each, and the usage where it is wanted."""
+        """Yield chunks of one choice each, with the usage in those chunks where it is wanted."""
         head = {**self._head, "object": self.chunk_object}
         num_tokens = [0] * len(answers)
 
@@ -88,23 +88,23 @@ class CompletionShape(Shape):
             yield {**head, "choices": [], "usage": self._usage(answers, sum(num_tokens))}
 
     def failure(self, error: RequestError) -> Json:
-        """Return the error as answers have it."""
+        """Return the last event of a stream that failed."""
         return openai_body(error)
 
     def opening(self, index: int, echo: str) -> list[Json]:
-        """Return the choice with the prompt, where that is wanted; else text begins at once."""
+        """Return a choice with the echoed prompt, or no choice if the prompt is not echoed."""
         return [self.choice(index, echo, None, None)] if echo else []
 
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the choices that tell a piece."""
+        """Return the choices of a stream for one piece."""
         return [self.choice(index, text, logprobs, reason)]
 
     def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """Return one answer in whole."""
+        """Return the choice for an answer or for a piece of it."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
-        """Return parallel lists, as the older endpoint has them; those of an echo come first."""
+        """Return the log-probabilities as parallel lists; tokens of an echoed prompt come first."""
         offsets = list(self._echoes[index][1]) if tokens[0].logprob is None else []
         for token in tokens[len(offsets) :]:
             offsets.append(self._ends[index])
@@ -117,7 +117,10 @@ class CompletionShape(Shape):
         }
 
     def _top(self, token: TokenLogprob) -> Json:
-        """Return the likeliest tokens and the chosen one; of two alike it has the name."""
+        """Return the likeliest tokens and the chosen one, by label.
+
+        If another token has the same label as the chosen one, the chosen one is reported.
+        """
         top = {self._token_of(id).label: _finite(each) for id, each in token.top}
         own = {self._token_of(token.token_id).label: _finite(token.logprob)}
         return top | own if token.logprob is not None else {}
@@ -126,8 +129,8 @@ class CompletionShape(Shape):
         return self.logprobs(tokens, index) if tokens else None
 
     def _usage(self, answers: Sequence[Answer], num_tokens: int) -> Json:
-        """Return a `usage` object; each prompt counts once, whatever the number of its answers."""
-        prompts = [answer.usage for answer in answers[:: self._n]]  # as the first found it
+        """Return a `usage` object, in which each prompt counts once for all its answers."""
+        prompts = [answer.usage for answer in answers[:: self._n]]  # the first answer's
         num_prompt_tokens = sum(usage.prompt_tokens for usage in prompts)
         return {
             "prompt_tokens": num_prompt_tokens,
@@ -138,30 +141,30 @@ class CompletionShape(Shape):
 
 
 class ChatShape(CompletionShape):
-    """`/v1/chat/completions`: the choices are others."""
+    """Answers of `/v1/chat/completions`, which differ in their choices."""
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def opening(self, index: int, echo: str) -> list[Json]:
-        """Return the choice that names the role."""
+        """Return the first choice of a stream, which names the role."""
         return [self._chunk(index, {"role": "assistant", "content": ""}, None, None)]
 
     def delta(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> list[Json]:
-        """Return the text's choice and, at the end, one with an empty delta."""
+        """Return a choice with the text and, at the end of the answer, one with an empty delta."""
         has_text = text or logprobs or reason is None
         choices = [self._chunk(index, {"content": text}, logprobs, None)] if has_text else []
         return choices + ([self._chunk(index, {}, None, reason)] if reason else [])
 
     def choice(self, index: int, text: str, logprobs: Json | None, reason: str | None) -> Json:
-        """Return one answer in whole."""
+        """Return the choice for a whole answer."""
         message = {"role": "assistant", "content": text, "refusal": None}
         how = {"logprobs": logprobs, "finish_reason": reason}
         return {"index": index, "message": message, **how}
 
     def logprobs(self, tokens: Sequence[TokenLogprob], index: int) -> Json:
-        """Return one object a token."""
+        """Return the log-probabilities as one object for each token."""
         content = []
         for token in tokens:
             top = [self._token(*alternative) for alternative in token.top]
@@ -181,7 +184,7 @@ def _finite(logprob: float | None) -> float | None:
 
 
 def openai_body(error: RequestError) -> Json:
-    """Return the body of an answer that is an error; its `type` goes with the status."""
+    """Return an error in OpenAI's form; its `type` depends on the status."""
     other = "server_error" if error.status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if error.status == 429 else other
     told = {"message": str(error), "type": kind, "param": error.param, "code": error.code}

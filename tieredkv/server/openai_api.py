@@ -1,7 +1,7 @@
 """OpenAI's chat and completions: bodies to checked requests.
 
-It knows fields and texts, no sockets, no tokenizer and no engine. What a request asks for is
-checked here in whole, before anybody works for it. Fields are called what the API calls them.
+This module checks all fields of a request before any other work on it begins. It does not use
+sockets or the engine. Fields have the names that the API gives them.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from tieredkv.server.openai_answers import ChatShape, CompletionShape
 
 MAX_PROMPTS = 2048
 MAX_WRITES = 4
-"""A request writes at most so many prefixes, the last ones."""
+"""How many prefixes one request writes at most; if more are marked, the last ones are written."""
 
 MAX_ARGUMENT_CONTAINERS = 4096
 
@@ -55,7 +55,7 @@ Verbosity = Literal["low", "medium", "high"]
 
 
 class StreamOptions(Object):
-    """When a stream tells its usage: in its last chunk, or in every one."""
+    """Which chunks of a stream have a `usage` object: none, the last one, or all."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -63,7 +63,7 @@ class StreamOptions(Object):
 
 
 class CacheOptions(Object):
-    """For how long the prompt is kept at least, and whether without being marked."""
+    """How long the prompt is kept at least, and whether it is kept without a breakpoint."""
 
     mode: Literal["implicit", "explicit"] = "implicit"
     ttl: Literal["30m"] = "30m"
@@ -77,14 +77,14 @@ class Breakpoint(Object):
 
 
 class OpenAIRequest(ApiRequest):
-    """What OpenAI's endpoints have in common.
+    """The fields that OpenAI's endpoints have in common.
 
-    How to sample is told by the fields of `SamplingParams`, which checks them; those whose ranges
-    are others in OpenAI's API are here, too.
+    Requests also take the fields of `SamplingParams`, which checks them. Only those sampling fields
+    are repeated here whose range or type is different in OpenAI's API.
 
     Attributes:
-        prompt_field: which field holds the prompt.
-        default_tokens: longest answer where the client names none.
+        prompt_field: the field that holds the prompt.
+        default_tokens: the longest answer in tokens if the client names no limit.
     """
 
     model_config = pydantic.ConfigDict(extra="allow")
@@ -116,45 +116,48 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for; the newer name goes before the older one."""
+        """The longest answer that the client asks for, in tokens; None if it names no limit.
+
+        `max_completion_tokens` takes precedence over `max_tokens`.
+        """
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives reported with each token; None for no log-probabilities."""
+        """How many alternatives are reported with each token; None for no log-probabilities."""
         return None
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What may be changed beside the prompt."""
+        """The fields other than the prompt whose change can explain a cache miss."""
         names = "model prompt_cache_key service_tier reasoning_effort verbosity"
         return {name: getattr(self, name, None) for name in names.split()}
 
     @cached_property
     def params(self) -> SamplingParams:
-        """How to sample the first answer to each prompt."""
+        """The sampling parameters of the first answer to each prompt."""
         given = {key: it for key, it in self if key in SAMPLING_FIELDS and it is not None}
         given |= {"top_p": self.top_p or None, "stop": tuple(filter(None, self.stop))}
         limit = self.limit
         given["max_tokens"] = min(self.default_tokens if limit is None else limit, WHOLE)
-        if limit is None:  # then what it must not be beyond is no fault of the client's
+        if limit is None:  # The client did not set the limit that `min_tokens` exceeds.
             given["min_tokens"] = min(self.min_tokens, self.default_tokens)
         params = SamplingParams(**given, logprobs=self.num_logprobs)
-        # Of no probability at all, the smallest set of tokens is the likeliest one.
+        # With `top_p` of 0, only the likeliest token is left to choose from.
         return replace(params, temperature=0.0) if self.top_p == 0 else params
 
     def check(self, rules: Rules) -> None:
-        """Refuse what the fields cannot mean together, or on this server."""
+        """Refuse fields that contradict each other or that this server does not support."""
         if "stream_options" in self.model_fields_set and not self.stream:
             text = "The 'stream_options' parameter is only allowed when 'stream' is enabled."
             raise RequestError(text, param="stream_options", code="invalid_value")
         if self.prompt_cache_retention is not None:
             rules.check_retention(self.prompt_cache_retention)
-        self.plan(rules, [0] * len(self.marks))  # refuses what it must
+        self.plan(rules, [0] * len(self.marks))  # raises for lifetimes that are too long
 
     @property
     def form(self) -> dict[str, Any]:
-        """What the form of the answer depends on."""
+        """The arguments of the answer's `Shape` that the request sets."""
         options = self.stream_options
         usage_in = "none"
         if options.include_usage:
@@ -163,15 +166,12 @@ class OpenAIRequest(ApiRequest):
 
     @property
     def turns(self) -> Sequence[tuple[str, "Message"]]:
-        """All messages, where it is a conversation, and what their parts are called."""
+        """All messages of a conversation, each with the path of its parts in the body."""
         return ()
 
     @cached_property
     def marks(self) -> list[tuple[Mark, Breakpoint, str]]:
-        """The last places where the prompt is marked, with what, and what the mark is called.
-
-        As many as a request can write.
-        """
+        """The last `MAX_WRITES` breakpoints of the prompt: their places, values and field paths."""
         found = (
             ((i, j), part.prompt_cache_breakpoint, f"{path}[{j}].prompt_cache_breakpoint")
             for i, (path, message) in reversed([*enumerate(self.turns)])
@@ -181,7 +181,12 @@ class OpenAIRequest(ApiRequest):
         return [*itertools.islice(found, MAX_WRITES)][::-1]
 
     def plan(self, rules: Rules, ends: Sequence[int]) -> EngineRequest:
-        """Return how the prompt may be kept; `ends` are those of its marks, in tokens."""
+        """Return the engine request without its prompt.
+
+        Args:
+            rules: the rules of the client's key.
+            ends: the number of prompt tokens up to each mark.
+        """
         options = self.prompt_cache_options
         ttl: Ttl = options.ttl if options else "30m"
         is_explicit = options is not None and options.mode == "explicit"
@@ -190,7 +195,7 @@ class OpenAIRequest(ApiRequest):
             (end, at.ttl or ttl, f"{path}.ttl" if at.ttl else of_all)
             for end, (_, at, path) in zip(ends, self.marks, strict=True)
         ]
-        if not is_explicit:  # then the whole prompt is one of those that are written
+        if not is_explicit:  # The whole prompt is one of the writes.
             wanted = wanted[1 - MAX_WRITES :]
         if options and not is_explicit:
             wanted.append((WHOLE, ttl, of_all))
@@ -205,14 +210,14 @@ class OpenAIRequest(ApiRequest):
         )
 
     def asked(self, prompts: list[list[int]], plan: EngineRequest, **how: Any) -> Asked:
-        """Return what is asked for, now that the prompts are known."""
+        """Return what the request asks for, given the token ids of its prompts."""
         how |= {"settings": self.settings, "labels": self.metadata}
         how |= {"n": self.n, "stream": self.stream, "prompt_field": self.prompt_field}
         return Asked(prompts=prompts, plan=plan, **how)
 
 
 def _read_prompts(value: list[Any]) -> Sequence[Prompt]:
-    """Return a list of prompts from those of one kind, or from the ids of a single one."""
+    """Return a list of prompts from a list of texts, a list of id lists, or one list of ids."""
     if not (value and isinstance(value[0], str | list)):
         return [_TOKEN_IDS.validate_python(value, strict=True)]
     several = _SEVERAL_TEXTS if isinstance(value[0], str) else _SEVERAL_TOKEN_IDS
@@ -227,7 +232,7 @@ _SEVERAL_TOKEN_IDS = TypeAdapter(Annotated[list[TokenIds], Field(max_length=MAX_
 
 
 class CompletionRequest(OpenAIRequest):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     without_effect = COMPLETIONS.without_effect
     known_besides = SAMPLING_FIELDS | without_effect
@@ -243,11 +248,11 @@ class CompletionRequest(OpenAIRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives reported with each token; None for no log-probabilities."""
+        """How many alternatives are reported with each token; None for no log-probabilities."""
         return self.logprobs
 
     def check(self, rules: Rules) -> None:
-        """Refuse what is not supported, too."""
+        """Refuse fields that contradict each other or that this server does not support."""
         if self.max_tokens == 0 and not self.echo:
             raise out_of_bounds("max_tokens", "ge", 1, 0)
         if self.best_of not in (None, self.n):
@@ -256,7 +261,7 @@ class CompletionRequest(OpenAIRequest):
         super().check(rules)
 
     def ask(self, tokenization: Tokenization, rules: Rules) -> Asked:
-        """Encode the texts, and decode what is echoed."""
+        """Encode the prompts, and decode those that are echoed."""
         prompts = tokenization.encode_prompts(self.prompt)
         prompt_logprobs, echoes = self.logprobs if self.echo else None, []
         for prompt, token_ids in zip(self.prompt, prompts, strict=True):
@@ -270,7 +275,7 @@ class CompletionRequest(OpenAIRequest):
 
 
 class ContentPart(Object):
-    """A part of a message's text."""
+    """One part of a message's text."""
 
     needed: ClassVar[tuple[str, ...]] = ("text.text", "refusal.refusal")
 
@@ -293,7 +298,7 @@ class Function(Object):
 
 
 class CalledFunction(Object):
-    """A function, and what the model called it with."""
+    """The name of a function, and the arguments that the model called it with."""
 
     name: Text
     arguments: Any = Field({})
@@ -301,7 +306,7 @@ class CalledFunction(Object):
     @pydantic.field_validator("arguments")
     @classmethod
     def _parse(cls, arguments: Any) -> Any:
-        # Templates print an object as they like; OpenAI's clients send its text.
+        # Clients send the arguments as JSON text, but templates print an object in their own way.
         if isinstance(arguments, str):
             if sum(map(arguments.count, "[{")) > MAX_ARGUMENT_CONTAINERS:
                 num = shape_of(arguments.encode("utf-8", "replace")).num_containers
@@ -362,7 +367,7 @@ _TOOLS = TypeAdapter(Annotated[list[Tool], Field(max_length=1024)])
 
 
 def _check_tools(tools: Any, info: ValidationInfo) -> Any:
-    """Return them as they were given, for the template prints them."""
+    """Check the tools and return them unchanged, because the template prints them."""
     _TOOLS.validate_python(tools, strict=True, context=info.context)
     return tools
 
@@ -373,7 +378,7 @@ Tools = Annotated[
 
 
 class ConversationRequest(OpenAIRequest):
-    """A conversation to go on with."""
+    """A conversation that the model continues."""
 
     tool_choice: Any = None
     parallel_tool_calls: bool = True
@@ -381,7 +386,7 @@ class ConversationRequest(OpenAIRequest):
     def render(
         self, tokenization: Tokenization, rules: Rules, arguments: Json, **how: Any
     ) -> Asked:
-        """Return what is asked for, rendered with arguments for the template."""
+        """Render the conversation with arguments for the template and return what is asked for."""
         messages = [message.for_template() for _, message in self.turns]
         marks = [mark for mark, *_ in self.marks]
         encoded = tokenization.encode_chat(messages, arguments, marks, field=self.prompt_field)
@@ -389,7 +394,7 @@ class ConversationRequest(OpenAIRequest):
         return self.asked([encoded.token_ids], plan, parts=encoded.parts, **how)
 
 
-# What the tokenizer, not the template, takes by that name.
+# The tokenizer's own parameters, which clients may not set as arguments for the template.
 _RESERVED_ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
 
 
@@ -405,7 +410,7 @@ TemplateArguments = Annotated[dict[str, Any], AfterValidator(_check_arguments)]
 
 
 class ChatRequest(ConversationRequest):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     without_effect = CHAT.without_effect
     known_besides = SAMPLING_FIELDS | without_effect
@@ -422,16 +427,16 @@ class ChatRequest(ConversationRequest):
 
     @property
     def turns(self) -> Sequence[tuple[str, Message]]:
-        """All messages."""
+        """All messages, each with the path of its parts in the body."""
         return [(f"messages[{i}].content", message) for i, message in enumerate(self.messages)]
 
     @property
     def num_logprobs(self) -> int | None:
-        """Alternatives reported with each token; None for no log-probabilities."""
+        """How many alternatives are reported with each token; None for no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self, rules: Rules) -> None:
-        """Refuse what is not supported, too."""
+        """Refuse fields that contradict each other or that this server does not support."""
         if self.top_logprobs is not None and not self.logprobs:
             text = "'top_logprobs' is only allowed when 'logprobs' is true."
             raise RequestError(text, param="top_logprobs", code="invalid_value")

@@ -1,9 +1,9 @@
-"""Rendered conversations to token ids, piece by piece: what was encoded before is looked up.
+"""Encode rendered conversations piece by piece, and look up pieces that were encoded before.
 
-A text is cut before its special tokens. A tokenizer looks for these first and encodes the text
-between two of them by itself, so the joined ids of the pieces are those of the whole text. A long
-piece is cut again between words or lines, but only where the ids around the cut are the same with
-and without it. Encoding therefore takes short steps and can be given up between them.
+A text is cut before each special token. A tokenizer finds special tokens first and encodes the text
+between two of them separately, so the joined ids of the pieces are those of the whole text. A long
+piece is cut again between words or lines, but only where the cut does not change the ids around it.
+Encoding therefore takes short steps and can be stopped between them.
 """
 
 import functools
@@ -23,7 +23,7 @@ from tieredkv.server.threads import Stop
 
 MAX_NAMESPACES = 128
 MAX_CHARACTERS = 1 << 20
-"""Kept of one namespace."""
+"""The limit on what is kept for one namespace."""
 
 MAX_CHARACTERS_IN_ALL = 8 << 20
 PIECE_CHARACTERS = 256
@@ -31,10 +31,10 @@ PIECE_CHARACTERS = 256
 
 CHUNK_CHARACTERS = 16 << 10
 BATCH_CHARACTERS = 128 << 10
-"""Encoded in one call, after which the work may be given up."""
+"""How much text is encoded in one call; the work can be stopped between two calls."""
 
 WINDOW_CHARACTERS = 128
-"""On each side of a place where a long piece may be cut, to see whether it changes the ids."""
+"""How much text on each side of a cut is encoded to see whether the cut changes the ids."""
 
 MAX_TRIES = 8
 SCAN_CHARACTERS = 1 << 18
@@ -45,8 +45,8 @@ _WORD_END = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")
 _LINE_END = re.compile(r"(?<=\S\n)(?=\S)")
 _SPANS_WORDS = re.compile("[A-Za-z][ \u0120\u2581][A-Za-z]")
 _SPANS_LINES = re.compile("[\n\u010a][^\\s\u010a\u0120\u0109\u010d\u2581]")
-"""Match names of tokens that reach across the end of a word or line, with the characters that
-vocabularies use for white space. If there is such a token, texts are not cut at these ends."""
+"""Match tokens that reach across the end of a word or line, with the characters that vocabularies
+use for white space. If the vocabulary has such a token, texts are not cut at these ends."""
 
 
 class TooLongError(Exception):
@@ -54,9 +54,10 @@ class TooLongError(Exception):
 
 
 class Trie:
-    """Finds given texts in a longer one in a single pass; of several at one place, the longest.
+    """Finds any of several texts in a longer text, in a single pass.
 
-    A plain alternation would try every text at each character with which some of them begin.
+    If several texts match at one place, the longest is found. A plain alternation would be slower:
+    at each place it would try all texts one by one.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -65,7 +66,7 @@ class Trie:
         self._pattern = re.compile(_trie_pattern(sorted(known)) if known else "(?!)")
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
-        """Yield where each begins and ends, from left to right and without overlaps.
+        """Yield the start and end of each match, from left to right and without overlaps.
 
         A long text is searched in steps, so that other threads can go on between them.
         """
@@ -83,7 +84,7 @@ class Trie:
 
 
 def _trie_pattern(texts: Sequence[str]) -> str:
-    """Return an expression that matches the longest of sorted texts."""
+    """Return a regular expression that matches the longest of the sorted texts."""
     head = re.escape(_common_start(texts[0], texts[-1]))
     size = len(_common_start(texts[0], texts[-1]))
     rests = [text[size:] for text in texts]
@@ -101,14 +102,14 @@ def _common_start(one: str, other: str) -> str:
 
 
 class Chunk(NamedTuple):
-    """A part of a piece that is encoded by itself: where it begins in the piece, and its text."""
+    """A part of a piece that is encoded separately: its start in the piece, and its text."""
 
     start: int
     text: str
 
 
 class _Backend:
-    """A tokenizer of the `tokenizers` library, which encodes chunks and tells where to cut them."""
+    """A tokenizer of the `tokenizers` library, with a method to cut texts into chunks."""
 
     def __init__(
         self, backend: Any, cuts: Sequence[tuple[Any, Sequence[int]]] | None = None
@@ -137,7 +138,7 @@ class _Backend:
         return [stop for _, stop in encoding.offsets]
 
     def chunks(self, text: str) -> Iterator[Chunk]:
-        """Cut a piece; whatever cannot be cut without changing ids is one chunk."""
+        """Cut a piece into chunks; a text that cannot be cut without changing ids is one chunk."""
         start = 0
         while len(text) - start > CHUNK_CHARACTERS and (cut := self._cut(text, start)):
             yield Chunk(start, text[start : cut[0]])
@@ -159,7 +160,7 @@ class _Backend:
         return None
 
     def _is_clean(self, text: str, end: int, begin: int) -> bool:
-        """Whether a text around a place has the ids of both sides."""
+        """Whether a cut at a place leaves the ids around it unchanged."""
         left = text[max(0, end - WINDOW_CHARACTERS) : end]
         right = text[begin : begin + WINDOW_CHARACTERS]
         both, one, other = self.ids([left + text[end:begin] + right, left, right])
@@ -167,10 +168,11 @@ class _Backend:
 
 
 class PieceEncoder:
-    """One tokenizer's encoder of texts in which special tokens are spelled out.
+    """Encodes texts in which special tokens are spelled out, with one tokenizer.
 
-    Namespaces share nothing, so that the time tells none of them what another one has asked; each
-    keeps the pieces that it used last. Several threads may call `encode`.
+    Each namespace keeps the pieces that it used last. Namespaces share no pieces, because the time
+    that encoding takes would otherwise reveal texts of other namespaces. Several threads may call
+    `encode`.
 
     Attributes:
         special: the spellings of special tokens.
@@ -179,20 +181,20 @@ class PieceEncoder:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._hf: Any = getattr(tokenizer, "backend_tokenizer", None)
-        self._lock = threading.Lock()  # for what is kept
+        self._lock = threading.Lock()  # for the kept pieces
         self._kept: dict[object, Kept] = {}
         self._size_of: dict[object, int] = {}
         added: Mapping[int, AddedToken] = {}
         if self._hf is not None:
             added = self._hf.get_added_tokens_decoder()
-            self._hf.no_truncation()  # which a checkpoint may have left on
+            self._hf.no_truncation()  # A checkpoint may have left it on.
             self._hf.no_padding()
             self._backend = _Backend(self._hf)
             self.special = sorted(it.content for it in added.values() if it.special and it.content)
         else:
             self.special = sorted(set(getattr(tokenizer, "all_special_tokens", ())))
         raw = [token for token in added.values() if token.content and not token.normalized]
-        # What takes in or looks at its left is no place to cut.
+        # Texts are not cut before tokens whose match depends on the text to their left.
         self._raw = Trie(token.content for token in raw)
         self._cuts = {
             token.content
@@ -215,14 +217,14 @@ class PieceEncoder:
 
         Args:
             text: what to encode.
-            namespace: which pieces may be looked up.
-            guards: places in it, sorted; a special token around one of them is text.
-            limit: of token ids.
-            stop: tells whether the ids are still wanted.
+            namespace: the namespace whose pieces may be looked up.
+            guards: sorted places in the text; a special token around one of them is text.
+            limit: the maximum number of token ids.
+            stop: is set once the ids are no longer wanted.
 
         Raises:
             TooLongError: there are more than `limit` token ids.
-            StoppedError: they are no longer wanted.
+            StoppedError: the ids are no longer wanted.
         """
         stop = stop or Stop()
         if self._hf is None:
@@ -259,7 +261,7 @@ class PieceEncoder:
         limit: int | None,
         stop: Stop,
     ) -> list["array[int]"]:
-        """Return the ids of each piece, looked up or encoded a batch at a time."""
+        """Return the ids of each piece; those that are not kept are encoded in batches."""
         with self._lock:
             kept = self._kept.get(namespace, {})
         known, used, parts, num_ids = Kept(), Kept(), list["array[int]"](), 0
@@ -283,7 +285,7 @@ class PieceEncoder:
                     ids = known[piece]
                 else:
                     ids = known[piece] = self._encode_long(self._backend, piece, limit, stop)
-                if parts and not guarded:  # the first one does not begin with a special token
+                if parts and not guarded:  # The first piece does not begin with a special token.
                     used[piece] = used.pop(piece, ids)
                 parts.append(ids)
                 num_ids += len(ids)
@@ -311,9 +313,13 @@ class PieceEncoder:
     def _check_unbroken(
         self, backend: _Backend, texts: Sequence[str], limit: int, stop: Stop
     ) -> None:
-        """Refuse a chunk that cannot be cut if its parts have more than twice the tokens allowed.
+        """Refuse a long chunk if its parts have more than twice the allowed number of tokens.
 
-        Cut anywhere, a text has a few tokens more at each cut, but not twice as many.
+        If a text is cut at any place, it has a few more tokens there, but not twice as many.
+
+        Raises:
+            TooLongError: the chunk is refused.
+            StoppedError: the ids are no longer wanted.
         """
         for text in texts:
             if len(text) > 2 * BATCH_CHARACTERS:
@@ -355,10 +361,10 @@ class PieceEncoder:
                 begin = end
         return [*ids, *encode(text[begin:])]
 
-    # What is kept
+    # Kept pieces
 
     def _keep(self, namespace: object, used: Kept) -> None:
-        """Keep pieces as those used last, in place of those used longest ago."""
+        """Keep the pieces that were just used, and drop those used longest ago."""
         with self._lock:
             kept = self._kept.pop(namespace, {})
             for text in used:
@@ -383,10 +389,10 @@ class PieceEncoder:
 
 
 class Encoding:
-    """A text that was encoded.
+    """An encoded text.
 
     Attributes:
-        ids: of its tokens.
+        ids: the ids of its tokens.
     """
 
     def __init__(self, ids: list[int], num_before: Callable[[int], int], stop: Stop) -> None:
@@ -394,10 +400,10 @@ class Encoding:
         self._num_before, self._stop = num_before, stop
 
     def ends(self, places: Iterable[int]) -> list[int]:
-        """Return how many tokens end at each place of the text at the latest.
+        """Return, for each place in the text, how many tokens end at or before it.
 
         Raises:
-            StoppedError: it is no longer wanted.
+            StoppedError: the text is no longer wanted.
         """
         ends = []
         for place in places:
@@ -407,12 +413,12 @@ class Encoding:
 
 
 class _Replaced(NamedTuple):
-    """A piece with other texts in place of its special tokens.
+    """A piece whose special tokens were replaced by other texts.
 
     Attributes:
-        text: with what was put in.
-        ends: where each that was replaced ends in the piece.
-        shifts: how much further to the right what follows each of them stands.
+        text: the piece with the replacements.
+        ends: where each replaced token ended in the piece.
+        shifts: how far each replacement has moved the text after it to the right, in total.
     """
 
     text: str
@@ -420,16 +426,16 @@ class _Replaced(NamedTuple):
     shifts: list[int]
 
     def place(self, within: int) -> int:
-        """Return where a place of the piece is now."""
+        """Return where a place of the original piece is in `text`."""
         index = bisect_right(self.ends, within) - 1
         return within + (self.shifts[index] if index >= 0 else 0)
 
 
 class _Guarding:
-    """A second tokenizer, for which special tokens are text, and others stand for them.
+    """A second tokenizer, which encodes the spellings of special tokens as text.
 
-    It shares the vocabulary with the first one. What stands for a special token is a number that
-    nobody outside can know.
+    It shares the vocabulary with the first tokenizer. For each special token it has a stand-in: a
+    secret number that clients cannot write.
     """
 
     def __init__(self, hf: Any, cuts: Sequence[tuple[Any, Sequence[int]]]) -> None:
@@ -440,7 +446,7 @@ class _Guarding:
                 setattr(made, part, getattr(hf, part))
         for token in added.values():
             (made.add_special_tokens if token.special else made.add_tokens)([token])
-        if made.get_added_tokens_decoder() != added:  # ids have gaps
+        if made.get_added_tokens_decoder() != added:  # The ids have gaps.
             made = Tokenizer.from_str(hf.to_str())
         made.encode_special_tokens = True
         secret = str(secrets.randbelow(10**20)).zfill(20)
@@ -456,7 +462,7 @@ class _Guarding:
         self.backend = _Backend(made, cuts)
 
     def replaced(self, piece: str, guards: Sequence[int]) -> _Replaced:
-        """Return a piece in which no special token stands but what is guarded, which is text."""
+        """Return a piece with stand-ins for its special tokens, except for guarded ones."""
         texts, ends, shifts, begin, shift = list[str](), list[int](), list[int](), 0, 0
         for start, end in self._special.find(piece):
             if not _is_guarded(guards, start, end):
@@ -469,12 +475,12 @@ class _Guarding:
         return _Replaced("".join([*texts, piece[begin:]]), ends, shifts)
 
     def restored(self, ids: "array[int]") -> "array[int]":
-        """Return ids with those of the special tokens in place of what stood for them."""
+        """Return ids in which the special tokens are back in place of their stand-ins."""
         return array("I", map(lambda each: self._ids.get(each, each), ids))
 
 
 class _Counting:
-    """Counts the tokens of a piece before a place; what was counted once is not counted again."""
+    """Counts the tokens of a piece before a place, and keeps the counts of its chunks."""
 
     def __init__(self, backend: _Backend, piece: _Replaced) -> None:
         self._backend, self._piece = backend, piece
@@ -485,7 +491,7 @@ class _Counting:
         )
 
     def before(self, within: int) -> int:
-        """Return how many tokens end at a place at the latest."""
+        """Return how many tokens end at or before a place."""
         place = self._piece.place(within)
         index = bisect_right(self._chunks, place, key=lambda chunk: chunk.start) - 1
         num_before = sum(self._num_ids(each) for each in range(index))
@@ -493,7 +499,7 @@ class _Counting:
 
 
 def _batches(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """Yield spans in groups that are long enough to be encoded together."""
+    """Yield spans in groups of about the length that is encoded in one call."""
     batch, size = list[tuple[int, int]](), 0
     for start, end in spans:
         batch.append((start, end))
@@ -506,11 +512,11 @@ def _batches(spans: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]
 
 
 def _is_guarded(guards: Sequence[int], start: int, end: int) -> bool:
-    """Whether a guard is inside of a span, at neither of its ends."""
+    """Whether a guard is inside a span and not at one of its ends."""
     index = bisect_right(guards, start)
     return index < len(guards) and guards[index] < end
 
 
 def _inside(guards: Sequence[int], start: int, end: int) -> list[int]:
-    """Return the guards in a span, as places in it."""
+    """Return the guards in a span, counted from its start."""
     return [each - start for each in guards[bisect_left(guards, start) : bisect_right(guards, end)]]

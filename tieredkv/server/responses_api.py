@@ -1,6 +1,6 @@
-"""OpenAI's Responses API, as far as it needs nothing that is stored between requests.
+"""OpenAI's Responses API, without the features that store anything between requests.
 
-Its items become the messages of a chat, so that both endpoints render the same tokens.
+Input items are converted to chat messages, so that both endpoints render the same tokens.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from tieredkv.server.openai_api import FAIL_FAST, CalledFunction, ContentPart, M
 
 
 class _Known(Object):
-    """What items and parts may bear besides, or as part of an answer; it means nothing here."""
+    """Fields of items and parts that have no effect; some come from answers that are sent back."""
 
     known_besides = names_of("""
         id status phase annotations logprobs async caller namespace name
@@ -35,7 +35,7 @@ class _Known(Object):
 
 
 class InputPart(ContentPart, _Known):
-    """A part of an item's text."""
+    """One part of an item's text."""
 
     needed = ("input_text.text", "output_text.text", "refusal.refusal")
     refused = RESPONSE_PART
@@ -64,7 +64,7 @@ class FunctionCall(CalledFunction, _Known):
 
 
 class FunctionOutput(_Known):
-    """What a function has returned."""
+    """The output of a function call."""
 
     type: Literal["function_call_output"]
     call_id: Text | None = None
@@ -72,7 +72,7 @@ class FunctionOutput(_Known):
 
 
 class Thoughts(_Known):
-    """What a model thought before it answered; that is not told again."""
+    """What a model thought before it answered; the prompt leaves it out."""
 
     known_besides = _Known.known_besides | names_of("summary content encrypted_content")
 
@@ -80,7 +80,7 @@ class Thoughts(_Known):
 
 
 class _Typed(Object):
-    """What tells items apart."""
+    """The type of an input item, which decides how the item is read."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
 
@@ -120,7 +120,7 @@ class TextOptions(Object):
 
 
 class Reasoning(_Known):
-    """How long to think; it means nothing here."""
+    """How much the model should think; it has no effect."""
 
     effort: openai.Effort | None = None
     summary: str | None = None
@@ -128,7 +128,7 @@ class Reasoning(_Known):
 
 
 class Options(openai.CacheOptions):
-    """With what other endpoints have not."""
+    """Cache options, including those that only this endpoint has."""
 
     ttl: openai.Ttl = "30m"  # type: ignore[assignment]
     prewarm: bool = False
@@ -136,7 +136,7 @@ class Options(openai.CacheOptions):
 
 
 class ResponsesRequest(openai.ConversationRequest):
-    """`POST /v1/responses`."""
+    """The body of `POST /v1/responses`."""
 
     without_effect = RESPONSES.without_effect
     known_besides = openai.SAMPLING_FIELDS | without_effect
@@ -159,23 +159,23 @@ class ResponsesRequest(openai.ConversationRequest):
 
     @property
     def limit(self) -> int | None:
-        """Longest answer that the client asks for."""
+        """The longest answer that the client asks for, in tokens; None if it names no limit."""
         return 0 if self.is_prewarm else self.max_output_tokens
 
     @property
     def settings(self) -> Json:
-        """What may be changed beside the prompt."""
+        """The fields other than the prompt whose change can explain a cache miss."""
         told = {"reasoning_effort": self.reasoning and self.reasoning.effort}
         return {**super().settings, **told, "verbosity": self.text.verbosity}
 
     @property
     def is_prewarm(self) -> bool:
-        """Whether only the cache is to be filled."""
+        """Whether the request only fills the cache and wants no answer."""
         return self.prompt_cache_options is not None and self.prompt_cache_options.prewarm
 
     @cached_property
     def turns(self) -> Sequence[tuple[str, Message]]:
-        """All messages; calls are part of the assistant's message that they come behind."""
+        """All messages; a function call becomes part of the assistant's message before it."""
         turns: list[tuple[str, Message]] = []
         called: Message | None = None
         if self.instructions:
@@ -187,7 +187,7 @@ class ResponsesRequest(openai.ConversationRequest):
                     if not (turns and turns[-1][1].role == "assistant"):
                         turns.append(("", Message(role="assistant", content=[], tool_calls=[])))
                     path, last = turns[-1]
-                    if last is not called:  # then it is the client's own, and is not changed
+                    if last is not called:  # Do not change the client's item.
                         called = last.model_copy(update={"tool_calls": [*last.tool_calls]})
                         turns[-1] = path, called
                     called.tool_calls.append(ToolCall(id=item.call_id, function=item))
@@ -208,7 +208,7 @@ class ResponsesRequest(openai.ConversationRequest):
         return self.render(tokenization, rules, arguments, **how)
 
     def echo(self) -> Json:
-        """Return those fields of the answer that say what was asked."""
+        """Return the fields of the answer that repeat those of the request."""
         names = "max_output_tokens max_tool_calls metadata model parallel_tool_calls reasoning text"
         names += " instructions tools truncation temperature top_p prompt_cache_key user"
         names += " prompt_cache_options prompt_cache_retention safety_identifier"
@@ -223,11 +223,11 @@ _COMPARED = {
     "hit": "cache_hit",
     "unavailable": "unavailable",
 }
-"""What is said of a comparison that has found no change."""
+"""The diagnosis type for each comparison that found no change."""
 
 
 class ResponseShape(Shape):
-    """`/v1/responses`."""
+    """Answers of `/v1/responses`."""
 
     id_prefix = "resp_"
     names_events = True
@@ -235,7 +235,7 @@ class ResponseShape(Shape):
     def __init__(self, asked: ResponsesRequest) -> None:
         super().__init__()
         self._asked, self._item_id = asked, f"msg_{uuid.uuid4().hex}"
-        self._echo = asked.echo()  # which several events of a stream repeat
+        self._echo = asked.echo()  # Several events of a stream repeat it.
         self._numbers = itertools.count()
 
     def whole(self, answers: Sequence[Answer]) -> Json:
@@ -255,7 +255,11 @@ class ResponseShape(Shape):
     async def events(
         self, answers: Sequence[Answer], pieces: AsyncIterator[Piece]
     ) -> AsyncIterator[Json]:
-        """Yield the events of the message's one part between those of what holds it."""
+        """Yield the events of the response, its message, and the one part of the message.
+
+        The events of the part lie between those of the message, and these between those of the
+        response.
+        """
         for name in ("created", "in_progress"):
             yield self._event(name, response=self._response("in_progress", []))
         where = {"output_index": 0}
@@ -277,7 +281,7 @@ class ResponseShape(Shape):
         yield self._event(response["status"], response=response)
 
     def failure(self, error: RequestError) -> Json:
-        """Return the last event of a stream that has failed."""
+        """Return the last event of a stream that failed."""
         told = {"code": error.code, "message": str(error), "param": error.param}
         return {"type": "error", **told, "sequence_number": next(self._numbers)}
 

@@ -1,6 +1,6 @@
 """A few threads that do the work on long requests, shared fairly among tenants.
 
-This module knows whose work it does, not what the work is.
+This module knows which tenant the work belongs to, but not what the work is.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ Result = TypeVar("Result")
 
 
 class StoppedError(Exception):
-    """The work was given up, because its client has gone or the server is ending."""
+    """The work was stopped, because its client has gone or the server is shutting down."""
 
 
 class Stop(threading.Event):
-    """Set once the result of some work is no longer wanted."""
+    """A flag that is set once the result of some work is no longer wanted."""
 
     def check(self) -> None:
-        """Raise if the work is to be given up.
+        """Raise an error if the result of the work is no longer wanted.
 
         Raises:
-            StoppedError: it is.
+            StoppedError: the result is no longer wanted.
         """
         if self.is_set():
             raise StoppedError
@@ -39,11 +39,11 @@ class Stop(threading.Event):
 class FairThreads:
     """A few threads in which tenants have their work done in turns; used on one event loop.
 
-    Tenants that wait take turns, however much work each of them waits with. One tenant never holds
-    all threads, so that the work of a second tenant begins at once.
+    Waiting tenants take turns, however much work each of them has. One tenant never holds all
+    threads, so that the work of a second tenant can begin at once.
 
     Args:
-        num_threads: at least 2.
+        num_threads: the number of threads, at least 2.
     """
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
@@ -58,7 +58,7 @@ class FairThreads:
         """Do the work in a thread and return its result. If this call is cancelled, the work stops.
 
         Raises:
-            StoppedError: the threads were closed before the work had ended.
+            StoppedError: the work was stopped, because the threads were closed.
         """
         await self._wait_for_turn(tenant)
         loop, stop = asyncio.get_running_loop(), Stop()
@@ -77,7 +77,7 @@ class FairThreads:
             stop.set()
 
     def close(self) -> None:
-        """End the threads as soon as their work notices; nothing waits for them."""
+        """Tell all work to stop, and end the threads without waiting for them."""
         if self._trimming is not None:
             self._trimming.cancel()
         for stop in self._stops:
@@ -108,14 +108,14 @@ class FairThreads:
             turns = self._waiting.pop(tenant)
             turn = turns.popleft()
             if turns:
-                self._waiting[tenant] = turns  # behind the others
+                self._waiting[tenant] = turns  # after the other tenants
             if not turn.done():
                 self._running[tenant] += 1
                 turn.set_result(None)
 
     def _give_back(self, tenant: str) -> None:
         self._running[tenant] -= 1
-        self._running += Counter()  # forgets tenants that have nothing running
+        self._running += Counter()  # drops tenants with no running work
         self._give_turns()
         if self._trimming is not None:
             self._trimming.cancel()
@@ -131,9 +131,9 @@ class FairThreads:
 
 
 def trim_memory() -> None:
-    """Free what only cycles refer to, and return freed memory to the system.
+    """Collect garbage, and return freed memory to the system.
 
-    The latter is for glibc, which otherwise keeps in its arenas what many threads have freed.
+    Memory is returned explicitly because glibc keeps memory freed by many threads in its arenas.
     """
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

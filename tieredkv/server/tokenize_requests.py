@@ -1,4 +1,4 @@
-"""Requests for tokens and for their text, which need no engine: the shapes are vLLM's."""
+"""Requests to tokenize and detokenize texts, in the form of vLLM; they need no engine."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ from tieredkv.server.openai_api import Message, TemplateArguments, Tools
 
 
 class TokenizeRequest(PlainRequest):
-    """`POST /tokenize`, of a text or of a conversation."""
+    """The body of `POST /tokenize`, with a text or a conversation."""
 
     refused = TOKENIZE
 
@@ -28,7 +28,7 @@ class TokenizeRequest(PlainRequest):
     return_token_strs: bool = False
 
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
-        """Return the token ids and, where they are wanted, what the vocabulary calls them."""
+        """Return the token ids and, if wanted, the tokens as the vocabulary spells them."""
         if (self.prompt is None) != bool(self.messages):
             text = "Either 'prompt' or 'messages' is needed, and not both."
             raise RequestError(text, param="prompt", code="invalid_value")
@@ -51,12 +51,13 @@ class TokenizeRequest(PlainRequest):
 
 
 class DetokenizeRequest(PlainRequest):
-    """`POST /detokenize`."""
+    """The body of `POST /detokenize`."""
 
     tokens: Annotated[list[TokenId], FailFast()]
 
     def tell(self, tokenization: Tokenization, info: EngineInfo) -> Json:
-        """Return the text."""
+        """Return the text of the tokens."""
         if self.tokens:
-            pack_prompt(self.tokens, WHOLE, info.vocab_size, field="tokens")  # refuses others
+            # Ids outside of the vocabulary are refused.
+            pack_prompt(self.tokens, WHOLE, info.vocab_size, field="tokens")
         return {"prompt": tokenization.decode(self.tokens)}
