@@ -1,4 +1,4 @@
-"""What measures a step beside long queues fills every queue that it names."""
+"""The measurement of a step beside long queues fills every queue that it names."""
 
 from tests.stress import step_cost
 from tieredkv.types import ignore_progress
