@@ -23,7 +23,7 @@ from tieredkv.errors import DeviceError, ShapeError
 logger = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 1 << 30
-"""Pinned in one call: a few tenths of a second, so that a progress bar moves."""
+"""Bytes pinned in one call. It takes a few tenths of a second, so that a progress bar moves."""
 
 Pairs = Sequence[tuple[int, int]]
 

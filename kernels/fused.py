@@ -20,7 +20,7 @@ ROW_TILE = 4096
 
 SILU_TILE = 1024
 ROTATE_TILE = 512
-"""Pairs of elements that one program rotates, over as many heads as it takes."""
+"""Pairs of elements that one program rotates; they may span several heads."""
 
 
 @triton.jit

@@ -21,7 +21,7 @@ MAX_HIDDEN_SIZE = 16_384
 """The widest row that a program holds in registers."""
 
 PRODUCT_ROWS = 8_192
-"""Rows multiplied at a time, and a shorter rest with the last of them; more are slower."""
+"""Rows multiplied at a time, because more are slower; a shorter rest joins the last such group."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 INTS_PER_TILE = 8
 INTS_PER_PROGRAM = 16
 MIN_UNITS = 2
-"""A program takes at least so many, or merging would cost more than it saves."""
+"""Fewest units of a program; with fewer, merging would cost more than sharing saves."""
 
 
 class Span(NamedTuple):

@@ -29,11 +29,12 @@ from tieredkv.kernels.partition import Heads
 logger = logging.getLogger(__name__)
 
 STEP = 512
-"""Lengths given to cuDNN are powers of two times it."""
+"""Lengths given to cuDNN are STEP times a power of two."""
 
 MAX_SQUARE_STEPS = 64
 MIN_QUERY_TOKENS = 1024
-"""Shorter chunks would be mostly small squares, and the paged kernel shares their context out."""
+"""Shortest chunk of the dense path. The paged kernel is used for shorter ones, which would be
+mostly small squares, because it shares their context among programs."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256

@@ -14,7 +14,7 @@ from torch import Tensor
 from tieredkv.kernels.checks import triton_module
 
 _being_read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Pinned memory that kernels may not have read yet; steps are issued by one thread."""
+"""Pinned memory that a kernel may still have to read; one thread issues all steps."""
 
 
 def copy(source: Tensor, target: Tensor) -> None:

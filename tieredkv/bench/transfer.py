@@ -25,7 +25,7 @@ from tieredkv.types import BlockId, PageId, Progress, tracked
 from tieredkv.units import parse_bytes
 
 DIRECTIONS = {"host to device": 1.0, "device to host": 0.0, "both at once": 0.5}
-"""Which share of the bytes goes up; the others go down. The rate is that of each way."""
+"""Share of the bytes copied to the device; the rest goes to the host. Rates are per direction."""
 
 SINGLE_COPIES = 50
 PLOTTED = ("GBps",)

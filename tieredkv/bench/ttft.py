@@ -78,7 +78,7 @@ class Sample(NamedTuple):
 
 
 Samples = dict[tuple[str, int], list[Sample]]
-"""What was measured, by arm and length of the prefix."""
+"""Samples by arm and prefix length."""
 
 
 def measure(

@@ -17,7 +17,7 @@ from tieredkv.units import parse_bytes
 
 ARMS = ("cold", "device", "host", "disk", "restart")
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
-"""What every report has; the rest says what was measured."""
+"""Keys of every report; the other keys describe what was measured."""
 
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
 ENGINE = ("model", "cache", "scheduler")

@@ -24,7 +24,7 @@ LITTLE_FREE_BYTES = 1 << 30
 LARGE_STEP_BYTES = 1 << 20
 
 Finding = tuple[str, str, str]
-"""What was looked at, its status, which is ok, warn or fail, and what was found."""
+"""The name of a check, its status (ok, warn or fail), and its result."""
 
 
 @click.command()

@@ -16,7 +16,7 @@ from rich.table import Table
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PIPE_COLUMNS = 200
-"""Width of tables in a pipe, where there is no terminal to fit them to."""
+"""Width of tables if stdout is not a terminal."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Answer with one JSON document on the last line."
