@@ -1,1 +1,1 @@
-"""Triton kernels with their torch references, and pinned copies; it knows no requests or hashes."""
+"""Triton kernels with torch references, and pinned copies; no requests or hashes are known here."""

@@ -1,6 +1,6 @@
-"""What the kernels' front doors share: the choice of kernels, and checks of tensors on the host.
+"""Choice of kernels and host-side checks of tensors, shared by `launch` and `layers`.
 
-The checks run for every layer of every step, so a message is made only when one fails.
+The checks run for every layer of every step, so a message is built only when a check fails.
 """
 
 import functools
@@ -20,8 +20,8 @@ class LayerCache(NamedTuple):
     """One layer's keys and values in every block of the pool.
 
     Attributes:
-        k: [num_blocks, block_size, num_kv_heads, head_dim], contiguous in head_dim.
-        v: as k, with equal strides.
+        k: keys, [num_blocks, block_size, num_kv_heads, head_dim], contiguous in head_dim.
+        v: values, of the same shape and strides as k.
     """
 
     k: Tensor
@@ -29,13 +29,13 @@ class LayerCache(NamedTuple):
 
 
 def use_triton(device: torch.device) -> bool:
-    """Tell whether a call goes to Triton's kernels or to the reference; tests switch it."""
+    """Return whether a device uses the Triton kernels or else the reference; tests replace it."""
     return device.type == "cuda"
 
 
 @functools.cache
 def triton_module(module: str) -> ModuleType:
-    """Import a module of Triton kernels: the one place, as a machine without a GPU may lack it."""
+    """Import a module of Triton kernels on demand: a machine without a GPU may lack Triton."""
     try:
         return importlib.import_module(f"tieredkv.kernels.{module}")
     except ImportError as error:
@@ -47,12 +47,12 @@ def triton_module(module: str) -> ModuleType:
 
 @functools.cache
 def has_dependent_launch(device: torch.device) -> bool:
-    """Tell whether a kernel may be launched before the one before it has ended (Hopper on)."""
+    """Return whether a kernel may start before the previous one has ended (since Hopper)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def check_cache(cache: LayerCache) -> None:
-    """Refuse what is not as `LayerCache` says."""
+    """Refuse a cache that does not match the description of `LayerCache`."""
     k, v = cache
     if k.ndim != 4 or k.dtype not in KERNEL_DTYPES:
         raise ShapeError(f"k_cache {describe(k)} is not a 4-dimensional cache of a supported dtype")
@@ -72,7 +72,7 @@ def check_data(name: str, tensor: Tensor, cache: LayerCache) -> None:
 
 
 def check_indices(name: str, tensor: Tensor, cache: LayerCache) -> None:
-    """Refuse what are not indices on the cache's device."""
+    """Refuse a tensor that is not int32 or int64 on the cache's device, or has gaps."""
     if tensor.dtype not in (torch.int32, torch.int64) or tensor.device != cache.k.device:
         raise ShapeError(f"{name} {describe(tensor)} is not int32 or int64 on {cache.k.device}")
     check_last_dim(name, tensor)

@@ -1,7 +1,7 @@
 """Copies of blocks between the device pool and the host arena, and pinning of the arena.
 
-It knows addresses and sizes only: which block goes to which page, and when either may be reused,
-is decided above (`tieredkv.block_transfer`).
+This module knows addresses and sizes only. `tieredkv.block_transfer` decides which block goes to
+which page, and when either may be reused.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -23,7 +23,7 @@ from tieredkv.errors import DeviceError, ShapeError
 logger = logging.getLogger(__name__)
 
 PIN_CHUNK_BYTES = 1 << 30
-"""Pinned in one call: a few tenths of a second, so that a progress bar moves."""
+"""Bytes pinned in one call. It takes a few tenths of a second, so that a progress bar moves."""
 
 Pairs = Sequence[tuple[int, int]]
 
@@ -31,13 +31,13 @@ Pairs = Sequence[tuple[int, int]]
 class BlockCopier:
     """Copies scattered blocks between the device pool and the arena, many in one driver call.
 
-    A page holds the bytes of one block from its start; what follows in the page is left alone.
-    On a CPU a copy is done when the call returns. On CUDA it is done when the stream gets there,
-    and until then neither side may be reused or written. One thread at a time calls it.
+    A page holds one block from the page's start; the rest of the page is not touched. On a CPU a
+    copy is done when the call returns. On CUDA it is done when the stream reaches it, and until
+    then neither side may be reused or written. Only one thread at a time may call it.
 
     Attributes:
-        block_bytes: of one block.
-        device: of the pool.
+        block_bytes: size of one block.
+        device: device of the pool.
     """
 
     def __init__(self, device_blocks: Tensor, arena: Tensor) -> None:
@@ -45,8 +45,8 @@ class BlockCopier:
 
         Args:
             device_blocks: uint8 [num_blocks, block_bytes], a view of the pool, contiguous.
-            arena: uint8 [num_pages, page_bytes] on the CPU, contiguous; pinned (see
-                `register_pinned`) if the pool is on CUDA, or copies are slow and block.
+            arena: uint8 [num_pages, page_bytes] on the CPU, contiguous; if the
+                pool is on CUDA, also pinned (see `register_pinned`), or copies are slow and block.
 
         Raises:
             ShapeError: a block does not fit a page, or the tensors are not as described.
@@ -71,9 +71,9 @@ class BlockCopier:
         """Copy pages to blocks, host to device.
 
         Args:
-            pairs: (page_id, block_id) each; block ids must be distinct.
-            stream: orders the copies on CUDA; None is the current stream. A stream of its own
-                lets them go in one call: the driver does not batch on the default stream.
+            pairs: pairs of (page_id, block_id); block ids must be distinct.
+            stream: CUDA stream of the copies; None is the current stream. The driver batches
+                copies only on a stream other than the default one.
             part: bytes of every block to copy.
 
         Raises:
@@ -83,7 +83,7 @@ class BlockCopier:
         self._copy(self._arena, self._blocks, pairs, stream, part)
 
     def copy_out(self, pairs: Pairs, stream: torch.cuda.Stream | None = None) -> None:
-        """Copy blocks to pages, device to host: as `copy_in`, pairs are (block_id, page_id)."""
+        """Copy blocks to pages, device to host; as `copy_in`, with pairs of (block_id, page_id)."""
         self._copy(self._blocks, self._arena, pairs, stream, slice(None))
 
     def _copy(
@@ -124,9 +124,9 @@ class BlockCopier:
 def _copy_batch(
     runtime: ModuleType, sources: list[int], targets: list[int], nbytes: int, stream: int
 ) -> None:
-    """Queue all the pieces with one driver call."""
+    """Queue all copies with one driver call."""
     attributes = runtime.cudaMemcpyAttributes()
-    # Sources are read in stream order, so that a page may still be on its way from another copy.
+    # Sources are read in stream order: an earlier copy may still be writing to the page.
     attributes.srcAccessOrder = runtime.cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
     count = len(sources)
     error, *_ = runtime.cudaMemcpyBatchAsync(
@@ -138,7 +138,7 @@ def _copy_batch(
 
 @functools.cache
 def _batch_runtime() -> ModuleType | None:
-    """Find the batched copy, which needs CUDA 13 and its Python bindings; None if there is none."""
+    """Return the CUDA bindings if they have the batched copy (CUDA 13 or later), else None."""
     try:
         runtime = importlib.import_module("cuda.bindings.runtime")
         error, version = runtime.cudaRuntimeGetVersion()
@@ -154,19 +154,19 @@ def _batch_runtime() -> ModuleType | None:
 def register_pinned(
     address: int, nbytes: int, *, page_bytes: int, progress: Callable[[int, int], None]
 ) -> contextlib.ExitStack:
-    """Pin host memory for CUDA, in chunks of whole pages: a copy must not span two chunks.
+    """Pin host memory for CUDA in chunks of whole pages; a copy must not span two chunks.
 
     Args:
-        address: of the first byte, 4 KiB aligned; the memory must outlive the range.
-        nbytes: a multiple of page_bytes.
-        page_bytes: of an arena page, a multiple of 4 KiB.
+        address: address of the first byte, 4 KiB aligned; the memory must outlive the pinning.
+        nbytes: size of the memory, a multiple of page_bytes.
+        page_bytes: size of an arena page, a multiple of 4 KiB.
         progress: called with (bytes done, bytes in all) after each chunk.
 
     Raises:
         DeviceError: CUDA refused; nothing stays pinned.
 
     Returns:
-        What unpins it all when it is closed; no copy may be under way then.
+        A stack that unpins the memory when it is closed; no copy may be under way then.
     """
     step = max(1, PIN_CHUNK_BYTES // page_bytes) * page_bytes
     cudart = torch.cuda.cudart()

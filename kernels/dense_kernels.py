@@ -28,7 +28,7 @@ def _gather_kernel(
     """Copy one tile of one block's keys and values.
 
     Grid: (num_blocks, ceil(block elements / TILE)). Masks: the end of the block. Bytes moved: 2
-    reads and 2 writes of TILE elements.
+    reads and 2 writes of TILE elements per program.
     """
     block = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -42,7 +42,7 @@ def _gather_kernel(
 
 
 def gather_blocks(cache: LayerCache, table: Tensor, out: Tensor) -> None:
-    """Copy blocks, whose tokens are contiguous, to out [2, num_blocks, *block shape]."""
+    """Copy the blocks of a table, each contiguous, to out [2, num_blocks, *block shape]."""
     num_blocks, num_elements = table.shape[0], cache.k[0].numel()
     tile = min(TILE, triton.next_power_of_2(num_elements))
     _gather_kernel[(num_blocks, triton.cdiv(num_elements, tile))](
@@ -53,7 +53,7 @@ def gather_blocks(cache: LayerCache, table: Tensor, out: Tensor) -> None:
 
 @triton.jit
 def _add_part(total, acc, row_max, out_ptr, lse_ptr, offset, lse_offset, mask, is_row):
-    """Take one part into the running sums, in base e."""
+    """Add one part to the running sums, with log-sum-exp in base e."""
     lse = tl.load(lse_ptr + lse_offset, is_row, other=float("-inf"))
     part = tl.load(out_ptr + offset, mask, other=0.0).to(tl.float32)
     new_max = tl.maximum(row_max, lse)
@@ -71,10 +71,10 @@ def _merge_parts_kernel(
     num_queries, NUM_PARTS: tl.constexpr, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
     DIM_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Combine the parts of ROWS rows, a row being one head of one query; out may be part 0.
+    """Combine the parts of ROWS rows; a row is one head of one query; out may alias part 0.
 
     Grid: (ceil(num_queries * num_heads / ROWS),). Masks: rows past the end, dims past HEAD_DIM.
-    Bytes moved: HEAD_DIM elements and a float read a part, the same written once, a row.
+    Bytes moved per row: HEAD_DIM elements and a float, read for each part and written once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     dim = tl.arange(0, DIM_TILE)
@@ -103,9 +103,10 @@ def _merge_parts_kernel(
 
 
 def merge_parts(parts: Sequence[tuple[Tensor, Tensor]], out: Tensor) -> None:
-    """Combine two or more (out, lse), each contiguous but for lse's heads, into out.
+    """Combine two or more partial results (out, lse) of attention into out, in float32.
 
-    They are attention over disjoint parts of a context; out is as if it had been one, in float32.
+    The parts cover disjoint parts of one context; the result is attention over all of them.
+    Each tensor is contiguous, except that lse may have any stride between heads.
 
     Source: the identity behind Flash-Decoding and cascade inference.
     """

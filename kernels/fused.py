@@ -1,7 +1,7 @@
-"""Triton kernels for what stands between a model's matrix products and its attention.
+"""Triton kernels for the operations between a model's matrix products and its attention.
 
-Grids depend on shapes only and nothing is compiled per number of tokens, so that every launch can
-be captured in a CUDA graph. Callers go through `tieredkv.kernels.layers`, which checks the
+Grids depend on shapes only, and no kernel is compiled per number of tokens, so that every launch
+can be captured in a CUDA graph. Callers go through `tieredkv.kernels.layers`, which checks the
 tensors; this module does not. References: the functions of the same names in
 `tieredkv.kernels.reference`.
 """
@@ -20,7 +20,7 @@ ROW_TILE = 4096
 
 SILU_TILE = 1024
 ROTATE_TILE = 512
-"""Pairs of elements that one program rotates, over as many heads as it takes."""
+"""Pairs of elements that one program rotates; they may span several heads."""
 
 
 @triton.jit
@@ -48,10 +48,10 @@ def _multiply_row_kernel(
     x_ptr, weight_ptr, out_ptr, HAS_RESIDUAL: tl.constexpr, NUM_INPUTS: tl.constexpr,
     OUTPUT_TILE: tl.constexpr, INPUT_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Multiply one row by OUTPUT_TILE rows of a weight matrix, in float32, and add what is there.
+    """Multiply one row by OUTPUT_TILE rows of a weight matrix, and add out if HAS_RESIDUAL.
 
-    Grid: (num_outputs / OUTPUT_TILE,); nothing is masked. Bytes moved: the weights once, the row
-    once a program.
+    Grid: (num_outputs / OUTPUT_TILE,); nothing is masked. Sums are float32. Bytes moved: the
+    weights once, the row once per program.
     """
     output = tl.program_id(0) * OUTPUT_TILE + tl.arange(0, OUTPUT_TILE)
     column = tl.arange(0, INPUT_TILE)
@@ -70,10 +70,10 @@ def _multiply_row_kernel(
 def _silu_mul_kernel(
     gate_up_ptr, out_ptr, gate_up_stride, NUM_COLUMNS: tl.constexpr, TILE: tl.constexpr
 ):
-    """Gate one tile of one row.
+    """Multiply one tile of a row's second half by the SiLU of the first half.
 
     Grid: (num_tokens, ceil(NUM_COLUMNS / TILE)); the last tile of a row is masked. Bytes moved: 2
-    reads and 1 write of NUM_COLUMNS elements a token.
+    reads and 1 write of NUM_COLUMNS elements per token.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -95,11 +95,11 @@ def _rotate_and_store_kernel(
     HALF_DIM: tl.constexpr, HAS_NORM: tl.constexpr, HEAD_TILE: tl.constexpr,
     HALF_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and place some of one token's heads: queries, then keys, then values.
+    """Norm, rotate and store HEAD_TILE heads of a token: queries, then keys, then values.
 
     Grid: (num_tokens, ceil((NUM_HEADS + 2 * NUM_KV_HEADS) / HEAD_TILE)). A head is held as its
-    two halves, since element i is rotated with element i + HALF_DIM; heads past the last and
-    elements past HALF_DIM are masked; keys and values of a token with a negative slot are not
+    two halves, because element i is rotated with element i + HALF_DIM. Heads past the last and
+    elements past HALF_DIM are masked. Keys and values of a token with a negative slot are not
     stored.
     Bytes moved: 1 read and 1 write of qkv, and 1 read of the table's row.
     """
@@ -164,12 +164,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _output_tile(num_outputs: int) -> int:
-    """Choose few rows for small matrices, so that there are programs for every multiprocessor."""
+    """Return the rows per program: few for small matrices, to occupy every multiprocessor."""
     return 4 if num_outputs <= 4096 else 8 if num_outputs < 16384 else 16
 
 
 def takes_row(num_outputs: int, num_inputs: int) -> bool:
-    """Tell whether the kernel divides a weight matrix of this shape without a rest."""
+    """Return whether the kernel's tiles divide a weight matrix of this shape evenly."""
     tile = _output_tile(num_outputs)
     return num_outputs % tile == 0 and num_inputs % (ROW_TILE // tile) == 0
 

@@ -1,9 +1,9 @@
-"""The kernels' front door: checks tensors on the host, then picks Triton or the torch reference.
+"""Entry points of the attention kernels: check tensors on the host, then run Triton or torch.
 
 Layout: the device pool is `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`; a
-layer's `LayerCache` is `pool[:, layer, 0]` and `pool[:, layer, 1]`, strided views of it. Nothing
-here reads a device tensor on the host unless its docstring says so, so that calls can be captured
-in CUDA graphs. It knows no requests, tiers or models.
+layer's `LayerCache` is `pool[:, layer, 0]` and `pool[:, layer, 1]`, which are strided views. No
+function reads a device tensor on the host unless its docstring says so, so that calls can be
+captured in CUDA graphs. This module knows no requests, tiers or models.
 """
 
 import logging
@@ -28,8 +28,8 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> N
     """Write new keys and values into the paged cache, in place.
 
     Args:
-        k: [num_tokens, num_kv_heads, head_dim], the cache's dtype, contiguous in head_dim.
-        v: as k.
+        k: keys, [num_tokens, num_kv_heads, head_dim], the cache's dtype, contiguous in head_dim.
+        v: values, as k.
         cache: of the layer.
         slot_mapping: [num_tokens] int32 or int64; `block_id * block_size + offset`, -1 skips a
             token. Slots must be distinct; they are not checked.
@@ -57,7 +57,7 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> N
 
 
 class Shares(NamedTuple):
-    """The spans of a step, by the kernel that attends them."""
+    """The spans of a step, grouped by the kernel that attends them."""
 
     dense: list[Span]
     narrow: list[Span]
@@ -65,7 +65,7 @@ class Shares(NamedTuple):
 
 
 def share_out(spans: Sequence[Span], heads: Heads) -> Shares:
-    """Give each span, or its parts, to the kernel that is fastest for it."""
+    """Assign each span, or each part of it, to the fastest kernel."""
     dense, narrow, wide = [], [], []
     is_dense = prefill_dense.is_available(heads)
     for span in spans:
@@ -82,7 +82,7 @@ def share_out(spans: Sequence[Span], heads: Heads) -> Shares:
 
 
 def make_batch(block_tables: Tensor, spans: Sequence[Span], heads: Heads) -> Batch:
-    """Plan a step and upload the plan; who runs many steps keeps buffers for it instead."""
+    """Plan a step and upload the plan to new tensors; the engine reuses buffers instead."""
     if not checks.use_triton(heads.device):
         return Batch(block_tables, spans)
     shares = share_out(spans, heads)
@@ -101,7 +101,7 @@ def _upload_plan(spans: Sequence[Span], tiling: Tiling, device: torch.device) ->
 
 
 def paged_attention(q: Tensor, cache: LayerCache, batch: Batch, scale: float) -> Tensor:
-    """Attend each request's queries, the last of its context, causally to the context.
+    """Attend each request's queries, which are its last tokens, causally to its context.
 
     Query `i` of a span stands at position `context_len - query_len + i` and sees positions 0 to its
     own. The keys and values of the queries themselves must already be in the cache.

@@ -1,10 +1,10 @@
-"""Front door to what stands between a model's matrix products and its attention.
+"""Entry points of the operations between a model's matrix products and its attention.
 
-As in `tieredkv.kernels.launch`, tensors are checked on the host, then Triton or the torch
-reference is picked; nothing reads a device tensor on the host, so that calls can be captured in
-CUDA graphs. Results are rounded where transformers' eager code rounds them, but for the rotation
-and for products that are added to a residual, which are rounded once. It knows no requests, tiers
-or models.
+As in `tieredkv.kernels.launch`, tensors are checked on the host, then the Triton kernel or the
+torch reference runs. No function reads a device tensor on the host, so that calls can be captured
+in CUDA graphs. Results are rounded where transformers' eager code rounds them. Two exceptions are
+rounded only once: the rotation, and products that are added to a residual. This module knows no
+requests, tiers or models.
 """
 
 import itertools
@@ -21,7 +21,7 @@ MAX_HIDDEN_SIZE = 16_384
 """The widest row that a program holds in registers."""
 
 PRODUCT_ROWS = 8_192
-"""Rows multiplied at a time, and a shorter rest with the last of them; more are slower."""
+"""Rows multiplied at a time, because more are slower; a shorter rest joins the last such group."""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,15 +55,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, residual: Tensor | None = None
 ) -> Tensor:
-    """Multiply by a weight matrix, add the bias, and add all of it to a residual stream.
+    """Multiply by a weight matrix, and add the bias and the residual stream, if given.
 
-    As torch's, but faster for a single row and for very many, and rounded once with a residual.
+    Like torch's `linear`, but faster for one row and for very many; with a residual, rounded once.
 
     Args:
         x: [num_tokens, num_inputs].
         weight: [num_outputs, num_inputs], contiguous.
         bias: [num_outputs] or None.
-        residual: [num_tokens, num_outputs], x's dtype, added to in place; None for none.
+        residual: [num_tokens, num_outputs], x's dtype, updated in place; or None.
 
     Returns:
         [num_tokens, num_outputs] in x's dtype: the residual itself, if there is one.

@@ -1,10 +1,10 @@
-"""Triton attention of queries over paged keys and values: any mix of chunks and contexts, causal.
+"""Triton kernels of causal attention over paged keys and values, for any mix of chunks.
 
-One kernel serves single queries (decode) and chunks (prefill), by its tiling; the work is shared
-out by `tieredkv.kernels.partition`. Scores are kept in base 2: the scale carries log2(e), so that
-exp2 serves. Callers go through `tieredkv.kernels.launch`, which checks the tensors; this module
-does not. On GPUs that can, each kernel is launched while the one before it still runs, and waits
-for it before it reads what that one writes.
+One kernel serves single queries (decode) and chunks (prefill), with different tilings.
+`tieredkv.kernels.partition` divides the work among programs. Scores are kept in base 2: the scale
+contains log2(e), so that exp2 can be used. Callers go through `tieredkv.kernels.launch`, which
+checks the tensors; this module does not. On GPUs that support it (Hopper and later), a kernel is
+launched while the previous one still runs, and waits before it reads what that one writes.
 
 Reference: `tieredkv.kernels.reference.paged_attention`.
 """
@@ -31,11 +31,11 @@ def _attend(
 ):  # fmt: skip
     """Attend q's rows to the positions [first, end) of one request and KV head, tile by tile.
 
-    All rows see all of the tiles below `whole_end`; a narrow kernel masks everywhere, so that its
-    short contexts go through one pipelined loop. Each position's block id is looked up by itself,
-    so a tile may span blocks. Masks: dims past HEAD_DIM; in the masked loop also loads past the end
-    and scores after the row's own position. Bytes moved: 2 * KV_TILE * HEAD_DIM elements a tile.
-    k_ptr and v_ptr point at the KV head.
+    Every row sees all positions below `whole_end`, so those tiles need no mask. A narrow kernel
+    masks all tiles, so that short contexts go through one pipelined loop. The block id of each
+    position is looked up separately, so a tile may span blocks. k_ptr and v_ptr point at the KV
+    head. Masks: dims past HEAD_DIM; in the masked loop also loads past the end and scores after the
+    row's own position. Bytes moved: 2 * KV_TILE * HEAD_DIM elements per tile.
     """
     row_max = tl.full([q.shape[0]], float("-inf"), tl.float32)
     row_sum = tl.zeros([q.shape[0]], tl.float32)
@@ -64,7 +64,7 @@ def _attend(
                 is_seen = (position[None, :] <= row_position[:, None]) & is_loaded[None, :]
                 scores = tl.where(is_seen, scores, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(scores, 1))
-            # A row that has seen nothing yet keeps -inf; 0 in its place makes exp2 give 0, not NaN.
+            # A row without a visible position keeps -inf; a shift of 0 makes exp2 give 0, not NaN.
             shift = tl.where(new_max == float("-inf"), 0.0, new_max) if IS_MASKED else new_max
             weights = tl.exp2(scores - shift[:, None])
             decay = tl.exp2(row_max - shift)
@@ -84,14 +84,14 @@ def _attention_kernel(
     GROUP: tl.constexpr, ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr,
     KV_TILE: tl.constexpr, IS_NARROW: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Work off one program's stretch of units, tile by tile, for one KV head.
+    """Attend one program's range of units for one KV head, tile by tile.
 
     Row r of a tile is query r // GROUP and head r % GROUP, so that keys and values are read once
     for the whole group. Grid: (num_kv_heads, num_programs); programs past the work return at once.
     Masks: rows past the tile's queries, dims past HEAD_DIM. Bytes moved: keys and values of the
-    stretch; q once a tile and program; out once, or in float32 where a tile is shared.
+    range; q once per tile and program; out once, or as float32 partials if a tile is shared.
     """
-    if IS_DEPENDENT:  # the merge may be launched now; it waits for the results
+    if IS_DEPENDENT:  # the merge kernel may start now; it waits for the results
         tl.extra.cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -100,11 +100,11 @@ def _attention_kernel(
     last = tl.load(program_ptr + 1)
     next_tile_ptr = plan_ptr + tl.num_programs(1) * INTS_PER_PROGRAM
     next_tile_ptr += (tl.load(program_ptr + 2) + 1) * INTS_PER_TILE
-    tile_ptr = program_ptr + INTS_PER_TILE  # a copy of its first tile's record
+    tile_ptr = program_ptr + INTS_PER_TILE  # copy of the record of the program's first tile
     row = tl.arange(0, ROW_TILE)
     dim = tl.arange(0, DIM_TILE)
     head = kv_head * GROUP + row % GROUP
-    if IS_DEPENDENT:  # until here nothing was read that the kernel before may have written
+    if IS_DEPENDENT:  # nothing above reads what the previous kernel writes
         tl.extra.cuda.gdc_wait()
     while unit < last:
         request = tl.load(tile_ptr)
@@ -130,7 +130,7 @@ def _attention_kernel(
             cache_stride_block, cache_stride_token, BLOCK_SIZE, HEAD_DIM, DIM_TILE, KV_TILE,
             IS_NARROW,
         )  # fmt: skip
-        # NOTE: a row that has seen nothing is 0, or a partial with lse -inf and output 0.
+        # NOTE: a row without a visible position gives 0, or a partial with lse -inf and output 0.
         divisor = tl.where(row_sum == 0.0, 1.0, row_sum)
         acc = acc / divisor[:, None]
         if (unit == tile_start) & (stop == tile_stop):
@@ -155,12 +155,12 @@ def _merge_kernel(
     ROW_TILE: tl.constexpr, HEAD_DIM: tl.constexpr, DIM_TILE: tl.constexpr, PARTIALS: tl.constexpr,
     ROWS: tl.constexpr, IS_DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial results of a shared tile by their log-sum-exp, ROWS rows at a time.
+    """Combine the partial results of a shared tile by log-sum-exp, ROWS rows per program.
 
-    Grid: (num_programs - 1, num_kv_heads, ceil(rows / ROWS)). Program p looks after the tile that
-    began in p and goes on in p + 1, if there is one. Masks: partials past the tile's last, rows
-    past its queries, dims past HEAD_DIM. Bytes moved: 4 * (HEAD_DIM + 1) read
-    a partial and row, HEAD_DIM elements written a row.
+    Grid: (num_programs - 1, num_kv_heads, ceil(rows / ROWS)). Program p merges the tile that
+    begins in the attention kernel's program p and continues in p + 1, if there is one. Masks:
+    partials past the tile's last, rows past its queries, dims past HEAD_DIM. Bytes moved:
+    4 * (HEAD_DIM + 1) read per partial and row, HEAD_DIM elements written per row.
     """
     first = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -169,7 +169,7 @@ def _merge_kernel(
     last = tl.load(program_ptr + 3)
     query_start = tl.load(program_ptr + 4)
     num_queries = tl.load(program_ptr + 5)
-    if IS_DEPENDENT:  # even with nothing to merge: who comes next waits for this kernel only
+    if IS_DEPENDENT:  # always: the next kernel waits for this one only
         tl.extra.cuda.gdc_wait()
     if last < 0:
         return
@@ -216,7 +216,7 @@ def paged_attention(
     scale: float,
     out: Tensor,
 ) -> None:
-    """Launch the kernel and the merge over one partition; see `launch.paged_attention`."""
+    """Launch the attention and merge kernels for one partition; see `launch.paged_attention`."""
     _, num_heads, head_dim = q.shape
     _, block_size, num_kv_heads, _ = cache.k.shape
     group = num_heads // num_kv_heads

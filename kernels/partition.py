@@ -1,14 +1,14 @@
-"""How paged attention's work is shared: planned on the host, the same programs whatever the batch.
+"""Plan, on the host, how the programs of paged attention share the work of a batch.
 
-Queries are cut into tiles, the keys that a tile sees into units of one KV tile. All units of a
-batch stand in one row, and every program takes an equal stretch of it:
+Queries are cut into tiles. The keys that a tile sees are cut into units of one KV tile. All units
+of a batch form one row, and every program takes an equal range of it:
 ```
 tiles     |---- tile 0 ----|- tile 1 -|-------------- tile 2 --------------|
 programs  |    0     |    1     |    2     |    3     |    4     |
 ```
-So a batch of any lengths keeps every multiprocessor busy to the end, and a launch has a fixed grid,
-as CUDA graphs need. A tile that several programs share is merged by a second kernel. A program has
-at most two shared tiles, its first and its last, so partial results have fixed places as well.
+So a batch of any lengths keeps every multiprocessor busy to the end, and the grid is fixed, as CUDA
+graphs need. A second kernel merges each tile that several programs share. A program has at most two
+shared tiles, its first and its last, so partial results have fixed places as well.
 
 Source: Stream-K, Osama et al. 2023, on the split of Flash-Decoding, Dao et al. 2023.
 """
@@ -25,16 +25,16 @@ from torch import Tensor
 INTS_PER_TILE = 8
 INTS_PER_PROGRAM = 16
 MIN_UNITS = 2
-"""A program takes at least so many, or merging would cost more than it saves."""
+"""Fewest units of a program; with fewer, merging would cost more than sharing saves."""
 
 
 class Span(NamedTuple):
     """Tokens of one request in a step, as the host knows them.
 
     Attributes:
-        row: of the block tables.
-        first_token: of its queries in the step.
-        query_len: its queries, the last tokens of the context.
+        row: the request's row of the block tables.
+        first_token: index of its first query in the step.
+        query_len: number of its queries, the last tokens of the context.
         context_len: tokens of the context, the queries' own included.
     """
 
@@ -45,15 +45,15 @@ class Span(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Where the queries of a step and their contexts stand.
+    """The requests of a step, their block tables, and the plans of the kernels.
 
     Attributes:
         block_tables: [num_rows, max_blocks] int32; entries past a row's context are not read.
-        spans: all requests of the step, what the reference goes by. A captured CUDA graph does
-            not look at them, only at the partitions.
+        spans: all requests of the step, as the reference reads them. A captured CUDA graph reads
+            only the partitions.
         dense: spans that the dense path attends.
-        narrow: partition of the single queries, None if there are none.
-        wide: partition of the chunks, but for what is dense; None if there are none.
+        narrow: partition of the single queries; None if there are none.
+        wide: partition of the chunks without the dense spans; None if there are none.
     """
 
     block_tables: Tensor
@@ -67,10 +67,10 @@ class Tiling(NamedTuple):
     """How one program works, and how many run at once.
 
     Attributes:
-        num_queries: of a tile; a row of it is one query of one head of a KV head's group.
+        num_queries: queries of a tile; a row of a tile is one query of one head of the group.
         row_tile: rows of a tile, padded to a power of two.
         kv_tile: positions of a unit.
-        num_programs: for each KV head.
+        num_programs: programs for each KV head.
     """
 
     num_queries: int
@@ -82,7 +82,7 @@ class Tiling(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Shape of the attention of a model, and where it runs."""
+    """Attention heads of a model, their dtype and device."""
 
     num_heads: int
     num_kv_heads: int
@@ -98,14 +98,14 @@ class Heads(NamedTuple):
 
 @functools.cache
 def narrow_tiling(heads: Heads) -> Tiling:
-    """Tile for single queries: 128 KiB of keys and values on each SM, half of them in flight.
+    """Return the tiling for single queries: 128 KiB of keys and values per SM, half in flight.
 
-    Contexts are often powers of two, so the number of programs shares out many of those evenly.
+    Contexts are often powers of two, so the number of programs is a multiple of 8 if it can be.
     """
     row_tile = max(16, 1 << (heads.group - 1).bit_length())
     programs = max(1, 2 * num_multiprocessors(heads.device) // heads.num_kv_heads)
     programs = programs & ~7 or programs
-    if heads.dtype == torch.float32:  # no tensor cores at full precision: tiles live in registers
+    if heads.dtype == torch.float32:  # no tensor cores in float32: tiles live in registers
         return Tiling(1, row_tile, 16, 4 if heads.head_dim <= 128 else 8, 1, programs)
     kv_tile = 128 if heads.head_dim <= 64 else 64 if heads.head_dim <= 128 else 32
     return Tiling(1, row_tile, kv_tile, 4, 5, programs)
@@ -113,7 +113,7 @@ def narrow_tiling(heads: Heads) -> Tiling:
 
 @functools.cache
 def wide_tiling(heads: Heads) -> Tiling:
-    """Tile for chunks: queries, pipelined keys and values fill an SM's 227 KiB and registers."""
+    """Return the tiling for chunks: it fills an SM's 227 KiB of shared memory and its registers."""
     is_exact = heads.dtype == torch.float32
     row_tile = max(32 if is_exact else 128, 1 << (heads.group - 1).bit_length())
     num_queries = row_tile // heads.group
@@ -126,14 +126,14 @@ def wide_tiling(heads: Heads) -> Tiling:
 
 @functools.cache
 def num_multiprocessors(device: torch.device) -> int:
-    """Count the multiprocessors of a CUDA device; Triton's interpreter passes for a small one."""
+    """Return the number of multiprocessors of a CUDA device; 8 for Triton's interpreter."""
     if device.type != "cuda":
         return 8
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def size_ints(tiling: Tiling, max_tiles: int) -> int:
-    """Count the integers of a partition of at most so many tiles."""
+    """Return the number of integers of a partition of at most `max_tiles` tiles."""
     return tiling.num_programs * INTS_PER_PROGRAM + max_tiles * INTS_PER_TILE
 
 
@@ -143,21 +143,21 @@ def count_tiles(tiling: Tiling, spans: Sequence[Span]) -> int:
 
 
 def partition(spans: Sequence[Span], tiling: Tiling, out: NDArray[np.int32]) -> None:
-    """Plan a batch.
+    """Divide the units of a batch among the programs, and write the plan to `out`.
 
-    Layout of `out`, int32, so that a program knows by one read what to begin with:
+    Layout of `out`, int32; a program finds its first tile with one read:
     ```
     a program   its first unit and the one after its last, its first tile, the last program that
-                shares its last tile (-1 if nobody goes on with it), first query and number of
+                shares its last tile (-1 if none does), first query and number of
                 queries of that tile, 2 unused, then its first tile
     a tile      row of the block tables, first query, number of queries, position of the first, its
                 first unit and the one after its last, 2 unused
     ```
 
     Args:
-        spans: the requests; those without queries take no part.
-        tiling: of the kernel.
-        out: [size_ints] for as many tiles as there are or more, written as far as it is read.
+        spans: the requests; those without queries are ignored.
+        tiling: tiling of the kernel.
+        out: [size_ints] for at least the batch's tiles; only what the kernel reads is written.
     """
     rows, first_tokens, query_lens, context_lens = np.array(spans, dtype=np.int32).reshape(-1, 4).T
     tiles_a_span = -(-query_lens // tiling.num_queries)

@@ -1,18 +1,18 @@
 """Prefill attention of one request over gathered keys and values, for long chunks on a GPU.
 
-The fused attention of cuDNN is faster than any kernel over paged memory, gathering included. But
-it knows only "causal from the first token" and "no mask", and builds a plan, for about 30 ms, for
-each new pair of lengths. So a chunk is cut into squares of 2^k steps, and the context before each
-square into pieces of 2^j steps:
+The fused attention of cuDNN is faster than any kernel over paged memory, even with the gathering.
+But it supports only "causal from the first token" and "no mask", and it takes about 30 ms to build
+a plan for each new pair of lengths. So a chunk is cut into squares of 2^k steps, and the context
+before each square is cut into pieces of 2^j steps:
 ```
 positions  0 ............................. chunk ............................................. end
 queries                          | square 0, causal       | square 1, causal | fewer than STEP
 keys of 1  | piece    | piece    | piece                  | square 1         | are not taken
 ```
-Pieces are attended without a mask, and the results merged by log-sum-exp: a bounded set of plans,
-all of them made before the first request, serves every length. Where a chunk does not begin at a
-multiple of STEP, the first square does, and its rows before the chunk are idle. The host must know
-the lengths. It knows no batches.
+Pieces are attended without a mask, and the results are merged by log-sum-exp. So a bounded set of
+plans, all made before the first request, serves every length. If a chunk does not begin at a
+multiple of STEP, the first square begins at the multiple before it, and its rows before the chunk
+are idle. The host must know the lengths. This module knows no batches.
 """
 
 import functools
@@ -29,18 +29,19 @@ from tieredkv.kernels.partition import Heads
 logger = logging.getLogger(__name__)
 
 STEP = 512
-"""Lengths given to cuDNN are powers of two times it."""
+"""Lengths given to cuDNN are STEP times a power of two."""
 
 MAX_SQUARE_STEPS = 64
 MIN_QUERY_TOKENS = 1024
-"""Shorter chunks would be mostly small squares, and the paged kernel shares their context out."""
+"""Shortest chunk of the dense path. The paged kernel is used for shorter ones, which would be
+mostly small squares, because it shares their context among programs."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 256
 
 
 class RefusedError(RuntimeError):
-    """The dense operator does not take these shapes; the paged kernel does."""
+    """The dense operator does not support these shapes; the paged kernel does."""
 
 
 class Partial(NamedTuple):
@@ -57,7 +58,7 @@ class Partial(NamedTuple):
 
 @functools.cache
 def is_available(heads: Heads) -> bool:
-    """Tell whether long chunks gain from this path on this machine; tries it the first time."""
+    """Return whether the dense path works on this machine; the first call tries it."""
     if heads.device.type != "cuda" or heads.dtype not in DTYPES or heads.head_dim > MAX_HEAD_DIM:
         return False
     try:
@@ -69,14 +70,14 @@ def is_available(heads: Heads) -> bool:
 
 
 def count_queries(query_len: int, context_len: int) -> int:
-    """Count the first queries of a chunk that the dense path takes; the others are too few."""
+    """Return how many of a chunk's queries, from the first, the dense path takes."""
     if query_len < MIN_QUERY_TOKENS:
         return 0
     return max(0, context_len // STEP * STEP - (context_len - query_len))
 
 
 def _cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
-    """Cut [first, end), multiples of STEP, into pieces of 2^k steps, longest first."""
+    """Cut [first, end), both multiples of STEP, into pieces of 2^k steps, the longest first."""
     while first < end:
         steps = min(max_steps, (end - first) // STEP)
         stop = first + STEP * (1 << (steps.bit_length() - 1))
@@ -85,12 +86,12 @@ def _cut(first: int, end: int, *, max_steps: int) -> Iterator[tuple[int, int]]:
 
 
 def warm_up(heads: Heads, *, max_query_len: int, max_context_len: int) -> Iterator[float]:
-    """Make the plan of every shape that contexts up to a length can ask for; yields what is done.
+    """Build the plans of all shapes up to the given lengths; yield the fraction done.
 
     Args:
-        heads: of the model.
-        max_query_len: of the longest chunk.
-        max_context_len: of the longest context.
+        heads: attention heads of the model.
+        max_query_len: queries of the longest chunk.
+        max_context_len: tokens of the longest context.
     """
     longest = min(max_query_len + STEP, MAX_SQUARE_STEPS * STEP, max_context_len)
     squares = [STEP << k for k in range(20) if STEP << k <= longest]
@@ -111,18 +112,18 @@ def _try_shape(heads: Heads, num_queries: int, num_keys: int, *, is_causal: bool
 def attend_chunk(
     q: Tensor, cache: LayerCache, block_table: Tensor, context_len: int, scale: float, out: Tensor
 ) -> None:
-    """Attend the queries that `count_queries` gave, the last of their context, to the whole of it.
+    """Attend a chunk's queries, the last tokens of the context, causally to the whole context.
 
-    Bytes moved beside the attention itself: the context's keys and values once in and once out,
-    and the partial results of every square once out and once in.
+    Bytes moved besides the attention: the context's keys and values are read and written once,
+    and the partial results of every square are written and read once.
 
     Args:
-        q: [num_queries, num_heads, head_dim].
-        cache: of the layer.
+        q: [num_queries, num_heads, head_dim]; `count_queries` gives their number.
+        cache: keys and values of the layer.
         block_table: [max_blocks].
-        context_len: tokens of the context, a multiple of STEP, these queries included.
+        context_len: tokens of the context with these queries, a multiple of STEP.
         scale: factor on the scores.
-        out: as q, contiguous, written.
+        out: the result, shaped as q, contiguous.
 
     Raises:
         RefusedError: the operator does not support these shapes on this machine.
@@ -159,7 +160,7 @@ def _gather(cache: LayerCache, block_table: Tensor, num_tokens: int) -> tuple[Te
 
 
 def attend_cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool) -> Partial:
-    """Attend by cuDNN's fused kernel, grouped heads not repeated; causal only where n = m."""
+    """Attend with cuDNN's fused kernel; causal only if q and k are of equal length."""
     try:
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q.transpose(0, 1)[None],

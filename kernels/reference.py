@@ -1,8 +1,8 @@
-"""The kernels in plain torch: what the Triton code must equal, and what the engine runs on a CPU.
+"""The kernels in plain torch: the reference for the Triton code, and the engine's code on a CPU.
 
-Mathematics is float32 whatever the cache's dtype. Every request is computed alone, so that its
-result does not depend on what else is in the batch. It knows no requests, tiers or backends;
-callers go through `tieredkv.kernels.launch` and `layers`, which check shapes.
+All computation is in float32, for any dtype of the cache. Every request is computed alone, so that
+its result does not depend on the rest of the batch. This module knows no requests, tiers or
+backends; callers go through `tieredkv.kernels.launch` and `layers`, which check shapes.
 """
 
 import torch
@@ -23,7 +23,7 @@ def store_kv(k: Tensor, v: Tensor, cache: LayerCache, slot_mapping: Tensor) -> N
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise along the last of any dimensions; see `layers.rms_norm`."""
+    """Normalise along the last dimension; see `layers.rms_norm`."""
     exact = x.float()
     exact = exact * torch.rsqrt(exact.pow(2).mean(-1, keepdim=True) + eps)
     return weight * exact.to(x.dtype)
@@ -57,7 +57,7 @@ def rotate_and_store(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[n, heads, D] by [n, 1, D / 2] angles -> [n, heads, D]."""
+    """Rotate x [n, heads, D] by n angles, whose cosines and sines are [n, 1, D / 2]."""
     low, high = x.float().chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
@@ -90,10 +90,10 @@ def gather_context(cache: Tensor, block_table: Tensor, context_len: int) -> Tens
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """[n, Hq, D] queries, the last n of k's and v's [m, Hkv, D] positions -> [n, Hq, D]."""
+    """Attend q [n, Hq, D], the last n of m positions, causally to k and v [m, Hkv, D]."""
     num_queries, num_heads, head_dim = q.shape
     context_len, num_kv_heads, _ = k.shape
-    if num_queries == 1:  # a group's heads are the rows of one call: nothing to mask
+    if num_queries == 1:  # the heads of a group become rows; no mask needed
         rows = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         out = F.scaled_dot_product_attention(
             rows, k.transpose(0, 1)[None], v.transpose(0, 1)[None], scale=scale

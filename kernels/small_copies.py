@@ -1,8 +1,8 @@
-"""Small copies between pinned memory and the device, by a kernel instead of a copy engine.
+"""Small copies between pinned memory and the device, made by a kernel, not by a copy engine.
 
-A copy engine works off what it was given in order: a step's few kilobytes would wait behind the
-gigabytes of a promotion or demotion, and every stream with them. A kernel reads and writes pinned
-memory over PCIe at once. Callers own the order of streams, as with any kernel.
+A copy engine executes its copies in order, so the few kilobytes of a step, and every stream that
+needs them, would wait behind the gigabytes of a promotion or demotion. A kernel reads and writes
+pinned memory over PCIe at once. Callers order the streams, as with any kernel.
 """
 
 from collections import deque
@@ -14,7 +14,7 @@ from torch import Tensor
 from tieredkv.kernels.checks import triton_module
 
 _being_read: deque[tuple[torch.cuda.Event, Tensor]] = deque()
-"""Pinned memory that kernels may not have read yet; steps are issued by one thread."""
+"""Pinned memory that a kernel may still have to read; one thread issues all steps."""
 
 
 def copy(source: Tensor, target: Tensor) -> None:
@@ -22,7 +22,7 @@ def copy(source: Tensor, target: Tensor) -> None:
 
     Args:
         source: contiguous, of a dtype of four or eight bytes; pinned if it is on the host.
-        target: as source, of the same shape and dtype.
+        target: as source, with the same shape and dtype.
     """
     if not (source.is_cuda or target.is_cuda):
         target.copy_(source)
@@ -31,13 +31,13 @@ def copy(source: Tensor, target: Tensor) -> None:
 
 
 def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a one-dimensional tensor on a device, without waiting for it."""
+    """Copy values to a one-dimensional tensor on a device, without waiting for the copy."""
     tensor = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     if device.type != "cuda":
         return tensor
     target = torch.empty_like(tensor, device=device)
     copy(tensor, target)
-    # torch knows nothing of this use of its pinned memory and would hand it out again.
+    # torch does not know that the kernel reads this pinned memory, and would reuse it too early.
     event = torch.cuda.Event()
     event.record()
     _being_read.append((event, tensor))
@@ -47,7 +47,7 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """Copy to pinned memory in the stream's order; whoever reads the copy waits for it first."""
+    """Copy to pinned memory in the stream's order; callers wait before they read the copy."""
     if not tensor.is_cuda:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

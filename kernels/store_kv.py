@@ -27,7 +27,7 @@ def _store_kv_kernel(
 
     Grid: (num_tokens, ceil(num_kv_heads * head_dim / TILE)). A program whose slot is negative
     returns at once; the last tile of a token is masked. Bytes moved: 2 reads and 2 writes of
-    num_kv_heads * head_dim elements a token.
+    num_kv_heads * head_dim elements per token.
     """
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Rules for all tests: which of them this machine can run, and at what price."""
+"""Configuration of all tests: which tests this machine can run, and what they cost."""
 
 import gc
 import os

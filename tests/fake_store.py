@@ -1,7 +1,7 @@
-"""A tiered cache over real memory whose clock, store and streams do what a test tells them.
+"""A tiered cache over real memory, with a clock, a store and streams that a test controls.
 
-Every block has one right content, made from its hash, and every reuse of memory is poisoned first:
-bytes in the wrong place show at the next `Rig.check`.
+Every block has one right content, made from its hash, and memory is poisoned before each reuse. So
+the next `Rig.check` detects bytes in the wrong place.
 """
 
 import hashlib

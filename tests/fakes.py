@@ -1,4 +1,4 @@
-"""Stand-ins for what a test cannot wait for: time."""
+"""Fake clocks for tests that cannot wait for real time."""
 
 from tieredkv.clock import Clock
 

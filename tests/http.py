@@ -1,4 +1,4 @@
-"""httpx's functions without its five seconds, which a busy machine does not keep."""
+"""httpx's functions without its timeout of five seconds, which is too short on a busy machine."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""`tieredkv serve` as a real process, and the command line beside it, for tests."""
+"""Run `tieredkv serve` as a real process in tests, and other commands beside it."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Every file in configs/ loads and says what its name promises."""
+"""Every file in configs/ loads and has the settings that its name promises."""
 
 from pathlib import Path
 

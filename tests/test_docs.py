@@ -1,4 +1,4 @@
-"""The pages in docs/ name what is there.
+"""The pages in docs/ name only things that exist.
 
 `python -P tests/test_docs.py` writes the table of fields without effect into docs/server.md again.
 """

@@ -1,4 +1,4 @@
-"""The layers of the code and its public names, held by tests."""
+"""Tests of the layers of the code and of its public names."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The README tells the truth: its code runs, its tables are the program's own.
+"""The README is correct: its code runs, and its tables match the program.
 
 `python -P tests/test_readme.py` writes the table of settings into it again.
 """

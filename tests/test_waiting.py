@@ -1,4 +1,4 @@
-"""Tests wait while a process lives and no longer."""
+"""Tests wait as long as a process lives, and no longer."""
 
 import subprocess
 import sys

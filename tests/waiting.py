@@ -1,7 +1,7 @@
-"""How tests wait: until something is so, however busy the machine is.
+"""Functions with which tests wait for a condition, however busy the machine is.
 
-A fixed time is too short for one machine and too long for another. So a test waits as long as the
-process that it waits for lives, and a limit that no machine should need ends what hangs.
+A fixed time is too short for one machine and too long for another. So a test waits while
+the process lives that it depends on. A limit that no machine should need ends a test that hangs.
 """
 
 import subprocess

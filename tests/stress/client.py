@@ -1,4 +1,4 @@
-"""A server of its own and a client of plain sockets, which costs next to nothing."""
+"""A server in a process of its own, and a client of plain sockets that costs almost nothing."""
 
 import asyncio
 import contextlib

@@ -1,6 +1,6 @@
-"""Between the threads of the soak and the store's public client: who waits for which page.
+"""Connects the threads of the soak with the store's client: which thread waits for which page.
 
-It knows pages, jobs and the life of the worker; it does not know what is right or wrong.
+This module knows pages, jobs and the worker's life. It does not know which answers are right.
 """
 
 import contextlib

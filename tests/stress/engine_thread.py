@@ -1,15 +1,15 @@
-"""Measures what the engine's thread spends on a long prompt before and beside its kernels.
+"""Measures the time that the engine's thread spends on a long prompt before and beside kernels.
 
     python -m tests.stress.engine_thread --prompt-tokens 32768 --cached-blocks 10000,100000
 
-The scheduler and the tiered cache are the real ones; the blocks are of a few bytes, so that what is
-measured is the work on hashes, blocks and tables. A prompt is measured in each state:
+The scheduler and the tiered cache are the real ones. Blocks have only a few bytes, so that the work
+on hashes, blocks and tables is measured. A prompt is measured in each state:
 
-    none      nothing of it is cached
+    none      no block of it is cached
     device    all of it is in VRAM
     host      all of it is in host memory
 
-A shorter one is looked up in VRAM among more and more other blocks: what a hash costs then.
+A shorter prompt is then looked up in VRAM among more and more other blocks, for the cost of a hash.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""Damage to the files of a store, behind its back: flipped bits, cut files, older copies.
+"""Damages the files of a store from outside: flipped bits, cut files, older copies.
 
-It knows files and offsets; it does not know which block lies where, nor who serves the store.
+This module knows files and offsets. It does not know which block lies where, or who serves it.
 """
 
 import os

@@ -1,9 +1,9 @@
-"""Measures what moving blocks between VRAM and host memory costs requests that run.
+"""Measures what block moves between VRAM and host memory cost the running requests.
 
     python -m tests.stress.moving_blocks --model random:llama-3.1-8b --promotion 32768
 
---demotion   a workload in VRAM for a quarter of it, with the host tier and without, in pairs
---promotion  a prefix comes up from host memory while 8 requests decode: their time between tokens
+--demotion   runs a workload in VRAM for a quarter of it, in pairs with and without the host tier
+--promotion  promotes a prefix from host memory while 8 requests decode; measures their ITL
 
 A problem is reported if two requests load one prefix twice, or a cancelled one keeps its share.
 """

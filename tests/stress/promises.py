@@ -1,7 +1,7 @@
-"""What the soak was promised: which blocks must be there, and which may never be served again.
+"""Promises of the store to the soak: which blocks must exist, and which may never return.
 
-It knows acknowledgements, deadlines and the order of eviction. It asks nobody: what the store
-answers is handed to it, and it says what of that is wrong.
+This module knows acknowledgements, deadlines and the order of eviction. It does not call the store:
+it is given the store's answers, and reports which of them are wrong.
 """
 
 import bisect

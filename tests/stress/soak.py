@@ -1,10 +1,10 @@
-"""A disk store at capacity for minutes: readers, writers, expiry, kills, damage, and what came out.
+"""Runs a disk store at capacity for minutes, with readers, writers, expiry, kills and damage.
 
 `python -m tests.stress.soak --minutes 20 --dir DIR --disk-size 2GiB --seed 1 --json OUT --plot PNG`
 
-It drives the real worker process through the store's public client, as the engine does. Every byte
-that comes back is compared, every promise is kept in `promises.py`, and what must not happen is
-counted under `must_be_zero`: exit 1 if one of them is not.
+The soak drives the real worker process through the store's public client, as the engine does. Every
+byte that is loaded is compared, and `promises.py` checks every promise of the store. Violations are
+counted under `must_be_zero`; the exit code is 1 if one of the counts is not zero.
 """
 
 import contextlib

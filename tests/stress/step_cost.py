@@ -1,12 +1,12 @@
-"""Measures what one step of the engine's thread costs beside long queues of every kind.
+"""Measures the cost of one step of the engine's thread while queues of every kind are long.
 
     python -m tests.stress.step_cost --entries 32768
 
-The scheduler and the tiered cache are the real ones; the blocks are of a few bytes and the store's
-worker is a stand-in, so that what is measured is the work on queues. Each row has so many entries
-in one queue, and the median and the longest time of the steps beside it: processor time of the
-thread, so that other processes do not count. The same steps beside few entries stand next to them:
-a step that costs more with more entries holds up the next token of every stream.
+The scheduler and the tiered cache are the real ones. Blocks have only a few bytes and the store's
+worker is a fake, so that the work on queues is measured. Each row has the number of entries in one
+queue, and the median and longest time of a step with them. Times are processor time of the thread,
+so that other processes do not count. The same steps with few entries are listed for comparison. A
+step that costs more with more entries delays the next token of every stream.
 """
 
 import gc

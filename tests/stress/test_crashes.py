@@ -1,4 +1,4 @@
-"""A thousand kills and a thousand power losses, as many at a time as there are cores."""
+"""A store survives a thousand kills and a thousand power losses, run in parallel on all cores."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What measures the engine's thread finds its prompts in the tiers that it names."""
+"""The measurement of the engine's thread finds its prompts in the tiers that it names."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What measures moving blocks moves them with the tiers on, and a shared prefix once."""
+"""The measurement of moving blocks moves them if tiers are on, and a shared prefix only once."""
 
 import pytest
 

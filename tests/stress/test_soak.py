@@ -1,4 +1,4 @@
-"""The soak itself: it passes on a sound store, and it notices what it is there to notice."""
+"""Tests of the soak: it passes on a sound store, and it detects each kind of failure."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""What measures a step beside long queues fills every queue that it names."""
+"""The measurement of a step beside long queues fills every queue that it names."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""What the files of a store occupy over time, and what was done to it meanwhile.
+"""Records the space that a store's files occupy over time, and the events in that time.
 
-It knows folders and seconds; it does not know what a store is.
+This module knows folders and seconds. It does not know what a store is.
 """
 
 import contextlib

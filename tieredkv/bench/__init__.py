@@ -1,1 +1,1 @@
-"""Benchmarks: what the cache does on this machine, beside the raw limit of the same run."""
+"""Benchmarks of the cache on this machine, each compared with a raw limit from the same run."""

@@ -1,9 +1,9 @@
-"""`bench attention`: the attention kernels over scattered blocks, beside what the device can do.
+"""`bench attention`: measure the attention kernels over scattered blocks of the paged cache.
 
-A case's blocks lie at random places of a pool with the model's layers, and each call takes the
-next layer, as the engine does; the pool is several times the device's cache, so that keys and
-values come from memory. Decode, and chunks of few tokens, are replayed in a CUDA graph; longer
-ones are called one after the other. Each result is compared with the torch reference.
+The blocks of a case lie at random places of a pool that has the model's layers. Each call attends
+the next layer, as in the engine. The pool is several times as large as the device's cache, so that
+keys and values are read from memory. Decode batches and short chunks are replayed in a CUDA graph;
+longer chunks are launched one by one. Each result is compared with the torch reference.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -38,10 +38,10 @@ SAMPLE_S = 0.1
 def run(
     progress: Progress, *, shape: str, cases: list[str] | None, block_size: int, repeats: int
 ) -> dict[str, Any]:
-    """Measure cases, by default those of the device; times are medians of the repeats.
+    """Measure the cases, by default those for the device; times are medians of the repeats.
 
     Raises:
-        ConfigError, ModelError: there is no such case or shape.
+        ConfigError, ModelError: a case or the shape is unknown.
     """
     names = cases or (GPU_CASES if torch.cuda.is_available() else CPU_CASES)
     model, rows = find_model(f"random:{shape}"), list[dict[str, Any]]()
@@ -49,7 +49,7 @@ def run(
     for name, lens in tracked(progress, "measuring", [(name, _lens(name)) for name in names]):
         paged = _Paged(lens, model, block_size)
         rows.append(_measure(name, paged, limits, repeats))
-        del paged  # its pool, before the next one
+        del paged  # frees the pool before the next
     bad = [r for r in rows if not r["relative_error"] <= MAX_ERROR[model.dtype]]  # NaN is bad too
     problems = [f"{row['case']}: relative error {row['relative_error']:.1e}" for row in bad]
     report = {"shape": shape, "dtype": model.dtype, "block_size": block_size}
@@ -57,7 +57,7 @@ def run(
 
 
 def _lens(case: str) -> list[tuple[int, int]]:
-    """Read `8192+24576`, new + cached tokens, or `64x4096`, `64x128..16384`, batch x context.
+    """Parse `8192+24576` (new + cached tokens), `64x4096` or `64x128..16384` (batch x context).
 
     Returns:
         (query_len, context_len) of each request.
@@ -71,7 +71,7 @@ def _lens(case: str) -> list[tuple[int, int]]:
 
 
 class _Paged:
-    """A case's tensors: the pool, batches over several sets of its blocks, the queries."""
+    """Tensors of a case: the pool, the queries, and batches over several sets of blocks."""
 
     def __init__(self, lens: list[tuple[int, int]], model: FoundModel, block_size: int) -> None:
         layers, num_heads, kv_heads, head_dim = model.shape
@@ -103,16 +103,16 @@ class _Paged:
         self.places = list(itertools.product(range(layers), batches))
 
     def cache(self, layer: int) -> LayerCache:
-        """Return the pool's part of a layer."""
+        """Return the keys and values of one layer of the pool."""
         return LayerCache(self.pool[:, layer, 0], self.pool[:, layer, 1])
 
     def attend(self, place: int) -> Tensor:
-        """Attend as the engine does."""
+        """Call the attention kernels as the engine does."""
         layer, batch = self.places[place]
         return launch.paged_attention(self.q, self.cache(layer), batch, self.scale)
 
     def relative_error(self) -> float:
-        """Compare the last queries of a chunk, or the last requests, with the reference."""
+        """Return the relative error of the last queries or requests against the reference."""
         layer, batch = self.places[0]
         count = min(len(self.q), MAX_CHECKED)
         spans = [
@@ -143,7 +143,7 @@ def _measure(case: str, paged: _Paged, limits: dict[str, float], repeats: int) -
 
 
 def _median_ms(paged: _Paged, repeats: int) -> float:
-    """Return the median time of a call, each at another place of the pool than the one before."""
+    """Return the median time of a call; consecutive calls use different parts of the pool."""
     once_s = raw.median_s(partial(paged.attend, 0), repeats=3)
     count = max(2, min(1000, int(SAMPLE_S / once_s)))
 

@@ -1,12 +1,13 @@
 """`bench serve`: conversations with think times against a running server, as clients see it.
 
-Conversations begin at random moments, at a rate that does not care how the server keeps up (open
-loop). All have one system prompt; each turn adds what the user says to what was said before, waits
-for the whole streamed answer, and thinks. Which tier a prefix came from is what `usage` tells of
-the answer: the slowest one counts. A row is one retention at one rate.
+Conversations begin at random moments, at a given rate, whether or not the server keeps up (open
+loop). All conversations share one system prompt. Each turn sends the conversation so far with a new
+user message, waits for the whole streamed answer, and then thinks. An answer counts for the slowest
+tier that its prefix came from, as `usage` reports. A row is one retention at one rate.
 
-Texts are made of random letters, as many as the tokenizer shows to be wanted. Each row has a
-cache salt of its own, so that it finds nothing of the rows before, but their blocks in its way.
+Texts consist of random letters, as many as the server's tokenizer needs for the wanted number of
+tokens. Each row has its own cache salt: it cannot reuse blocks of earlier rows, but those blocks
+still occupy the tiers.
 """
 
 import asyncio
@@ -39,13 +40,13 @@ Row = dict[str, Any]
 
 
 class Workload(NamedTuple):
-    """What clients do.
+    """The work of the clients.
 
     Attributes:
-        duration: seconds in which conversations begin; for as long again they go on.
+        duration: seconds in which conversations begin; they go on for as long again.
         turns: answers in a conversation.
         think: mean seconds between an answer's end and the next turn.
-        system_tokens, user_tokens, answer_tokens: about so many, by the server's tokenizer.
+        system_tokens, user_tokens, answer_tokens: approximate tokens of each text.
     """
 
     duration: float
@@ -58,7 +59,7 @@ class Workload(NamedTuple):
 
 @dataclass
 class Turn:
-    """One answer, as a client saw it: when it was asked for, and when each piece of text came."""
+    """One answer as a client saw it: when it was requested, and when each piece of text arrived."""
 
     began_at: float
     chunk_times: list[float] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Turn:
     error: str = ""
 
     def take(self, event: Row) -> None:
-        """Note an event of the stream."""
+        """Record one event of the stream."""
         self.error = str(event.get("error") or "")
         self.usage = event.get("usage") or self.usage
         for choice in event.get("choices", ()):
@@ -76,7 +77,7 @@ class Turn:
                 self.text += choice["delta"].get("content") or ""
 
     def cached(self) -> tuple[int, str]:
-        """Return how many tokens were cached, and the slowest tier that some came from, or cold."""
+        """Return the number of cached tokens and the slowest tier that held any, or `cold`."""
         details = self.usage.get("prompt_tokens_details") or {}
         count = details.get("cached_tokens") or 0
         by_tier = details.get("cached_tokens_by_tier") or {"cached": count}
@@ -84,16 +85,16 @@ class Turn:
 
 
 class Client:
-    """Makes conversations with one server."""
+    """Holds conversations with one server."""
 
     def __init__(self, http: httpx.AsyncClient, workload: Workload) -> None:
         self._http, self._workload, self.model, self._chars_a_token = http, workload, "", 1.0
 
     async def begin(self) -> None:
-        """Learn what the model is called, and how many letters it takes for a token.
+        """Ask the server for the model's name and for the number of letters in a token.
 
         Raises:
-            TieredKVError: the server does not tell.
+            TieredKVError: the server does not answer these questions.
         """
         letters = {"prompt": self._text(random.Random(1), CALIBRATION_CHARS)}
         try:
@@ -104,7 +105,7 @@ class Client:
         self._chars_a_token = CALIBRATION_CHARS / counted
 
     async def measure(self, rate: float, retention: str) -> Row:
-        """Let conversations begin at a rate; return what they came to."""
+        """Start conversations at a rate; return the row of the report when all have ended."""
         workload, turns, at_s = self._workload, list[Turn](), 0.0
         body = {"prompt_cache_retention": retention or None}
         body["cache_salt"] = random.randbytes(8).hex()
@@ -168,7 +169,7 @@ def run(
     """Measure a running server.
 
     Raises:
-        TieredKVError: it does not answer.
+        TieredKVError: the server does not answer.
     """
     asked, cases = Workload(**workload), list(itertools.product(rates, retentions))
     options: Row = {"timeout": ANSWER_TIMEOUT_S, "limits": httpx.Limits(max_connections=None)}
@@ -190,7 +191,7 @@ def run(
 
 
 def _row(rate: float, retention: str, turns: list[Turn], wall_s: float) -> Row:
-    """Return what one rate and retention came to; times in ms."""
+    """Return the report's row for one rate and retention; times are in ms."""
     good = [turn for turn in turns if not turn.error]
     cached, sources = zip(*(turn.cached() for turn in good), strict=True) if good else ((), ())
     firsts_ms = [1e3 * (turn.chunk_times[0] - turn.began_at) for turn in good]

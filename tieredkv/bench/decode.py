@@ -1,11 +1,11 @@
 """`bench decode`: measure the time between tokens, and throughput.
 
-The limit of a step is the bytes that it must read, weights and KV, over the copy bandwidth of the
-same run; that of a prompt is its FLOPs over the rate of a large matrix product. Of a mixture of
-experts a step reads the experts that its tokens use: as many as they are expected to if each token
-chooses at random, which is exact for one token. Tokens that prefer the same experts read fewer, so
-that a step of several requests can be faster than its limit. Times are read when
-`EngineCore.step` hands tokens out. A workload's row is its median run by the wall clock.
+The raw limit of a step is the time to copy the bytes that it must read, weights and KV, at the
+copy bandwidth of the same run. The raw limit of a prompt is its FLOPs over the rate of a large
+matrix product. In a mixture of experts, a step is assumed to read the expected number of experts if
+each token chooses at random; for one token this is exact. Tokens that prefer the same experts read
+fewer, so a step of several requests can be faster than its limit. Times are taken when
+`EngineCore.step` returns tokens. A workload's row is its median run by wall-clock time.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ Row = dict[str, Any]
 
 
 class Workload(NamedTuple):
-    """Requests that are given to the engine at once, each with a prompt of its own.
+    """Requests that the engine gets at once, each with a different prompt.
 
     Attributes:
-        requests: how many there are.
+        requests: number of requests.
         given: tokens of each prompt.
         made: tokens of each answer.
     """
@@ -46,19 +46,19 @@ class Workload(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the cache when all requests have ended."""
+        """Tokens of all requests when they have ended."""
         return self.requests * (self.given + self.made)
 
 
 class Weights(NamedTuple):
-    """How many of a model's weights a forward pass uses; embeddings are looked up, not read.
+    """Numbers of weights that a forward pass uses; embeddings are looked up and do not count.
 
     Attributes:
-        shared: values that every token uses, the output layer apart.
-        head: values of the output layer.
-        expert: values of one expert in each of the layers that have experts; 0 without any.
-        num_experts: experts of a layer, of which a token chooses some.
-        experts_per_token: how many it chooses.
+        shared: weights that every token uses, without the output layer.
+        head: weights of the output layer.
+        expert: weights of one expert, summed over the layers with experts; 0 if there are none.
+        num_experts: experts of a layer.
+        experts_per_token: experts that a token uses in each such layer.
     """
 
     shared: int
@@ -69,7 +69,7 @@ class Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: Any) -> "Weights":
-        """Count the weights of a model of transformers, wherever they lie."""
+        """Count the weights of a transformers model, on any device."""
         ends = [model.get_input_embeddings().weight, model.get_output_embeddings().weight]
         ends_numel = sum({id(weight): weight.numel() for weight in ends}.values())
         num_body = sum(weight.numel() for weight in model.parameters()) - ends_numel
@@ -89,11 +89,11 @@ class Weights(NamedTuple):
 
     @property
     def per_token(self) -> int:
-        """Values that one token is multiplied with, the output layer apart."""
+        """Weights that one token is multiplied with, without the output layer."""
         return self.shared + self.experts_per_token * self.expert
 
     def read_by(self, num_tokens: int) -> float:
-        """Return how many values a step of so many tokens is expected to read."""
+        """Return how many weights a step of `num_tokens` tokens is expected to read."""
         share = self.experts_per_token / max(1, self.num_experts)
         num_used = self.num_experts * (1 - (1 - share) ** num_tokens)
         return self.shared + self.head + num_used * self.expert
@@ -132,14 +132,14 @@ def run(
 
 
 def begin(settings: Row) -> Row:
-    """Return a report without rows: the model, and the raw limits measured in this run."""
+    """Start a report: the model and the raw limits measured in this run, without rows."""
     found = find_model(settings["model"], dtype=settings.get("dtype", "auto"))
     limits = {"copy_GBps": raw.copy_GBps(), "gemm_TFLOPs": raw.gemm_TFLOPs(found.dtype)}
     return {"model": found.name, "dtype": found.dtype, "raw": limits, "rows": [], "problems": []}
 
 
 class Bench:
-    """One engine, the times at which the tokens of its requests came, and a report of both."""
+    """Runs workloads on one engine, records when each token comes, and fills the report."""
 
     def __init__(self, settings: Row, report: Row, progress: Progress, device_tokens: int) -> None:
         """Start an engine with room for `device_tokens` in VRAM unless the settings give a size."""
@@ -211,12 +211,12 @@ class Bench:
         return name
 
     def run(self) -> None:
-        """Step until every request has ended and nothing moves."""
+        """Step until every request has ended and no block moves between tiers."""
         while self.core.has_work:
             self.step()
 
     def step(self) -> None:
-        """Step once, note when tokens came, and wait a little if there is more to come."""
+        """Step once, record when tokens came, and wait briefly if work is left."""
         outputs, now = self.core.step(), time.perf_counter()
         for output in outputs:
             if output.finish_reason == "error":

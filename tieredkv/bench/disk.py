@@ -1,13 +1,13 @@
-"""`bench disk`: what the disk tier makes of a disk, beside what the disk does without it.
+"""`bench disk`: measure the disk tier, and the disk itself in the same run.
 
-Blocks go through the store's worker and lent pages, as the engine's do. A block is a random pattern
-with its number at the start of each 4 KiB; whatever is loaded must have its own, and in the end
-every block is. Disks drift, so a raw sample is taken before and after each of ours; a ratio is that
-of one sample to the mean of its two. Rows:
+Blocks go through the store's worker and lent pages, as in the engine. A block is a random pattern
+with the block's number at the start of each 4 KiB. Every block that is loaded is compared, and at
+the end all blocks are loaded. Disks drift, so a raw sample is taken before and after each sample of
+the store; a ratio compares the sample with the mean of these two. Rows:
 
-    read    a random quarter of the blocks, after a random half of them gave way to others
-    write   at capacity, each block in another's place; `commit` flushes every group commit
-    index   a store without payloads: opening it, and lookups of 8,192 hashes
+    read    loads a random quarter of the blocks, after new ones replaced a random half
+    write   stores blocks at capacity, each evicting another; `commit` flushes every group commit
+    index   opens a store without payloads and looks up 8,192 hashes at a time
 """
 
 import hashlib
@@ -48,8 +48,8 @@ from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord, Progress, tracked
 from tieredkv.units import format_bytes, parse_bytes
 
 ARENA_BYTES = 256 << 20
-STAMPED = np.s_[:: PAGE_ALIGNMENT_BYTES // 8]  # the words of a block that hold its number
-MAX_AMPLIFICATION = 1.05  # of the extents that are asked for: each block has a header
+STAMPED = np.s_[:: PAGE_ALIGNMENT_BYTES // 8]  # words of a block that hold the block's number
+MAX_AMPLIFICATION = 1.05  # of the extents asked for: block and header
 LOOKUP_HASHES, LOOKUP_CALLS = 8192, 15
 INDEX_BYTES, INDEX_PAYLOAD_BYTES, BATCH_BLOCKS, UNBOUNDED_BYTES = 1024, 4096, 10_000, 1 << 40
 SYNCS = ("commit", "none")
@@ -68,10 +68,10 @@ def run(
     index_blocks: list[int],
     repeats: int,
 ) -> Row:
-    """Measure in a new folder under `folder`, which is removed again.
+    """Measure in a temporary folder under `folder`.
 
     Raises:
-        ConfigError: the sizes make no sense, or the disk has no room; nothing was written.
+        ConfigError: a size is invalid or the disk has too little space; nothing was written.
     """
     size, budget = parse_bytes(block_bytes), parse_bytes(disk_size)
     if size < 1 or size % PAGE_ALIGNMENT_BYTES:
@@ -94,14 +94,14 @@ def run(
     found = rows[0]["own_amplification"] or rows[0]["amplification"] or 0.0
     if found > MAX_AMPLIFICATION * extent_bytes_for(size) / size:
         disk.problems.append(f"read: more than {MAX_AMPLIFICATION} times the extents asked for")
-    block = np.random.default_rng(0).bytes(ARENA_BYTES)  # more than caches hold
+    block = np.random.default_rng(0).bytes(ARENA_BYTES)  # more than processor caches hold
     limits = {f"{row['part']}_GBps": row["raw_GBps"] for row in rows}
     limits["checksum_GBps"] = len(block) / raw.median_s(partial(payload_checksum, block)) / 1e9
     return {"raw": limits, "disk": disk.facts, "rows": rows + indexes, "problems": disk.problems}
 
 
 class _Disk:
-    """Measures stores in a folder; beside the rows it finds `facts` and `problems`."""
+    """Measures stores in a folder; collects `facts` and `problems` for the report."""
 
     def __init__(self, options: StoreOptions, arena: HostArena) -> None:
         self._options, self._arena, self._folder = options, arena, Path(options.path).parent
@@ -114,7 +114,7 @@ class _Disk:
         self.problems = list[str]()
 
     def measure_moves(self, progress: Progress, repeats: int) -> list[Row]:
-        """Measure reads and writes at capacity, each sample between two raw ones."""
+        """Measure reads and writes at capacity, each between two raw samples of the disk."""
         count, options = self.facts["blocks"], self._options
         buffers = [self._arena.page(page) for page in range(self._arena.num_pages)]
         choose = partial(self._random.sample, range(count))
@@ -147,7 +147,7 @@ class _Disk:
         return rows
 
     def measure_index(self, count: int) -> Row:
-        """Measure a store of so many blocks of 4 KiB whose payloads are not there."""
+        """Measure the index of a store of `count` blocks of 4 KiB without payloads."""
         path, size = self._folder / f"index-{count}", min(count, LOOKUP_HASHES)
         options = StoreOptions(path=str(path), budget_bytes=UNBOUNDED_BYTES, sync="none")
         BlockStore.open(options, Clock()).close()
@@ -157,7 +157,7 @@ class _Disk:
             closing(SegmentFiles(str(path / SEGMENTS), Filesystem.explore(str(path)))) as files,
         ):
             files.open(1, extent_bytes, create=True)
-            files.truncate(1, count)  # sparse: it occupies nothing
+            files.truncate(1, count)  # a sparse file, which occupies no space
             with index.writing() as txn:
                 txn.put_segment(1, SegmentState(extent_bytes, num_extents=count, num_used=count))
             for first in range(0, count, BATCH_BLOCKS):
@@ -185,7 +185,7 @@ class _Disk:
         return _row("index", f"{count} blocks", samples) | firsts
 
     def _us(self, lookup: Callable[..., Any], calls: list[list[bytes]], right: int) -> list[float]:
-        """Return the microseconds a hash of each call."""
+        """Return the microseconds per hash of each call; report wrong numbers of hits."""
         times = []
         for hashes in calls:
             start = time.perf_counter()
@@ -200,7 +200,7 @@ class _Disk:
         return StoreClient(replace(self._options, **changes), self._arena, wake=self._wake.set)
 
     def _events(self, client: StoreClient) -> list[Event]:
-        """Wait until something has happened, and return it."""
+        """Wait for events of the worker and return them."""
         self._wake.wait()
         self._wake.clear()
         return client.poll()
@@ -218,7 +218,7 @@ class _Disk:
         return [number for number, block_hash in enumerate(hashes) if block_hash in found]
 
     def _write(self, count: int, sync: str) -> Row:
-        """Store new blocks; return a sample."""
+        """Store `count` new blocks; return a sample."""
         first, self._num_stored = self._num_stored, self._num_stored + count
         with closing(self._serve(sync=sync)) as client:
             return self._move(client, range(first, self._num_stored), "store")
@@ -253,7 +253,7 @@ class _Disk:
 
 
 def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]:
-    """Take samples, each with the raw ones before and after it."""
+    """Take samples of the store, each between two raw samples of the disk."""
     taken, raws = list[Row](), [raw_GBps()]
     for sample in samples:
         raws.append(raw_GBps())
@@ -263,7 +263,7 @@ def _between(raw_GBps: Callable[[], float], samples: Iterator[Row]) -> list[Row]
 
 
 def _row(part: str, case: str, samples: list[Row]) -> Row:
-    """Return the median of each figure, None where nothing was counted, and all of it."""
+    """Return a row: the median of each figure (None for 0) and, as `NAME_all`, all its samples."""
     every = {name: [sample[name] for sample in samples] for name in samples[0]}
     medians = {key: float(np.median([np.mean(it) for it in every[key]])) or None for key in every}
     return {"part": part, "case": case} | medians | {f"{name}_all": every[name] for name in every}

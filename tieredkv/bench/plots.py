@@ -1,4 +1,4 @@
-"""Pictures of reports. It knows matplotlib, which is optional, and no bench."""
+"""Plots of reports, drawn with matplotlib, which is optional. This module knows no bench."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ STYLES = ("-", "--", ":")
 
 
 def check(path: Path | None) -> None:
-    """Refuse a picture that cannot be drawn, before anything is measured.
+    """Check before measuring that the plot can be drawn.
 
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be made.
@@ -35,9 +35,9 @@ def draw(
     shown: Sequence[str],
     limits: Mapping[str, float],
 ) -> None:
-    """Draw lines for each value of a column over another one: a line for each column shown.
+    """Plot the columns `shown` over the column `x`, one line for each value of the column `by`.
 
-    Axes of numbers are logarithmic, the upright one where it spans a decade.
+    A numeric x axis is logarithmic; then the y axis is too, if its values span a decade.
     """
     figure = importlib.import_module("matplotlib.figure").Figure((9, 5), layout="constrained")
     rows = [row for row in rows if any(row.get(y) is not None for y in shown)]

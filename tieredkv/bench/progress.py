@@ -1,4 +1,4 @@
-"""Progress of long work: bars on a terminal, elsewhere a line in the log now and then."""
+"""Progress of long work: bars on a terminal, log lines elsewhere."""
 
 import logging
 import sys
@@ -16,7 +16,7 @@ LOG_INTERVAL_S = 2.0
 
 
 def terminal_progress() -> Progress:
-    """Return a function that draws a bar a stage on stderr, or logs where that is no terminal."""
+    """Return a function that draws one bar per stage on stderr, or logs if that is no terminal."""
     parts = "{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     screen = RichProgress(*parts, console=Console(stderr=True), transient=True)
     tasks: dict[str, TaskID] = {}

@@ -1,4 +1,4 @@
-"""The physical limits of this machine, measured in the same run as what is compared with them."""
+"""Raw limits of this machine, measured in the same run as the figures compared with them."""
 
 import contextlib
 import fcntl
@@ -30,7 +30,7 @@ READ_THREADS = 4
 
 
 def hardware() -> dict[str, object]:
-    """Return what this machine is: processor, cores, memory, GPU, software."""
+    """Describe this machine: processor, cores, memory, GPU and software."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _field("/proc/cpuinfo", "model name") or platform.machine(),
@@ -44,7 +44,7 @@ def hardware() -> dict[str, object]:
 
 
 def commit() -> str:
-    """Return the commit of the source tree, marked where it is dirty; the version without one."""
+    """Return the commit of the source tree, with `-dirty` if changed, or else the version."""
     root = Path(tieredkv.__file__).resolve().parent.parent
     words = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
@@ -54,26 +54,26 @@ def commit() -> str:
 
 
 def head(commit_told: str | None, program: str = "tieredkv") -> dict[str, Any]:
-    """Return what a report begins with; the command is the program with this process's words."""
+    """Return the start of a report: hardware, commit, and the command line of this process."""
     command = shlex.join([*program.split(), *sys.argv[1:]])
     return {"hardware": hardware(), "commit": commit_told or commit(), "command": command}
 
 
 def device() -> str:
-    """Return `cuda` where there is a GPU, else `cpu`: "device" is ordinary memory then."""
+    """Return `cuda` if there is a GPU, else `cpu`; device memory is then ordinary memory."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def synchronize() -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished all queued work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def median_s(call: Callable[[], object], *, repeats: int = 10) -> float:
-    """Return the median time of a call from an idle device to an idle device."""
+    """Return the median time of a call; the device is idle before and after each call."""
     times = []
-    for _ in range(repeats + 1):  # the first warms up
+    for _ in range(repeats + 1):  # the first run is a warm-up
         synchronize()
         start = time.perf_counter()
         call()
@@ -83,13 +83,13 @@ def median_s(call: Callable[[], object], *, repeats: int = 10) -> float:
 
 
 def percentiles_ms(name: str, values: Sequence[float], shares: Sequence[int]) -> dict[str, Any]:
-    """Return percentiles of milliseconds as `NAME_p50_ms` and the like; None if there are none."""
+    """Return percentiles, named as `NAME_p50_ms`; each is None if there are no values."""
     made = np.percentile(values, shares).tolist() if values else [None] * len(shares)
     return {f"{name}_p{share}_ms": ms for share, ms in zip(shares, made, strict=True)}
 
 
 def copy_GBps() -> float:
-    """Return how fast the device copies its own memory, bytes read and bytes written together."""
+    """Return the copy bandwidth of device memory; bytes read and bytes written both count."""
     source = torch.ones((1 << 28) if torch.cuda.is_available() else (1 << 24), device=device())
     target = torch.empty_like(source)
     return round(2 * source.nbytes / median_s(lambda: target.copy_(source)) / 1e9, 2)
@@ -107,7 +107,7 @@ def gemm_TFLOPs(dtype: str) -> float:
 def h2d_GBps() -> float:
     """Return the rate of one large copy from host memory to the device.
 
-    On a machine without a GPU the "device" is ordinary memory, and so is this copy.
+    Without a GPU, this is a copy within ordinary memory.
     """
     is_pinned = torch.cuda.is_available()
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=is_pinned).random_()
@@ -117,14 +117,14 @@ def h2d_GBps() -> float:
 
 
 class RawFile:
-    """A file of blocks that is read and overwritten past the page cache: what the disk can do.
+    """A file of blocks that is read and written without the page cache, to measure the disk.
 
-    Where the filesystem has no O_DIRECT, `is_direct` is False: what is measured then is memory.
+    `is_direct` is False on a filesystem without O_DIRECT; the page cache is then measured instead.
 
     Args:
-        folder: where the file is made; it has no name, and goes when it is closed.
-        num_blocks: its size.
-        buffers: what blocks are written from and read into, each of one block.
+        folder: where the file is made. The file has no name and vanishes when it is closed.
+        num_blocks: the file's size in blocks.
+        buffers: memory that blocks are written from and read into, one block each.
     """
 
     def __init__(self, folder: Path, num_blocks: int, buffers: Sequence[memoryview]) -> None:
@@ -142,7 +142,7 @@ class RawFile:
         left = zip(blocks, itertools.cycle(self._buffers), strict=False)
 
         def work(_: int) -> None:
-            for block, buffer in left:  # each thread takes the next one
+            for block, buffer in left:  # threads share the iterator
                 move(self._fd, [buffer], block * len(buffer))
 
         start = time.perf_counter()
@@ -155,7 +155,7 @@ class RawFile:
 def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:
     """Return the rate of random 2 MiB O_DIRECT reads by four threads from a new file.
 
-    None where the filesystem has no O_DIRECT: there, reads come from memory.
+    It is None if the filesystem has no O_DIRECT, because reads then come from memory.
     """
     order = random.Random(1).sample(range(num_reads := num_bytes // READ_BYTES), num_reads)
     buffers = [memoryview(mmap.mmap(-1, READ_BYTES)) for _ in range(READ_THREADS)]
@@ -167,7 +167,7 @@ def disk_read_GBps(folder: Path, *, num_bytes: int) -> float | None:
 
 
 def drop_cached(folder: Path) -> None:
-    """Have files dropped from the page cache; nobody may have them mapped."""
+    """Drop the files of a folder from the page cache; no process may have them mapped."""
     for path in filter(Path.is_file, folder.rglob("*")):
         with path.open("rb") as file:
             os.fsync(file)
@@ -175,11 +175,11 @@ def drop_cached(folder: Path) -> None:
 
 
 def counters(folder: Path, pid: int | None) -> dict[str, float]:
-    """Return the time, the seconds of a core that a process has used, and bytes moved so far.
+    """Return the time, the processor seconds used by a process, and the bytes moved so far.
 
-    `read` and `write` are what the device under a folder has moved for everybody, and `own_read`
-    and `own_write` what the process alone caused; where there is no device to ask, the former are
-    the latter.
+    `read` and `write` are the bytes that the block device under the folder has moved for all
+    processes; `own_read` and `own_write` are the bytes moved for this process alone. Without a
+    block device, `read` and `write` equal the process's own bytes.
     """
     own = {name: own_bytes(pid, name) for name in ("read", "write")}
     figures = {"s": time.perf_counter(), "core_s": 0.0, **own}
@@ -187,26 +187,26 @@ def counters(folder: Path, pid: int | None) -> dict[str, float]:
     if (device := block_device(folder)) is not None:
         sectors = Path(f"/sys/class/block/{device}/stat").read_text().split()
         figures |= {"read": int(sectors[2]) * 512, "write": int(sectors[6]) * 512}
-    with contextlib.suppress(OSError):  # it has died
+    with contextlib.suppress(OSError):  # the process has ended
         ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         figures["core_s"] = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
     return figures
 
 
 def own_bytes(pid: int | None, direction: str) -> int:
-    """Return how many bytes a process has had moved: `read` from storage, or `write` to it."""
+    """Return how many bytes a process has caused to be `read` from storage or to `write` to it."""
     return int(_field(f"/proc/{pid}/io", f"{direction}_bytes") or 0)
 
 
 def block_device(folder: Path) -> str | None:
-    """Return the name of the block device under a folder, if one can be asked what it moved."""
+    """Return the name of the block device under a folder, or None if it has no counters."""
     number = folder.stat().st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     return device.resolve().name if (device / "stat").exists() else None
 
 
 def _field(path: str, name: str) -> str | None:
-    """Return a field of a file of the kernel's, None if one of them is not there."""
+    """Return one field of a /proc file, or None if the file or the field is missing."""
     with contextlib.suppress(OSError):
         fields = (line.partition(":") for line in Path(path).read_text().splitlines())
         return next((value.strip() for key, _, value in fields if key.strip() == name), None)

@@ -1,7 +1,8 @@
-"""`bench transfer`: blocks between the device pool and the host arena, beside one large copy.
+"""`bench transfer`: measure block copies between the device pool and the host arena.
 
-Every block lies at a random place of both memories. The raw copy and the blocks take turns, so that
-a drifting clock drifts for both; at last the bytes of every block are compared.
+Every block lies at a random place of both memories. The raw limit is one large copy. Large copies
+and block copies alternate, so that a drifting clock affects both. At the end, the bytes of every
+block are compared.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -24,7 +25,7 @@ from tieredkv.types import BlockId, PageId, Progress, tracked
 from tieredkv.units import parse_bytes
 
 DIRECTIONS = {"host to device": 1.0, "device to host": 0.0, "both at once": 0.5}
-"""Which share of the bytes goes up; the others go down. The rate is that of each way."""
+"""Share of the bytes copied to the device; the rest goes to the host. Rates are per direction."""
 
 SINGLE_COPIES = 50
 PLOTTED = ("GBps",)
@@ -50,9 +51,9 @@ def run(progress: Progress, *, block_size_bytes: list[int], total: str, repeats:
 
 
 class _Memories:
-    """A pool, a pinned arena and the engine's transfer between them; two tensors for large copies.
+    """A pool, a pinned arena, the engine's transfer between them, and two tensors for large copies.
 
-    Large copies have tensors of their own, as one must not span two pinned pieces of the arena.
+    Large copies have separate tensors, because a copy must not span two pinned pieces of the arena.
     """
 
     def __init__(self, count: int, block_bytes: int, stack: contextlib.ExitStack) -> None:
@@ -74,7 +75,7 @@ class _Memories:
         self._streams = [torch.cuda.Stream() if is_cuda else None for _ in range(2)]
 
     def copy_large(self, share: float) -> None:
-        """Queue one copy each way, on a stream each."""
+        """Queue one large copy in each direction, each on its own stream."""
         middle = int(self._large.numel() * share)
         host, device = (it.tensor_split([middle]) for it in (self._large, self._large_device))
         copies = (device[0], host[0]), (host[1], device[1])
@@ -84,10 +85,10 @@ class _Memories:
                     target.copy_(source, non_blocking=True)
 
     def copy_blocks(self, share: float, count: int | None = None) -> tuple[float, float]:
-        """Copy blocks, asking for their arrival as the engine does.
+        """Copy blocks and poll for their arrival, as the engine does.
 
         Returns:
-            Seconds until all have arrived, and how many of them the calls took.
+            Seconds until all blocks have arrived, and the seconds of these spent in the calls.
         """
         pairs = self.order[:count].tolist()
         middle = int(len(pairs) * share)
@@ -105,7 +106,7 @@ class _Memories:
         return time.perf_counter() - start, called - start
 
     def are_equal_after(self, share: float) -> bool:
-        """Fill both memories anew, copy every block once more, and compare every byte."""
+        """Fill both memories with new values, copy every block, and compare every byte."""
         for first, memory in enumerate((self.pages, self.pool)):
             words = memory.view(torch.int64).flatten()
             torch.arange(first, first + 2 * words.numel(), 2, out=words)
@@ -116,7 +117,7 @@ class _Memories:
 
 def _measure(memories: _Memories, direction: str, repeats: int) -> Row:
     share, large_s, ours = DIRECTIONS[direction], [], []
-    memories.copy_blocks(share)  # first-time work
+    memories.copy_blocks(share)  # warm-up
     for _ in range(repeats):
         large_s.append(raw.median_s(partial(memories.copy_large, share), repeats=1))
         ours.append(memories.copy_blocks(share))

@@ -1,20 +1,20 @@
-"""`bench ttft`: time to first token, cold and from each tier, with its proof.
+"""`bench ttft`: measure the time to first token, cold and from each tier, and verify each hit.
 
-For every prefix length and repeat, one prefix that was never seen is served:
+For every prefix length and repeat, a new prefix is served in each of these arms:
 
-    cold      the whole prompt, prefix + 64 tokens, with empty tiers; the prefix's KV bytes are
-              digested where they were computed
-    device    the prompt again; the prefix is in VRAM
+    cold      the prompt, prefix + 64 tokens, is served with empty tiers; the prefix's KV bytes
+              are digested in VRAM right after they were computed
+    device    the prompt is served again; the prefix is in VRAM
     host      the prefix was demoted to host memory
     disk      the prefix was demoted to disk, and VRAM and host memory are empty
     restart   the first process has ended; a new one serves the prompt from disk
 
-A hit counts with its proof: which tier the tokens came from, the digest of the reused blocks in
-VRAM beside the one taken when they were computed, the output tokens beside the cold ones, the
-largest difference of any logit. The 64 tokens behind the prefix are never cached.
+Every hit is verified. The report has the tier that the tokens came from, the digest of the reused
+blocks in VRAM next to the digest taken in the cold run, whether the output tokens equal the cold
+ones, and the largest difference of any logit. The 64 tokens after the prefix are never cached.
 
-Each process measures alone: `run` starts one, and one for each row of restarts, so that process
-start is never part of a figure and a restart is a real one.
+`run` starts one process for all arms but `restart`, and one more for each row of restarts, so that
+a restart is real. Processes run one at a time, and their start is not part of any figure.
 """
 
 import itertools
@@ -62,11 +62,11 @@ Row = dict[str, Any]
 
 
 class Sample(NamedTuple):
-    """A prompt served once.
+    """Result of serving a prompt once.
 
     Attributes:
         logits: [output token, vocabulary].
-        kv_digest: of the prefix's blocks in VRAM afterwards; None if they are not there.
+        kv_digest: digest of the prefix's blocks in VRAM afterwards; None if they are not there.
     """
 
     ttft_ms: float
@@ -78,16 +78,16 @@ class Sample(NamedTuple):
 
 
 Samples = dict[tuple[str, int], list[Sample]]
-"""What was measured, by arm and length of the prefix."""
+"""Samples by arm and prefix length."""
 
 
 def measure(
     settings: Row, lengths: list[int], repeats: int, arms: list[str], last: str | None
 ) -> Samples:
-    """Serve prompts in this process, each from one arm after the other; leave them in a tier."""
+    """Serve every prompt in each arm, in this process; demote all of them to the tier `last`."""
     progress, samples = terminal_progress(), Samples()
     with LLM(**settings, retention="24h", progress=progress) as llm:
-        _serve(llm, _prompt(llm, max(lengths), -1))  # no figure pays for first-time work
+        _serve(llm, _prompt(llm, max(lengths), -1))  # warm-up
         llm.core.evict()
         cases = list(itertools.product(lengths, range(repeats)))
         for length, repeat in tracked(progress, "measuring", cases):
@@ -105,7 +105,7 @@ def measure(
 
 
 def _prompt(llm: LLM, length: int, repeat: int) -> list[int]:
-    """Return a prefix and what follows it: random, and the same in every process."""
+    """Return a random prompt, prefix and suffix, which is the same in every process."""
     generator = random.Random(f"{length}/{repeat}")
     return generator.choices(range(llm.core.info.vocab_size), k=length + SUFFIX_TOKENS)
 
@@ -116,7 +116,7 @@ def _demote(llm: LLM, tier: str | None) -> None:
 
 
 def _serve(llm: LLM, prompt: list[int]) -> Sample:
-    """Serve a prompt, keep the logits of its output tokens, and digest its prefix."""
+    """Serve a prompt, keep the logits of its output tokens, and digest its prefix's KV."""
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     before = raw.own_bytes(pid, "read")
     core.on_logits = lambda _id, row: logits.append(row.float().cpu().clone())
@@ -135,13 +135,13 @@ def _serve(llm: LLM, prompt: list[int]) -> Sample:
 def run(
     _progress: Progress, *, settings: Row, prefix_tokens: list[int], arms: list[str], repeats: int
 ) -> Row:
-    """Run the whole bench in processes of its own, which draw their progress themselves.
+    """Run the whole bench in new processes, which draw their progress themselves.
 
-    A store is made under the `disk_dir` of the settings, or the system's temporary folder, and
-    removed again.
+    The bench makes a store under `disk_dir`, or else in the system's temporary folder, and removes
+    it at the end.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: `disk_dir` is not a folder, or a prefix is too long for the model.
         TieredKVError: a process failed.
     """
     parent = settings.get("disk_dir")
@@ -187,7 +187,7 @@ def _in_new_process(*arguments: Any) -> Samples:
 
 
 def _sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:
-    """Return tier sizes that hold what is measured; what the caller sets comes before them.
+    """Return tier sizes that hold all prompts; the caller's settings take precedence over them.
 
     Raises:
         ConfigError: the model cannot be served at this length.
@@ -206,15 +206,16 @@ def _sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> 
 
 
 def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
-    """Hold a run against the cold run of the same prompt.
+    """Compare a run with the cold run of the same prompt.
 
-    Where the tokens part, both runs have seen the same context up to there: the parting is a near
-    tie, and the prompt is left out of the comparison, if the cold run's best two logits were closer
-    to each other than the two runs are; otherwise the tokens are unequal.
+    Up to the first token that differs, both runs have seen the same context. If the cold run's best
+    two logits for that token are within twice the largest difference of the two runs' logits, the
+    token is a near tie, and the prompt is left out of the comparison. Otherwise the tokens are
+    unequal.
 
     Returns:
-        The largest difference of two logits, whether the tokens are equal, whether they are left
-        out.
+        The largest difference of a logit, whether the tokens are equal or a near tie, and whether
+        the prompt is left out.
     """
     differences = np.abs(sample.logits - cold.logits).max(axis=1)
     parted = np.flatnonzero(np.not_equal(sample.token_ids, cold.token_ids))
@@ -227,7 +228,7 @@ def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
 
 
 def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
-    """Return one row of the report: an arm at a prefix length, all repeats."""
+    """Return one row of the report: all repeats of an arm at a prefix length."""
     ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
     differences, are_equal, are_excluded = zip(*map(_compare, ours, cold), strict=True)
     times, cold_times = ([round(it.ttft_ms, 3) for it in each] for each in (ours, cold))

@@ -1,4 +1,4 @@
-"""The command line: what people type and read; every verb is a thin layer over what does it."""
+"""The command line: every verb is a thin layer over the module that does the work."""
 
 from tieredkv.cli.main import main as main
 

@@ -1,4 +1,4 @@
-"""`tieredkv bench`."""
+"""`tieredkv bench`: one command for each benchmark."""
 
 import functools
 import importlib
@@ -17,7 +17,7 @@ from tieredkv.units import parse_bytes
 
 ARMS = ("cold", "device", "host", "disk", "restart")
 ALWAYS = ("hardware", "commit", "command", "raw", "rows", "problems")
-"""What every report has; the rest says what was measured."""
+"""Keys of every report; the other keys describe what was measured."""
 
 COUNT, NUMBER = click.IntRange(min=1), click.FloatRange(0, min_open=True)
 ENGINE = ("model", "cache", "scheduler")
@@ -33,7 +33,7 @@ PLOT = click.option("--plot", type=PICTURE, metavar="FILE.png", help=PLOT_HELP)
 
 
 def several(flag: str, kind: Callable[[str], Any], **option: Any) -> Option:
-    """Return an option of values of a kind with commas between."""
+    """Return an option that takes a comma-separated list of values."""
 
     def parse(_context: object, _option: object, text: str | None) -> list[Any] | None:
         return None if text is None else [kind(part) for part in text.split(",")]
@@ -42,7 +42,7 @@ def several(flag: str, kind: Callable[[str], Any], **option: Any) -> Option:
 
 
 def repeats(count: int) -> Option:
-    """Return the option that says how often a bench measures."""
+    """Return the `--repeats` option with its default."""
     return click.option(
         "--repeats", type=COUNT, default=count, help="Runs per figure; the median is reported."
     )
@@ -56,11 +56,11 @@ def bench() -> None:
 def measured(
     *options: Option, module: str | None = None
 ) -> Callable[[Callable[[], None]], click.Command]:
-    """Make a command of a bench, which is nothing but its text: `measure` does the work.
+    """Make a bench command of a function that has only a help text; `measure` does the work.
 
     Args:
-        options: what the command takes.
-        module: the module in `tieredkv.bench` that measures; by default it has the verb's name.
+        options: options of the command.
+        module: module in `tieredkv.bench` that measures; by default, the function's name.
     """
 
     def make(text: Callable[[], None]) -> click.Command:
@@ -82,10 +82,10 @@ def measure(
     commit: str | None = None,
     **options: Any,
 ) -> int:
-    """Measure with `tieredkv.bench.NAME`; print a table, the raw limits, what is wrong, JSON.
+    """Run `tieredkv.bench.NAME` and print a table, raw limits, problems and, if asked, JSON.
 
-    The module tells which `COLUMNS` of its rows people see, all if it does not, and which of them
-    are `PLOTTED`, else the ratio to a raw limit.
+    The module may name the `COLUMNS` of the table, by default all, and the `PLOTTED` ones, by
+    default the ratio to a raw limit.
     """
     from tieredkv.bench import plots, raw
     from tieredkv.bench.progress import terminal_progress

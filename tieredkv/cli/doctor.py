@@ -24,7 +24,7 @@ LITTLE_FREE_BYTES = 1 << 30
 LARGE_STEP_BYTES = 1 << 20
 
 Finding = tuple[str, str, str]
-"""What was looked at, its status, which is ok, warn or fail, and what was found."""
+"""The name of a check, its status (ok, warn or fail), and its result."""
 
 
 @click.command()
@@ -54,7 +54,7 @@ def _software() -> Iterator[Finding]:
     for name in ("torch", "transformers", "lmdb", "triton"):
         try:
             yield name, "ok", metadata.version(name)
-        except metadata.PackageNotFoundError:  # triton alone may be missing
+        except metadata.PackageNotFoundError:  # only Triton may be missing
             yield name, "warn", "is not installed"
     import torch
 
@@ -107,7 +107,7 @@ def _disk(folder: Path) -> Iterator[Finding]:
 
 
 def _store(folder: Path) -> Finding:
-    """Have a store opened as a server opens it, and say why it cannot be, if it cannot."""
+    """Open the store as a server does; report its blocks, or why it cannot be opened."""
     try:
         num_blocks = StoreControl(folder).df()["disk"]["blocks"]
     except StorageError as error:
@@ -116,7 +116,7 @@ def _store(folder: Path) -> Finding:
 
 
 def _call(call: Call) -> Finding:
-    """Say how one system call of the store went, and what follows where it failed."""
+    """Report whether one system call of the store works, and the effect if it does not."""
     if call.error is None:
         return call.name, "ok", "works"
     why = os.strerror(call.error.errno or 0)

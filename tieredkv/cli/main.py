@@ -1,7 +1,7 @@
 """The root command: its overview, its errors and its exit codes.
 
 Exit codes: 0 ok, 1 a problem was found, 2 usage or configuration, 3 a server that does not answer.
-What a verb needs that is slow to import, it imports when it runs, so that help is instant.
+A verb imports slow modules only when it runs, so that help is instant.
 """
 
 import os
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TieredKVError as error:
         _complain(str(error))
         return _exit_code(error)
-    except BrokenPipeError:  # `tieredkv ls | head`
+    except BrokenPipeError:  # for example `tieredkv ls | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PROBLEM
     return result if isinstance(result, int) else 0
@@ -101,6 +101,6 @@ def _exit_code(error: TieredKVError) -> int:
 
 
 def _complain(message: str) -> None:
-    """Write `error: …` and, on lines of their own, the hints that the message brings."""
+    """Write `error: …` and then each hint of the message on its own line."""
     first, *rest = message.strip().splitlines() or ["unknown"]
     click.echo("\n".join([f"error: {first}", *rest]), err=True)

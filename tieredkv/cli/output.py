@@ -1,4 +1,4 @@
-"""How verbs answer: a table for people, one JSON document on the last line for programs."""
+"""Output of the verbs: a table for people, or one JSON document on the last line for programs."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ from rich.table import Table
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 PIPE_COLUMNS = 200
-"""Width of tables in a pipe, where there is no terminal to fit them to."""
+"""Width of tables if stdout is not a terminal."""
 
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Answer with one JSON document on the last line."
@@ -24,12 +24,12 @@ json_option = click.option(
 
 
 class Answer(NamedTuple):
-    """What a verb has found.
+    """The result of a verb.
 
     Attributes:
         document: the JSON document that `--json` prints.
-        rows: the rows of the table that people are shown.
-        lines: lines that people are shown below the table.
+        rows: rows of the table for people.
+        lines: text lines below the table.
         texts: how many columns of the table are text; the columns after them are numbers.
         is_problem: whether the exit code is 1.
     """
@@ -42,13 +42,13 @@ class Answer(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A list that a verb has found, which may be too long for memory.
+    """A list as the result of a verb; it may be too long for memory.
 
     Attributes:
-        pages: yields some items of the list at a time; it is read once, then closed.
-        document: turns the pages into the parts of the JSON document that `--json` prints.
-        as_row: turns an item into a row of the table that people are shown.
-        nothing: what people are shown if the list is empty.
+        pages: yields the list a few items at a time; it is read once, then closed.
+        document: turns the pages into parts of the JSON document that `--json` prints.
+        as_row: turns an item into a row of the table for people.
+        nothing: text for people if the list is empty.
         texts: how many columns of the table are text; the columns after them are numbers.
     """
 
@@ -60,7 +60,7 @@ class Listing(NamedTuple):
 
 
 def answering(verb: Callable[..., Answer | Listing]) -> Any:
-    """Have a verb's answer printed: for programs if `--json` is given, else for people."""
+    """Add `--json` to a verb and print its result: as JSON with that flag, else as a table."""
 
     @functools.wraps(verb)
     def answer(*, as_json: bool, **options: Any) -> int:
@@ -88,7 +88,7 @@ def _print_in_parts(listing: Listing) -> None:
 
 
 def _print_tables(listing: Listing) -> None:
-    """Write one table a page: its columns are as wide as what stands in them."""
+    """Write one table per page, each with its own column widths."""
     is_empty = True
     for page in listing.pages:
         print_table([listing.as_row(item) for item in page], texts=listing.texts)
@@ -98,12 +98,12 @@ def _print_tables(listing: Listing) -> None:
 
 
 def usage_error(message: str) -> click.UsageError:
-    """Return the error for a command line that the current verb cannot follow."""
+    """Return a usage error for the current verb."""
     return click.UsageError(message, click.get_current_context())
 
 
 def print_json(document: object) -> None:
-    """Write a document on one line of stdout."""
+    """Write a document as one line of JSON to stdout."""
     click.echo(json.dumps(document, ensure_ascii=False))
 
 
@@ -123,7 +123,7 @@ def print_table(rows: Sequence[Mapping[str, object]], *, texts: int = 99) -> Non
 
 
 def as_text(value: object) -> str:
-    """Return a value as people read it: numbers in four digits, names without underscores."""
+    """Format a value for people: floats with four digits, names without underscores."""
     if isinstance(value, dict):
         return ", ".join(f"{key.replace('_', ' ')} {as_text(value[key])}" for key in value)
     if isinstance(value, list):
@@ -134,7 +134,7 @@ def as_text(value: object) -> str:
 
 
 def set_up_logging(level: str) -> None:
-    """Log to stderr, a line each, with times."""
+    """Log to stderr, one line per message, with the time."""
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "httpcore", "urllib3", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

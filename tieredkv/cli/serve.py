@@ -1,4 +1,4 @@
-"""`tieredkv serve` and `tieredkv generate`: a model behind HTTP, or in this process."""
+"""`tieredkv serve` and `tieredkv generate`: run a model behind HTTP or in this process."""
 
 import sys
 from typing import Any

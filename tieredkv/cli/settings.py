@@ -1,7 +1,7 @@
-"""Settings on the command line: a flag for each of them, and `tieredkv config show`.
+"""Settings on the command line: one flag per setting, and `tieredkv config show`.
 
-Flags are made from the settings themselves, so that neither can forget the other. A flag's text
-goes to `load_settings` as it is, which parses it, checks it and names it in errors.
+Flags are generated from the settings, so that every setting has a flag. `load_settings` gets a
+flag's text unchanged; it parses and checks the text and names the setting in errors.
 """
 
 import dataclasses
@@ -29,10 +29,10 @@ _SPELLINGS = {
 
 
 def settings_options(*names: str, without: Iterable[str] = ()) -> Callable[[Command], Any]:
-    """Give a command a flag for every setting that is named, or its section is, and `--config`.
+    """Add `--config` and a flag for each setting in `names`, which are settings or sections.
 
-    The command is called with `loaded`, the settings from its flags, the environment and the file,
-    in place of all its parameters that are called as a setting is.
+    The command gets the parameter `loaded`, the settings from flags, environment and file, in place
+    of the parameters that are named as settings.
     """
     fields = [
         setting

@@ -24,7 +24,7 @@ SIZES = ("live", "files", "budget", "written", "written_ever", "write_limit")
 
 
 def store_verb(verb: Callable[..., Answer | Listing]) -> click.Command:
-    """Make a command of a function, which is given the store that `--disk-dir` names."""
+    """Make a command of a function that gets the store in `--disk-dir`."""
 
     @functools.wraps(verb)
     def ask(*, loaded: LoadedSettings, **options: Any) -> Answer | Listing:
