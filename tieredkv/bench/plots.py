@@ -24,7 +24,7 @@ def check(path: Path | None) -> None:
         hint = "pip install 'tieredkv[plot]'"
         raise ConfigError(f"`--plot` needs matplotlib: {error}\nhint: {hint}") from error
     if path.suffix[1:] not in canvas.get_supported_filetypes() or not path.parent.is_dir():
-        raise ConfigError(f"`--plot` = `{path}` must be a .png, .svg or .pdf in a folder that is")
+        raise ConfigError(f"`--plot` = `{path}` must be a .png, .svg or .pdf in an existing folder")
 
 
 def draw(
