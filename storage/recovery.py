@@ -42,7 +42,7 @@ def _settle_clock(index: Index, clock: Clock) -> int:
     """Compare the clock with the store's latest time, and return how many blocks expire by it.
 
     A clock that is at most a minute behind is moved up. A clock that is further behind cannot tell
-    how old a block is, so every block counts as expired. The next `reload` drops the segment files.
+    how old a block is, so every block counts as expired. The next `reload` drops their files.
     """
     with index.reading() as txn:
         mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
@@ -178,9 +178,8 @@ def make_again(allocator: ExtentAllocator) -> None:
     with allocator.index.reading() as txn:
         _fill_new_index(allocator, segments, sound_records(txn))
     allocator.reload()
-    for (
-        _
-    ) in allocator.erasing():  # all at once: who takes an extent as it is takes no new space for it
+    # Erase them all now: a pending extent is reused as it is, without setting space aside for it.
+    for _ in allocator.erasing():
         pass
     logger.warning("index of `%s`: made again from its records", allocator.folder.path)
 
