@@ -34,13 +34,13 @@ Incoming = TypeVar("Incoming")
 class FrameChannel(Generic[Incoming]):
     """One end of a stream; takes ownership of the socket.
 
-    Any thread may send, and one receives: it also sends on what the other side was too slow for, so
-    that `send` never waits. Its descriptor is ready when `receive` has something to do.
+    Any thread may send. One thread receives, and `receive` also sends what the other side was too
+    slow for, so that `send` never waits. The descriptor is ready when `receive` has work to do.
 
     Args:
         sock: a connected stream socket.
-        decoder: for the messages that may arrive.
-        max_bytes: a frame that claims more is refused before anything is kept for it.
+        decoder: decoder of the messages that may arrive.
+        max_bytes: largest frame accepted; a larger one is refused before its body is kept.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class FrameChannel(Generic[Incoming]):
 
     @property
     def has_queued(self) -> bool:
-        """Whether something waits for the other side to read."""
+        """Whether sent bytes still wait for the other side to read."""
         return bool(self._outbound)
 
     @property
     def is_stuck(self) -> bool:
-        """Whether so much waits for the other side that no more should be sent if it need not."""
+        """Whether so much waits for the other side that callers should hold back what they can."""
         return len(self._outbound) > MAX_QUEUED_BYTES
 
     def fileno(self) -> int:
@@ -74,7 +74,7 @@ class FrameChannel(Generic[Incoming]):
         return self._ready.fileno()
 
     def close(self) -> None:
-        """Close the socket; twice is fine. Nothing comes in then, and what is sent is lost."""
+        """Close the socket; a second call does nothing. Queued and later messages are lost."""
         with self._sending:
             self._socket.close()
             self._ready.close()
@@ -90,7 +90,7 @@ class FrameChannel(Generic[Incoming]):
                 self._ready.modify(self._socket, select.EPOLLIN | select.EPOLLOUT)
 
     def _push(self) -> bool:
-        """Send what is queued, as far as it goes; whether nothing is left."""
+        """Send as much of the queue as the socket takes; return whether nothing is left."""
         try:
             while self._outbound:
                 del self._outbound[: self._socket.send(self._outbound, socket.MSG_NOSIGNAL)]
@@ -101,9 +101,9 @@ class FrameChannel(Generic[Incoming]):
         return True
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until the other side has taken all that was sent; whether it did so in time.
+        """Wait until the socket has taken all that was sent; return whether it did so in time.
 
-        What arrives meanwhile is dropped.
+        Messages that arrive meanwhile are dropped.
 
         Raises:
             EOFError: the other side is gone.
@@ -117,7 +117,7 @@ class FrameChannel(Generic[Incoming]):
         return True
 
     def receive(self, timeout_s: float | None = 0.0) -> list[Incoming]:
-        """Return messages that have arrived in whole; none if nothing happens for `timeout_s`.
+        """Return the complete messages that have arrived; none if nothing happens for `timeout_s`.
 
         Raises:
             EOFError: the other side is gone.
@@ -128,7 +128,7 @@ class FrameChannel(Generic[Incoming]):
         return messages or []
 
     def _wait(self, timeout_s: float | None) -> list[Incoming] | None:
-        """Do what is next: send on, or read, and return what is whole; None if nothing happens."""
+        """Send and read once, and return the complete messages; None if nothing happens in time."""
         if self._ready.closed:
             raise EOFError
         if not (ready := self._ready.poll(timeout_s)):
@@ -143,7 +143,7 @@ class FrameChannel(Generic[Incoming]):
     def _read(self) -> list[Incoming]:
         try:
             data = self._socket.recv(_RECEIVE_BYTES)
-        except OSError:  # as when it was killed with our bytes unread
+        except OSError:  # for example, it was killed before it had read all bytes
             data = b""
         if not data:
             with self._sending:

@@ -1,6 +1,7 @@
 """The bytes of the store: index records, extent headers and index keys, each with its version.
 
-It knows layouts and checksums (docs/format.md draws them); it opens no file and decides nothing.
+This module knows layouts and checksums, which docs/format.md draws. It opens no file and decides
+nothing.
 """
 
 import math
@@ -17,13 +18,14 @@ from tieredkv.types import PAGE_ALIGNMENT_BYTES, BlockRecord
 FORMAT_VERSION = 2
 CODEC_RAW = 0
 HEADER_BYTES = PAGE_ALIGNMENT_BYTES
-PACKED_HEADER_BYTES = 512  # of a compressed payload, which follows in the same page
+PACKED_HEADER_BYTES = 512  # header of a compressed payload, which starts in the same page
 MAX_DIGEST_BYTES = 32
 
-# A sealed record: the seal of all behind it, expires_at once more, the entry in msgpack.
+# A sealed record consists of the seal (a checksum of all that follows), a copy of `expires_at`, and
+# the entry in msgpack.
 _SEAL_BYTES = 8
 _DEADLINE = struct.Struct("<d")
-# An extent header: magic with the version, length of the sealed record that follows.
+# An extent header consists of the magic with the version, the length of the sealed record, and it.
 _HEADER = struct.Struct("<8sI")
 _EXTENT_MAGIC = b"TKVSLOT" + bytes([FORMAT_VERSION])
 
@@ -57,7 +59,7 @@ class Located(NamedTuple):
 
 
 class Link(msgspec.Struct, array_like=True, gc=False):
-    """The first fields of a `BlockRecord`, up to those that say whom a block follows and when."""
+    """The first fields of a `BlockRecord`, which are all that a list of chains needs."""
 
     block_hash: bytes
     parent_hash: bytes
@@ -72,7 +74,7 @@ class Link(msgspec.Struct, array_like=True, gc=False):
 
 
 class _Linked(msgspec.Struct, array_like=True, gc=False):
-    """The first field of `Located`."""
+    """An index entry of which only the first field of `Located` is decoded."""
 
     record: Link
 
@@ -88,14 +90,15 @@ def padded_bytes(size_bytes: int) -> int:
 
 
 def header_bytes_for(codec: int) -> int:
-    """Where the payload begins in its extent."""
+    """Return the size of the header, after which the payload begins in its extent."""
     return HEADER_BYTES if codec == CODEC_RAW else PACKED_HEADER_BYTES
 
 
 def extent_bytes_for(payload_bytes: int, codec: int = CODEC_RAW, block_bytes: int = 0) -> int:
-    """Bytes of an extent: the header, then the payload, padded.
+    """Return the size of an extent: the header, then the payload, padded.
 
-    Extents of compressed payloads come in sixteenths of the block, so that they can be reused.
+    The size for a compressed payload is rounded up to sixteenths of the block, so that extents can
+    be reused for other blocks.
     """
     step = PAGE_ALIGNMENT_BYTES if codec == CODEC_RAW else padded_bytes(-(-block_bytes // 16))
     return -(-(header_bytes_for(codec) + payload_bytes) // step) * step
@@ -148,8 +151,8 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
     """Unpack an index record.
 
     Raises:
-        CorruptBlockError: reason `record`: its seal or key is not what it must be, or what it
-            seals is no record.
+        CorruptBlockError: its seal or key is wrong, or the sealed bytes are not a record; the
+            reason is `record`.
     """
     if expiry_of(block_hash, data) is None:
         raise corrupt(block_hash, "record", "the index record fails its checksum")
@@ -160,10 +163,10 @@ def decode_record(block_hash: bytes, data: bytes) -> Located:
 
 
 def decode_link(data: bytes) -> Link | None:
-    """Read what a list of chains needs of a sealed record; None for bytes that are no record.
+    """Read what a list of chains needs from a sealed record; None for bytes that are no record.
 
-    The seal is not checked, which makes this three times as fast: a damaged record may be listed
-    wrongly, but nothing is served by this.
+    The seal is not checked, which makes this three times as fast. A damaged record may be listed
+    wrongly, but no block is served from the result.
     """
     try:
         return _decode_linked(data[_SEAL_BYTES + _DEADLINE.size :]).record
@@ -172,7 +175,7 @@ def decode_link(data: bytes) -> Link | None:
 
 
 def encode_header_into(buffer: bytearray | memoryview, located: Located) -> None:
-    """Write the extent header: the record as it is now, to be found without the index."""
+    """Write the extent header: the current record, so that a block is found without the index."""
     sealed, end = encode_record(located), header_bytes_for(located.codec)
     buffer[:end] = (_HEADER.pack(_EXTENT_MAGIC, len(sealed)) + sealed).ljust(end, b"\0")
 
@@ -192,7 +195,7 @@ def decode_header(header: bytes | memoryview) -> Located | None:
 
 
 def is_header_of(header: Located | None, located: Located) -> bool:
-    """Return whether a header belongs to an index entry; claims made after it may differ."""
+    """Return whether a header belongs to an index entry; claims are not compared."""
     if header is None or header[1:] != located[1:]:
         return False
     claim = {name: getattr(located.record, name) for name in _CLAIM}
@@ -200,7 +203,7 @@ def is_header_of(header: Located | None, located: Located) -> bool:
 
 
 def to_us(time_s: float) -> int:
-    """Map a time to whole microseconds, the order that the secondary keys sort by."""
+    """Convert a time to whole microseconds, by which the secondary keys are sorted."""
     return min(max(int(time_s * 1e6), 0), (1 << 64) - 1)
 
 
@@ -215,7 +218,7 @@ def split_expiry_key(key: bytes) -> tuple[int, bytes]:
 
 
 def lru_key(record: BlockRecord) -> bytes:
-    """Key of `lru`: per namespace the longest unused first, the tail of a chain before its head.
+    """Key of `lru`: in each namespace the longest unused sorts first, a tail before its head.
 
     A pinned block counts as used until its pin ends.
     """
@@ -230,7 +233,7 @@ def lru_prefix(namespace: bytes) -> bytes:
 
 
 def lru_order(key: bytes) -> bytes:
-    """Return what sorts `lru` keys across namespaces: time, position from the tail, hash."""
+    """Return what orders `lru` keys across namespaces: time, position from the tail, hash."""
     return key[MAX_DIGEST_BYTES:]
 
 
@@ -240,7 +243,7 @@ def lru_hash(key: bytes) -> bytes:
 
 
 def extent_key(extent: Extent) -> bytes:
-    """Key of `pending`, and tail of the keys of `free`."""
+    """Key of `pending`, and the last part of the keys of `free`."""
     return _EXTENT.pack(*extent)
 
 
@@ -250,6 +253,6 @@ def split_extent_key(key: bytes) -> Extent:
 
 
 def corrupt(block_hash: bytes, reason: str, what: str) -> CorruptBlockError:
-    """Return the error for bytes of a block that are not what they must be."""
+    """Return the error for a block whose stored bytes are wrong."""
     text = f"block {block_hash.hex()[:12]}: {what}"
     return CorruptBlockError(text, reason=reason)

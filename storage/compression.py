@@ -1,8 +1,11 @@
-"""Lossless packing of a block: byte i of every element goes into plane i, and through zstandard.
+"""Lossless compression of a block, in planes of bytes, with zstandard.
 
-Numbers of one kind share their exponents and little else, so a plane that zstandard cannot shorten
-stays as it is. docs/format.md draws the bytes. It knows bytes in memory, no files. Any thread may
-call every function; what takes long in them holds no interpreter lock.
+Plane i holds byte i of every element, and each plane is compressed on its own. The numbers of a
+block have similar exponents and little else in common, so a plane that zstandard cannot shorten is
+stored as it is. docs/format.md draws the bytes.
+
+This module knows bytes in memory, not files. Any thread may call every function; the slow parts
+release the interpreter lock.
 """
 
 import mmap
@@ -24,13 +27,16 @@ from tieredkv.types import BlockRecord
 
 WIDTHS = {1: 2, 2: 4}  # codec -> bytes of an element
 _LEVEL = 1  # 3 takes twice the time and makes exponents no smaller
-_MOST_KEPT = 0.97  # of a plane; what saves less is not worth the time of decoding it
+_MOST_KEPT = 0.97  # a plane that stays larger is stored as it is, to save decoding time
 _IS_RAW = 1 << 31
 ReadBlock = Callable[[Located, memoryview], object]
 
 
 class Packed(NamedTuple):
-    """A compressed block: the bytes of its image, the header still to come, and of its payload."""
+    """A compressed block: the image of its extent, and the payload within it.
+
+    The header at the start of the image is not written yet.
+    """
 
     image: memoryview
     payload: memoryview
@@ -43,7 +49,7 @@ def aligned_buffer(size_bytes: int) -> memoryview:
 
 
 class _Thread(threading.local):
-    """What each thread keeps: zstandard's contexts, and memory for what it reads."""
+    """State of one thread: its zstandard contexts, and a buffer for what it reads."""
 
     def __init__(self) -> None:
         self.compress = ZstdCompressor(level=_LEVEL).compress
@@ -55,14 +61,17 @@ _thread = _Thread()
 
 
 def scratch(size_bytes: int) -> memoryview:
-    """Memory for O_DIRECT of the calling thread, valid until its next call; new pages cost time."""
+    """Return the calling thread's buffer for O_DIRECT, valid until the thread's next call.
+
+    The buffer is reused, because new pages of memory cost time.
+    """
     if len(_thread.scratch) < size_bytes:
         _thread.scratch = aligned_buffer(size_bytes)
     return _thread.scratch[:size_bytes]
 
 
 class Rate:
-    """Bytes of blocks a second of one thread's time, over all that was done by any thread."""
+    """Bytes of blocks handled per second of CPU time of a thread, averaged over all threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,7 +79,7 @@ class Rate:
 
     @contextmanager
     def timing(self, num_bytes: int) -> Iterator[None]:
-        """Count what is done in the `with` block."""
+        """Count `num_bytes` and the CPU time that this thread spends in the `with` block."""
         begin = time.thread_time()
         yield
         with self._lock:
@@ -79,12 +88,12 @@ class Rate:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate; 0 while nothing was done."""
+        """The rate; 0 as long as nothing was counted."""
         return self._num_bytes / (self._seconds or 1.0)
 
 
 def pack(block: memoryview, number: int) -> Packed | None:
-    """Compress a block with a codec; None where that does not save a sixteenth of it."""
+    """Compress a block with a codec; None if that does not save a sixteenth of its size."""
     size, width = len(block), WIDTHS[number]
     if size % width:
         return None
@@ -107,14 +116,14 @@ def pack(block: memoryview, number: int) -> Packed | None:
 
 
 def extent_bytes_of(record: BlockRecord, packed: Packed | None) -> int:
-    """Bytes of the image that a block needs, as it is or compressed."""
+    """Return the bytes of the extent that a block needs, uncompressed if `packed` is None."""
     return len(packed.image) if packed else codec.extent_bytes_for(record.size_bytes)
 
 
 def unpack(payload: memoryview, number: int, into: memoryview) -> bool:
-    """Write the block of a payload into a page of exactly its size.
+    """Decompress a payload into a page of exactly the block's size.
 
-    False where the payload is none of such a block; then nothing is written.
+    Returns False, and writes nothing, if the payload does not hold a block of this size.
     """
     width, planes = WIDTHS[number], []
     size, start = len(into) // width, 4 * width
@@ -122,7 +131,7 @@ def unpack(payload: memoryview, number: int, into: memoryview) -> bool:
         for length in struct.unpack_from(f"<{width}I", payload):
             end = start + (length & ~_IS_RAW)
             piece: memoryview | bytes = payload[start:end]
-            # NOTE: a frame may say any size, and memory is taken for what it says.
+            # NOTE: a frame may claim any size, and zstandard allocates what the frame claims.
             if not length & _IS_RAW and frame_content_size(piece) == size:
                 piece = _thread.decompress(piece, allow_extra_data=False)
             planes.append(np.frombuffer(piece, np.uint8))
@@ -143,8 +152,8 @@ class Packing:
     """Whether new blocks are compressed, and what a trial of `auto` has measured.
 
     Args:
-        setting: `off`, `on`, or `auto`: on if `decide` finds that blocks load faster by it.
-        element_bytes: size of the numbers in new blocks; stored blocks say it themselves.
+        setting: `off`, `on`, or `auto`, which is on if `decide` finds that blocks load faster.
+        element_bytes: size of the numbers in new blocks; a stored block names its own codec.
     """
 
     def __init__(self, setting: str, element_bytes: int) -> None:
@@ -154,17 +163,17 @@ class Packing:
         self._codec = element_bytes // 2
 
     def pack(self, block: memoryview) -> Packed | None:
-        """Compress a block that is to be stored, if that is wanted and helps."""
+        """Compress a block before it is stored; None if compression is off or saves too little."""
         if not self.is_on:
             return None
         with self.rate.timing(len(block)):
             return pack(block, self._codec)
 
     def decide(self, blocks: Sequence[Located], read_block: ReadBlock, num_readers: int) -> None:
-        """Load blocks as fast as the disk gives them, pack and decode them, and compare the rates.
+        """Measure how fast stored blocks are read and decoded, and set `is_on` by the result.
 
         Raises:
-            StorageError: one is gone or cannot be read: nothing is decided.
+            StorageError: a block is gone or cannot be read; then nothing is decided.
         """
         sizes = [located.record.size_bytes for located in blocks]
         pages = [aligned_buffer(codec.padded_bytes(size)) for size in sizes]
@@ -189,5 +198,5 @@ class Packing:
 
 
 def pays(ratio: float, decode_rate: float, read_rate: float, num_threads: int) -> bool:
-    """Whether loads get a tenth faster, with half of the threads' time left for something else."""
+    """Return whether loads get a tenth faster if decoding takes half of the threads' time."""
     return min(read_rate * ratio, decode_rate * num_threads / 2) > 1.1 * read_rate

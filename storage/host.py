@@ -1,7 +1,8 @@
 """The host arena: block-sized pages of shared memory that two processes and a GPU can reach.
 
-It knows sizes, alignment and what the machine has left. It does not know which page holds which
-block (`tieredkv.block_pool` does) nor that a GPU may have registered it.
+This module knows sizes, alignment and how much memory the machine has left. It does not know
+which page holds which block (`tieredkv.block_pool` does), nor whether a GPU has registered the
+memory.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ PrefaultProgress = Callable[[int, int], None]
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _PREFAULT_STEP_BYTES = 64 << 20
-_MADV_POPULATE_WRITE = 23  # Linux 5.14; not yet named by the mmap module
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; the mmap module does not name it yet
 
 
 class HostArena:
@@ -29,8 +30,8 @@ class HostArena:
 
     Invariants, verified by `check()`:
     - the memory is exactly `num_pages * page_bytes` long and can neither shrink nor grow, so that
-      no process that maps it can be killed by the other one's truncation;
-    - every page starts on a multiple of 4 KiB, as O_DIRECT asks.
+      neither process can kill the other one by truncating it;
+    - every page starts on a multiple of 4 KiB, as O_DIRECT requires.
 
     Any thread may call `page()`; the bytes of a page belong to whoever holds it in the block pool,
     or to the store worker while it is on loan.
@@ -43,7 +44,7 @@ class HostArena:
 
         Raises:
             ConfigError: the sizes make no sense.
-            StorageError: the machine has not that much memory left; nothing was allocated.
+            StorageError: the machine does not have that much memory left; nothing was allocated.
         """
         _check_sizes(num_pages, page_bytes)
         size_bytes = num_pages * page_bytes
@@ -62,7 +63,7 @@ class HostArena:
 
     @classmethod
     def attach(cls, fd: int, num_pages: int, page_bytes: int) -> "HostArena":
-        """Map an arena that another process made; takes ownership of `fd`.
+        """Map an arena that another process made, and take ownership of `fd`.
 
         Raises:
             IntegrityError: the file behind `fd` is not a sealed arena of this size.
@@ -83,10 +84,10 @@ class HostArena:
     def _prefault(self, size_bytes: int, progress: PrefaultProgress | None) -> None:
         for start in range(0, size_bytes, _PREFAULT_STEP_BYTES):
             length = min(_PREFAULT_STEP_BYTES, size_bytes - start)
-            # NOTE: allocate through the file first: it fails with ENOMEM where touching the map
-            # would be killed by SIGBUS.
+            # NOTE: allocate through the file first. Without enough memory this fails with ENOMEM,
+            # while touching the map would kill the process with SIGBUS.
             os.posix_fallocate(self.fd, start, length)
-            with contextlib.suppress(OSError, ValueError):  # kernels before 5.14
+            with contextlib.suppress(OSError, ValueError):  # kernels before 5.14 lack it
                 self.buffer.madvise(_MADV_POPULATE_WRITE, start, length)
             if progress is not None:
                 progress(start + length, size_bytes)
@@ -121,9 +122,9 @@ class HostArena:
             raise IntegrityError(f"pages of {self.page_bytes} bytes are not aligned to 4 KiB")
 
     def close(self) -> None:
-        """Give the memory back; twice is fine.
+        """Give the memory back; a second call does nothing.
 
-        Views that somebody still holds stay valid: the memory goes when the last of them does.
+        Views that are still in use stay valid: the memory is freed with the last of them.
         """
         if self.is_closed:
             return
@@ -150,7 +151,7 @@ def _check_memory(size_bytes: int) -> None:
 
 
 def _memory_limits() -> list[tuple[int, str]]:
-    """Return what each limit of this process and machine leaves, in bytes."""
+    """Return the bytes that each limit of this process and machine leaves, and the limit's name."""
     limits = []
     with contextlib.suppress(OSError):
         meminfo = _key_values(Path("/proc/meminfo"))
@@ -167,7 +168,7 @@ def _memory_limits() -> list[tuple[int, str]]:
 
 
 def memory_left_by_groups(told: str, root: Path) -> list[int]:
-    """Return what each limited control group around this process leaves, in bytes, innermost first.
+    """Return the bytes that each limited control group of this process leaves, innermost first.
 
     A container often sees only its own group, which then lies at the root.
 
@@ -185,7 +186,7 @@ def memory_left_by_groups(told: str, root: Path) -> list[int]:
         for folder in [each for each in (group, *group.parents) if each.is_relative_to(mount)]:
             with contextlib.suppress(OSError, ValueError):
                 name = "memory.limit_in_bytes" if controllers else "memory.max"
-                limit = int((folder / name).read_text())  # "max" where there is none
+                limit = int((folder / name).read_text())  # "max" means no limit
                 used = _key_values(folder / "memory.stat")
                 kinds = ("total_rss", "total_shmem") if controllers else ("anon", "shmem")
                 left.append(limit - sum(used.get(kind, 0) for kind in kinds))

@@ -1,8 +1,8 @@
-"""What has to be settled when a store is opened.
+"""Opening of a store: settle its clock and budget, and repair what a crash or a loss left behind.
 
-That is the clock, the budget, what a crash left half done, and an index that is lost or bloated.
-Only making a new index takes time in proportion to the store; the rest takes time in proportion to
-what was under way.
+A crash can leave writes half done. An index can be lost, or have grown beyond its need. Only making
+a new index takes time in proportion to the store; the rest takes time in proportion to the writes
+that were under way.
 """
 
 import logging
@@ -26,9 +26,9 @@ from tieredkv.storage.limits import check_file_size
 logger = logging.getLogger(__name__)
 
 CLOCK_TOLERANCE_S = 60.0
-_MOST_BYTES_A_BLOCK = 4 * PAGE_BYTES  # of pages that one transaction writes
-_ADOPTED_EXTENTS = 4096  # in one transaction: memory, and what the index grows by beyond its need
-_ADOPTING_THREADS = 16  # one read waits for the device; so many keep it busy
+_MOST_BYTES_A_BLOCK = 4 * PAGE_BYTES  # most index bytes that a transaction writes per block
+_ADOPTED_EXTENTS = 4096  # per transaction, to limit memory and surplus growth of the index
+_ADOPTING_THREADS = 16  # each read waits for the device; this many keep it busy
 _REPORTED_EXTENTS = 25 * _ADOPTED_EXTENTS
 
 OpeningProgress = Callable[[int, int], None]
@@ -39,10 +39,10 @@ Found = tuple[list[Located], list[Extent]]
 
 
 def _settle_clock(index: Index, clock: Clock) -> int:
-    """Compare the clock with the latest time that the store has seen; count what expires by it.
+    """Compare the clock with the store's latest time, and return how many blocks expire by it.
 
-    A clock a little behind is moved up. One that is more than a minute behind cannot tell how old
-    a block is, so every block counts as expired; its segment files go with the next `reload`.
+    A clock that is at most a minute behind is moved up. A clock that is further behind cannot tell
+    how old a block is, so every block counts as expired. The next `reload` drops their files.
     """
     with index.reading() as txn:
         mark, num_blocks = txn.meta.clock, txn.meta.totals.num_blocks
@@ -61,10 +61,10 @@ def _settle_clock(index: Index, clock: Clock) -> int:
 
 
 def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, int]:
-    """Return the budget that the files may fill at first, and the one that they must reach.
+    """Return the budget that the files may fill at first, and the one that they must shrink to.
 
     Raises:
-        StorageError: none is given and none is remembered, or files may not become so large.
+        StorageError: no budget is given or remembered, or the system allows no files so large.
     """
     stored = folder.budget_bytes
     if budget_bytes is None and not stored:
@@ -76,9 +76,9 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
 
 
 def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
-    """Open the segments and erase what a crash left pending; make a lost index again.
+    """Open the segments, erase what a crash left pending, and make a lost index again.
 
-    Answers how many blocks expired because of a clock that is behind them.
+    Returns how many blocks expired because the clock is behind the store's latest time.
     """
     index, files = allocator.index, allocator.files
     with index.reading() as txn:
@@ -99,8 +99,8 @@ def recover(allocator: ExtentAllocator, progress: OpeningProgress) -> int:
 def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
     """Shrink a store, its index included, to a smaller budget.
 
-    A bloated index is replaced by a compact copy. Both lie side by side for a while, so the copy is
-    made only once both fit into the larger budget, the one in force until now.
+    A bloated index is replaced by a compact copy. The index and the copy exist side by side for a
+    while, so the copy is made only once both fit into the larger budget that was in force before.
     """
     larger_bytes, allocator.budget_bytes = allocator.budget_bytes, budget_bytes
 
@@ -152,9 +152,9 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
 
 
 def make_again(allocator: ExtentAllocator) -> None:
-    """Make the index again from those of its records that are sound.
+    """Make the index again from its sound records.
 
-    Where several records claim one extent none of them is kept, as at most one can be right.
+    If several records claim the same extent, none of them is kept, as at most one can be right.
     """
     with allocator.index.reading() as txn:
         segments = txn.segments()
@@ -178,9 +178,8 @@ def make_again(allocator: ExtentAllocator) -> None:
     with allocator.index.reading() as txn:
         _fill_new_index(allocator, segments, sound_records(txn))
     allocator.reload()
-    for (
-        _
-    ) in allocator.erasing():  # all at once: who takes an extent as it is takes no new space for it
+    # Erase them all now: a pending extent is reused as it is, without setting space aside for it.
+    for _ in allocator.erasing():
         pass
     logger.warning("index of `%s`: made again from its records", allocator.folder.path)
 
@@ -222,10 +221,10 @@ def _adopt_extents(allocator: ExtentAllocator, progress: OpeningProgress) -> Non
 def _fill_new_index(
     allocator: ExtentAllocator, segments: dict[int, SegmentState], batches: Iterable[Found]
 ) -> None:
-    """Fill a new index some blocks at a time, then put it in the place of the old one.
+    """Fill a new index in batches of blocks, then put it in the place of the old index.
 
-    The old one is set aside if it held anything. If this fails before, nothing has changed but that
-    the bytes of blocks that had to make room are erased.
+    The old index is set aside if it held anything. A failure before that changes nothing, except
+    that the blocks evicted to make room are already erased.
     """
     index, folder, now = allocator.index, allocator.folder, allocator.clock.now()
     with index.reading() as txn:
@@ -257,7 +256,7 @@ def _fill_new_index(
 
 
 def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) -> None:
-    """Insert blocks, the newer one of two copies, and list extents of no block as pending."""
+    """Insert blocks, of two copies the newer one, and list extents without a block as pending."""
     for extent in {*extents}.difference(each.extent for each in found):
         txn.add_extent("pending", extent)
     for located in found:
@@ -271,10 +270,10 @@ def _fill(txn: IndexTxn, found: Sequence[Located], extents: Sequence[Extent]) ->
 
 
 def _make_room(txn: IndexTxn, allocator: ExtentAllocator, num_blocks: int) -> int:
-    """Make room for the pages that were changed, and return how many bytes they may take.
+    """Make room for the index pages that a transaction changed; return the bytes they may take.
 
-    The index that was set aside goes first, then the longest unused blocks: their bytes are erased
-    at once, and their extents are pending.
+    The index that was set aside is dropped first. Then the longest unused blocks are evicted: their
+    bytes are erased at once, and their extents become pending.
     """
     needed_bytes = min(txn.used_bytes(), _MOST_BYTES_A_BLOCK * num_blocks)
     needed_bytes = allocator.files.filesystem.spread_bytes(needed_bytes)

@@ -1,4 +1,4 @@
-"""What the block store takes and answers: plain values, ready to cross a process border."""
+"""Arguments and results of the block store: plain values that can be sent to another process."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class TouchItem(msgspec.Struct, frozen=True, array_like=True):
-    """A use of a block, and the claim that came with it if it lengthens the block's life."""
+    """One use of a block, and the claim that came with it if that lengthens the block's life."""
 
     block_hash: bytes
     last_used: float
@@ -24,9 +24,9 @@ class EvictResult(NamedTuple):
 
 
 class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Which blocks an operator wants to evict: those that every given choice applies to.
+    """The blocks that an operator wants to evict: those that match every given criterion.
 
-    If no choice is given, no block is meant.
+    If no criterion is given, no block matches.
 
     Attributes:
         all: every block.
@@ -34,7 +34,7 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
         namespace_prefix: hex prefix of the namespace digest.
         ids: chains by the id that `ls` printed, or by the first digits of a block's hash; blocks
             that other chains share stay. See `ChainInfo`.
-        dry_run: count what would go, and change nothing.
+        dry_run: count the blocks that would be evicted, and change nothing.
     """
 
     all: bool = False
@@ -44,7 +44,7 @@ class EvictFilter(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
 
     def matches(self, namespace: bytes, last_used: float, now: float) -> bool:
-        """Return whether age and namespace of a block apply; ids are looked up by the caller."""
+        """Return whether the age and namespace of a block match; the caller looks up the ids."""
         if self.older_than_s is not None and now - last_used < self.older_than_s:
             return False
         return namespace.hex().startswith((self.namespace_prefix or "").lower())
@@ -61,14 +61,14 @@ def chain_id(first: bytes, last: bytes) -> str:
 
 
 def short_id(chain_id: str, num_digits: int) -> str:
-    """Shorten both hashes of a chain's id; the result names the chain as well."""
+    """Shorten both hashes of a chain's id; the result is an id of the chain, too."""
     return "-".join(part[:num_digits] for part in chain_id.split("-"))
 
 
 def named_blocks(chain_id: str) -> tuple[str, str] | None:
-    """Return the digits by which an id names a first and a last block, "" where it names no last.
+    """Return the digits of the first and of the last block in an id, "" if it names no last block.
 
-    None for what cannot be an id: too few digits, or no digits.
+    Returns None for a text that cannot be an id, as it has too few digits or other characters.
     """
     first, dash, last = chain_id.lower().partition("-")
     parts = (first, last) if dash else (first,)
@@ -82,17 +82,17 @@ _HEX = frozenset("0123456789abcdef")
 class ChainInfo(msgspec.Struct, frozen=True, kw_only=True):
     """One chain: a block without a stored successor, and all stored blocks before it.
 
-    An id is made of the hashes of two blocks: the first one that is the chain's own, behind the
-    last one that it shares with another chain, and the chain's last one. Eviction takes the last
-    blocks of a chain first, and the first ones expire first: while one of the two is stored, the
-    id names what is left of the chain. Either hash, or its first digits, is an id as well.
+    An id is made of the hashes of two blocks: the chain's first own block, which follows the last
+    block shared with another chain, and the chain's last block. Eviction takes the last blocks of a
+    chain first, and the first blocks expire first. The id names what is left of the chain as long
+    as one of the two blocks is stored. Either hash, or its first digits, is an id as well.
 
     Attributes:
         id: the first digits of both hashes, with a dash between them.
         namespace, root: hex digests; chains of one model, in one namespace, share their root.
         blocks: stored blocks, those shared with other chains included.
         last_position: position of the last block; `blocks - 1` where there is no hole.
-        bytes, stored_bytes: of these blocks, and of their payloads as they are on disk.
+        bytes, stored_bytes: size of these blocks, and of their payloads as they are on disk.
         retention: retention policy of the last block.
         last_used: last use of the last block; `last_used_max` is that of any of the blocks.
     """
@@ -139,20 +139,21 @@ class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
         bytes_written: headers, payload and padding written to the device; index pages are not
             counted.
         bytes_written_ever: the same since the store, or its index after a loss of it, was made.
-        bytes_write_limit: that may be written a second; None for no limit.
+        bytes_write_limit: bytes that may be written per second; None for no limit.
         num_extents_retired: extents that failed twice and are left alone.
         faults: cache faults in the store's life by reason; each was a miss, a block that was not
             stored, or (`index`) an index that was made again.
         deleted: blocks deleted on request by reason.
         compression, is_compressing: the setting, and whether new blocks are compressed.
-        compression_trial: of `auto`: the ratio, and bytes a second, decoded by one thread and
-            read by all; empty until it was tried.
-        compression_ratio: of the blocks stored, bytes before to after; 0 while there are none.
-        compression_rate, decompression_rate: bytes of blocks a second of one thread's time; 0 while
-            nothing was packed or unpacked.
+        compression_trial: result of the trial of `auto`: the ratio, and the bytes per second
+            decoded by one thread and read by all; empty before the trial.
+        compression_ratio: bytes of the stored blocks before compression, divided by bytes after
+            it; 0 if there are none.
+        compression_rate, decompression_rate: bytes of blocks per second of one thread's time; 0 if
+            nothing was packed or unpacked yet.
         store_error: why the last blocks could not be stored; empty once one was stored again.
-        num_lookups_dropped, num_touches_dropped: not carried out, as so much else was waiting for a
-            worker that does not go on: a lookup was a miss, a touch is lost.
+        num_lookups_dropped, num_touches_dropped: calls not carried out, because too much was
+            waiting for a stuck worker; a dropped lookup is a miss, a dropped touch is lost.
     """
 
     blocks: int

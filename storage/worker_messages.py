@@ -1,7 +1,7 @@
-"""What travels between the engine, the store worker and the command line.
+"""The messages between the engine, the store worker and the command line.
 
-Each message is one tagged struct, framed by `tieredkv.storage.channel`. This module knows shapes
-only; who answers what, and when, is the business of worker, client and control.
+Each message is one tagged struct, framed by `tieredkv.storage.channel`. This module knows only the
+shapes of messages. The modules `worker`, `client` and `control` know who answers what, and when.
 """
 
 from typing import Any, Literal
@@ -20,18 +20,19 @@ class StoreOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: the store's folder.
-        budget_bytes: what its files may occupy, index included; None keeps the last one.
-        sync: `commit` flushes every group commit to the device; `none` leaves it to the system, and
-            blocks survive `kill -9` all the same.
+        budget_bytes: what its files may occupy, index included; None keeps the last budget.
+        sync: `commit` flushes every group commit to the device; `none` leaves flushing to the
+            system, which still lets blocks survive `kill -9`.
         compression, element_bytes: see `tieredkv.storage.compression.Packing`.
         sweep_interval_s: expired bytes are erased within this time.
-        create: make the folder a store if it is none.
+        create: whether to make a new store if the folder is none.
         write_limit: bytes a second that may be written; 0 for no limit.
         disk_retentions: names of the retention policies that allow the disk tier; a block of any
             other policy is refused by the worker, whatever the engine says.
         clock_offset_file: see `tieredkv.clock`.
         num_readers, num_writers: threads that move payloads.
-        backoff_s, max_backoff_s: pause before a dead worker is started again, doubling.
+        backoff_s, max_backoff_s: first and longest pause before a dead worker is started again;
+            the pause doubles each time.
         busy_patience_s: how long the first start waits for another writer to go, such as the worker
             of an engine that was killed a moment ago.
     """
@@ -58,16 +59,16 @@ IndexStart = Literal["as_it_is", "examined", "set_aside"]
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="launch"):
-    """The first message to a worker: what it is to serve.
+    """The first message to a worker, which tells what it serves.
 
     Attributes:
         arena: (fd, pages, bytes of a page) of the host arena; None for a worker that the command
-            line started on a stopped store: there is no engine to ask or to lend pages.
-        parent_pid: ends the worker when it is no longer its parent.
-        index: `examined` after an end that nobody can explain: every page is read and checked
-            first; `set_aside` after a verdict of damage: it is renamed, and made again from the
-            extents.
-        stack_fd: a file for the stack of the thread that crashes.
+            line started on a stopped store, as no engine is there to ask or to lend pages.
+        parent_pid: the worker ends when this process is no longer its parent.
+        index: what to do before the index is opened. `examined`, after an unexplained end: every
+            page is read and checked. `set_aside`, after a verdict of damage: the index is renamed,
+            and made again from the extents.
+        stack_fd: a file for the stack of a thread that crashes.
     """
 
     options: StoreOptions
@@ -78,9 +79,10 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="la
 
 
 class LentPage(msgspec.Struct, frozen=True, array_like=True):
-    """A page lent to the worker: for a load what the block's record must say, or a block to store.
+    """A page lent to the worker, to load a block into it or to store the block that it holds.
 
-    A page is on one loan at a time, so that its number is the loan's.
+    For a load, `record` is what the stored record must say. A page is on one loan at a time, so the
+    number of the page identifies the loan.
     """
 
     record: BlockRecord
@@ -88,7 +90,7 @@ class LentPage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageReturned(msgspec.Struct, frozen=True, array_like=True):
-    """The end of one loan; `reason` says why it failed, if it did."""
+    """The end of one loan; `reason` tells why it failed, and is empty if it succeeded."""
 
     block_hash: bytes
     page_id: int
@@ -107,15 +109,15 @@ class PageLoaded(PageReturned, frozen=True, array_like=True, tag="loaded"):
 
 
 class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):
-    """The end of one store; if `ok`, the block survives a kill of every process of ours."""
+    """The end of one store; if `ok`, the block survives a kill of every tieredkv process."""
 
 
 class ControlCall(msgspec.Struct, frozen=True, array_like=True, tag="call"):
-    """What the command line wants.
+    """A call from the command line.
 
     Attributes:
-        wanted: what `evict` is to drop.
-        repair: whether `verify` drops what is bad.
+        wanted: which blocks `evict` drops.
+        repair: whether `verify` drops bad blocks.
         limit: how many chains `ls` lists at most; None for all.
     """
 
@@ -139,7 +141,7 @@ class LoadCall(msgspec.Struct, frozen=True, array_like=True, tag="load"):
 
 class StoreCall(msgspec.Struct, frozen=True, array_like=True, tag="store"):
     pages: list[LentPage]
-    shares: dict[bytes, float] = {}  # of the budget, by tenant; see `ExtentAllocator`
+    shares: dict[bytes, float] = {}  # parts of the budget, by tenant; see `ExtentAllocator`
 
 
 class TouchCall(msgspec.Struct, frozen=True, array_like=True, tag="touch"):
@@ -155,7 +157,7 @@ class DeleteCall(msgspec.Struct, frozen=True, array_like=True, tag="delete"):
 
 
 class EngineAnswer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What the engine says to a `ControlRequest`."""
+    """The engine's answer to a `ControlRequest`."""
 
     id: int
     body: dict[str, Any]
@@ -172,7 +174,7 @@ EngineMessage = Launch | _StoreCalls | EngineAnswer | CloseCall
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
-    """A new worker is still opening the store: so many of its extents are read."""
+    """A new worker is still opening the store, and has read `done` of its `total` extents."""
 
     done: int
     total: int
@@ -191,7 +193,7 @@ class IndexSetAside(msgspec.Struct, frozen=True, array_like=True, tag="set_aside
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """Why a worker ends, or why it does not do what it was asked to do."""
+    """The reason why a worker ends, or why it does not do what it was asked to do."""
 
     kind: str
     message: str
@@ -200,7 +202,8 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 class LookupDone(msgspec.Struct, frozen=True, array_like=True, tag="records"):
     """What a lookup found: sealed records by block hash, for `codec.decode_record`.
 
-    They are checked, and decoded only where they are used: few of them are, at a time.
+    The worker has checked their seals. The engine decodes a record only when it uses it, as it uses
+    few of them at a time.
     """
 
     job: int
@@ -212,18 +215,18 @@ class DeleteDone(msgspec.Struct, frozen=True, array_like=True, tag="deleted"):
 
 
 class Completions(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Pages that are ready, as they become so, and the figures that follow from them."""
+    """Pages whose loans have ended since the last message, and the store's figures after that."""
 
     pages: list[PageLoaded | PageStored]
     stats: StoreStats
 
 
 class ControlRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """A verb (`df` or `evict`) that concerns the engine's own tiers too; it wants an answer.
+    """A `df` or `evict` that also concerns the engine's own tiers; the engine answers it.
 
     Attributes:
-        following: of the chains that an eviction names, the blocks on disk from the named one on.
-        before: the blocks on disk before it that no other chain on disk shares.
+        following: of each chain that an eviction names, the blocks on disk from the named one on.
+        before: the blocks on disk before the named one that no other chain on disk shares.
     """
 
     id: int
@@ -267,7 +270,11 @@ ControlReply = ControlProgress | ControlPage | ControlResult | Refused
 
 
 def refusal(error: TieredKVError) -> Refused:
-    """Return what tells the other side of `error`; what is not about a store is its fault."""
+    """Return the message that tells the other side of `error`.
+
+    An error that is no ConfigError or StorageError, or that is a CorruptBlockError, is sent as a
+    plain StorageError.
+    """
     is_told = isinstance(error, ConfigError | StorageError)
     is_told = is_told and not isinstance(error, CorruptBlockError)
     return Refused(type(error).__name__ if is_told else StorageError.__name__, str(error))

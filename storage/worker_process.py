@@ -1,7 +1,7 @@
-"""Start the store worker as a plain subprocess, wait until it is dead, and say what ended it.
+"""Start the store worker as a plain subprocess, wait until it has ended, and find out why it did.
 
-It knows how the process is launched and reaped, and what its end says about the index. It does not
-know what is said over its channel.
+This module knows how the process is launched and reaped, and what its end tells about the index. It
+does not know what is sent over the channel.
 """
 
 import logging
@@ -44,12 +44,12 @@ _decoder = msgspec.msgpack.Decoder(WorkerMessage)
 def start_process(
     module: str, *fds: int, stdout: int = subprocess.DEVNULL
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Run a module of ours in a session of its own, joined to this process by a socket pair.
+    """Run a module of this package in a session of its own, joined to this process by sockets.
 
     Args:
-        module: run with one argument, the descriptor of its end of the pair.
-        fds: further descriptors that it inherits.
-        stdout: where its output goes.
+        module: name of the module; its one argument is the descriptor of its end of the pair.
+        fds: further descriptors that the new process inherits.
+        stdout: where the output of the new process goes.
     """
     ours, theirs = socket.socketpair()
     try:
@@ -84,9 +84,9 @@ class WorkerEnd(NamedTuple):
     """How a worker ended.
 
     Attributes:
-        is_damage: it is evidence that the index is damaged.
-        is_unexplained: it says neither that nor what else is the cause.
-        text: how, in words.
+        is_damage: whether the end is evidence that the index is damaged.
+        is_unexplained: whether the end shows neither damage nor another cause.
+        text: how the worker ended, in words.
     """
 
     is_damage: bool
@@ -98,7 +98,7 @@ class WorkerProcess:
     """One store worker and our end of its channel; used by one thread.
 
     Args:
-        arena: the engine's arena; None where the command line starts the worker.
+        arena: the engine's arena; None if the command line starts the worker.
         index: what the worker does with the index before it opens it; see `Launch`.
     """
 
@@ -108,8 +108,8 @@ class WorkerProcess:
         self._stack_fd = os.memfd_create("tieredkv-stack", os.MFD_CLOEXEC)
         try:
             fds = (self._stack_fd,) if arena is None else (self._stack_fd, arena.fd)
-            # Ctrl-C in the terminal reaches the engine, which still has blocks to write; the worker
-            # ends when its channel does.
+            # Ctrl-C in the terminal reaches only the engine, which still has blocks to write. The
+            # worker ends when its channel is closed.
             self._process, sock = start_process("tieredkv.storage.worker", *fds)
         except BaseException:
             os.close(self._stack_fd)
@@ -133,8 +133,8 @@ class WorkerProcess:
     def bury(self, grace_s: float = 2.0) -> WorkerEnd:
         """Wait until the process is dead and reaped; kill it after `grace_s`. Call it once.
 
-        NOTE: this may take as long as the kernel needs to end a stuck disk read. Only after it has
-        returned can no byte of an arena page change any more by the worker's hand.
+        NOTE: this may take as long as the kernel needs to end a stuck disk read. Until it has
+        returned, the worker may still change the bytes of an arena page.
         """
         returncode = bury(self._process, grace_s)
         self.channel.close()
@@ -144,14 +144,14 @@ class WorkerProcess:
 
 
 def describe_exit(returncode: int) -> str:
-    """Say in words how a process ended."""
+    """Return in words how a process ended."""
     if returncode < 0:
         return f"killed by {signal.Signals(-returncode).name}"
     return f"exit code {returncode}"
 
 
 def judge_end(returncode: int, stack: bytes) -> WorkerEnd:
-    """Say what an exit code, and the stack that a crash left, tell of the index."""
+    """Judge the end of a worker by its exit code and by the stack that a crash left."""
     if returncode >= 0:
         known = (0, EXIT_FAILED, EXIT_REFUSED, EXIT_DAMAGED)
         is_damage = returncode == EXIT_DAMAGED

@@ -1,9 +1,10 @@
-"""Blocks of one RAM tier: who uses them, which may be reused, in which order.
+"""Blocks of the device or host tier: who uses them, and in which order they may be reused.
 
-The device pool and the host arena's pages are both of this class; ids are indices into memory that
-somebody else owns. It knows hashes as opaque keys; it does not know tokens, bytes or retention.
+One pool stands for the device's blocks and another one for the host arena's pages. Ids are indices
+into memory that another object owns. This module knows hashes as opaque keys. It does not know
+tokens, bytes or retention.
 
-Called by the engine's thread only.
+Only the engine's thread may call it.
 """
 
 import sys
@@ -18,33 +19,33 @@ from tieredkv.types import BlockHash
 __all__ = ["Block", "BlockPool"]
 
 PARTIAL_LOOKS = 256
-"""An allocation for which fewer blocks will do looks at no more than so many in vain."""
+"""Most blocks that an allocation looks at in vain if fewer blocks than wanted are acceptable."""
 
 
 class BlockPool:
     """A fixed number of blocks, an index by hash, and a free list in the order of eviction.
 
     The free list has three parts. Empty blocks are handed out first, then the evictable ones, least
-    recently used first, then the pinned ones in the same order. What would make more than half of
-    the pool pinned stands among the others.
+    recently used first, then the pinned ones in the same order. If more than `most_pinned` blocks
+    were pinned, the further ones stand among the evictable ones.
 
     Invariants (`check`):
         1. no block is in the free list twice;
-        2. the free list holds exactly the blocks with ref_count 0, but for pinned ones that lost
-           their hash: those come back with `unpin`;
+        2. the free list holds exactly the blocks with ref_count 0, except those with a pin_count
+           that lost their hash: the last `unpin` puts them back;
         3. the index maps exactly the hashed blocks, each under its own hash;
-        4. a free block is either empty or hashed and ready, and in the part of its kind; that of
-           the pinned ones is no larger than it may be;
+        4. a free block is either empty, or hashed and ready, and it is in the part of its kind; the
+           part of the pinned ones holds at most `most_pinned`;
         5. a block that is loading is in use;
-        6. hashed blocks are counted to their tenants;
-        7. those of both eviction orders.
+        6. the counts of hashed blocks by tenant are right;
+        7. the invariants of both eviction orders hold.
 
     Attributes:
         num_blocks: all blocks of the pool.
         most_pinned: how many blocks may be held back to be evicted last.
         on_evict: called with a block and the hash it loses when `allocate` reuses it.
-        pinned, wanted: hashes to be evicted last, by claims and by queued requests; a change
-            counts for a block from its next use on.
+        pinned, wanted: hashes of blocks to be evicted last, for claims and for queued requests; a
+            change applies to a block from its next use on.
         num_kept: how many evictable blocks the last `allocate` left to the floors of their tenants.
     """
 
@@ -64,10 +65,10 @@ class BlockPool:
 
     @property
     def can_evict(self) -> Callable[[Block], bool]:
-        """Whether evicting a cached block loses nothing; it is asked of the oldest ones.
+        """Whether evicting a cached block loses nothing; the pool asks this of its oldest blocks.
 
-        The pool remembers a refusal. Whoever makes the answer another one says so: `unpin` after a
-        copy, `look_again` for one block, `forget_looks` for all.
+        The pool remembers a refusal. A caller that changes the answer has to tell the pool: by
+        `unpin` after a copy, `look_again` for one block, or `forget_looks` for all.
         """
         return self._first.can_evict
 
@@ -78,7 +79,7 @@ class BlockPool:
 
     @property
     def floors(self) -> Mapping[bytes, int]:
-        """Hashed blocks that each tenant keeps, whoever else wants them."""
+        """Number of hashed blocks that each tenant keeps, even if others want them."""
         return self._floors
 
     @floors.setter
@@ -114,7 +115,7 @@ class BlockPool:
 
     @property
     def num_pinned(self) -> int:
-        """Those of the evictable blocks that are evicted last."""
+        """Evictable blocks that are evicted last."""
         return len(self._last)
 
     def lookup(self, block_hash: BlockHash) -> Block | None:
@@ -122,7 +123,7 @@ class BlockPool:
         return self._index.get(block_hash)
 
     def evictable(self) -> Iterator[Block]:
-        """Return what nobody uses, in the order of eviction; for tests and checks, it sorts."""
+        """Return the evictable blocks in the order of eviction; slow, for tests and checks."""
         return chain(self._first, self._last)
 
     def allocate(
@@ -131,9 +132,10 @@ class BlockPool:
         """Take blocks for new content: empty ones first, then the least recently used.
 
         Args:
-            count: how many.
-            tenant: for whom; it takes no block of another's floor. With None floors give way last.
-            is_partial: fewer will do.
+            count: how many blocks.
+            tenant: the tenant that gets them; no block is taken from another tenant's floor. With
+                None, blocks within floors are taken last.
+            is_partial: whether fewer blocks are acceptable.
 
         Returns:
             Blocks with ref_count 1 and no hash. None, with nothing changed, if there are too few.
@@ -156,9 +158,10 @@ class BlockPool:
         return taken
 
     def insert(self, block: Block, block_hash: BlockHash, tenant: bytes = b"") -> Block:
-        """Give a used block its identity; if another block has it already, return that one.
+        """Give a used block its hash, and return the block that has this hash in the index.
 
-        Then nothing changes: the caller shares the one that is there, or keeps its own private.
+        If another block has the hash already, nothing changes and that block is returned. The
+        caller may share it, or keep its own block private.
         """
         known = self._index.get(block_hash)
         if known is not None:
@@ -188,8 +191,8 @@ class BlockPool:
     def release(self, blocks: Iterable[Block]) -> None:
         """Take one user from each block, in the order in which they may later be evicted.
 
-        NOTE: hand a chain over tail first: what stays is then a usable prefix. A block that nobody
-        uses any longer goes to the young end if its content is whole, else it is emptied.
+        NOTE: give the blocks of a chain tail first, so that what is not evicted is a usable prefix.
+        A block without users becomes the youngest if its content is complete; else it is emptied.
         """
         unseen, num_of = self._first.unseen, self._first.num_of
         is_plain = num_of is None and not (self.pinned or self.wanted)
@@ -199,7 +202,7 @@ class BlockPool:
             if block.ref_count:
                 continue
             if is_plain and block.is_ready and block.block_hash is not None:
-                unseen[block] = None  # as `_append` does, in less time
+                unseen[block] = None  # same as `_append`, but faster
                 block.part = unseen
             else:
                 if not block.is_ready:
@@ -207,7 +210,7 @@ class BlockPool:
                 self._append(block)
 
     def pin(self, block: Block) -> None:
-        """Keep a block's memory from reuse, whoever lets go of it; its place in the order stays."""
+        """Keep a block's memory from reuse, even without a user; its place in the order stays."""
         block.pin_count += 1
         if block.part is not None:
             block.part.order.look_again(block)
@@ -224,11 +227,11 @@ class BlockPool:
     def dirty(
         self, num_ahead: int, *, at_most: int = sys.maxsize, most_looks: int = sys.maxsize
     ) -> list[Block]:
-        """Return blocks to be copied, oldest first, so that so many can be evicted afterwards.
+        """Return blocks to be copied, oldest first, so that `num_ahead` can be evicted afterwards.
 
         Args:
-            num_ahead: how many are to be clean, those included that copies read already.
-            at_most: how many to return at most.
+            num_ahead: how many blocks shall be clean, including those that copies read already.
+            at_most: how many blocks to return at most.
             most_looks: how many of the oldest blocks may be looked at for the first time.
         """
         found: list[Block] = []
@@ -243,30 +246,30 @@ class BlockPool:
         return found
 
     def postpone(self, block: Block) -> None:
-        """Have `dirty` return a block after the others: its copy cannot be started yet."""
+        """Have `dirty` return a block after the others, because its copy cannot be started yet."""
         if block.part is not None:
             block.part.order.postpone(block)
 
     def look_again(self, block_hash: BlockHash) -> None:
-        """Note that what `can_evict` says of a block may have changed."""
+        """Note that the answer of `can_evict` for this block may have changed."""
         block = self._index.get(block_hash)
         if block is not None and block.part is not None:
             block.part.order.look_again(block)
 
     def forget_looks(self) -> None:
-        """Note that what `can_evict` says of any block may have changed."""
+        """Note that the answer of `can_evict` for any block may have changed."""
         self._first.forget_looks()
         self._last.forget_looks()
 
     def touch(self, hashes: Iterable[BlockHash]) -> None:
-        """Make a chain's evictable blocks (given head first) the youngest, its head last to go."""
+        """Make a chain's evictable blocks the youngest; its head, given first, is evicted last."""
         for block in reversed(self.find(hashes)):
             if block is not None and block.part is not None:
                 remove(block)
                 self._append(block)
 
     def drop(self, block_hash: BlockHash) -> Block | None:
-        """Forget a hash; a block in use is freed when its last user ends."""
+        """Forget a hash; a block in use is freed when its last user releases it."""
         block = self._index.get(block_hash)
         if block is not None:
             self.acquire([block])
@@ -303,7 +306,7 @@ class BlockPool:
             raise IntegrityError("blocks are not counted to their tenants")
 
     def _victims(self, num_needed: int, tenant: bytes | None, *, is_partial: bool) -> list[Block]:
-        """Choose so many blocks to evict; fewer, or none, where there are too few."""
+        """Choose `num_needed` blocks to evict; fewer, or none, if there are too few."""
         spare = {
             other: max(0, self._num_of[other] - floor)
             for other, floor in self._floors.items()
@@ -332,9 +335,9 @@ class BlockPool:
     def _choose(
         self, num_needed: int, spare: dict[bytes, int], most_looks: int, num_chosen: int = 0
     ) -> list[Block]:
-        """Choose among what is not pinned, and of the pinned only as much as the rest cannot give.
+        """Choose unpinned blocks, and pinned ones only if there are too few unpinned blocks.
 
-        What is not pinned is waited for where it cannot go yet.
+        Unpinned blocks that cannot be evicted yet count as well: no pinned block replaces them.
         """
         first, last = self._first, self._last
         num_kept = sum(max(0, _num_of(first, each) - num) for each, num in spare.items())

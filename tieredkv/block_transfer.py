@@ -1,10 +1,10 @@
 """Copies between device blocks and host pages, on streams of their own.
 
-It knows streams and events; it does not know hashes, or why a block moves. A tag given with a copy
-comes back from `poll` once the bytes have arrived, never before: the caller holds source and
-destination until then.
+This module knows streams and events. It does not know hashes, or why a block moves. `poll` returns
+the tag of a copy once its bytes have arrived, never before. Until then the caller holds the source
+and the destination.
 
-Called by the engine's thread only.
+Only the engine's thread may call it.
 """
 
 from collections import deque
@@ -21,11 +21,11 @@ Tag = TypeVar("Tag")
 
 
 MIN_SPLIT_BYTES = 32 << 20
-"""Smaller promotions are over before their first layers could be of use."""
+"""Promotions smaller than this are not split: they end before their first layers are of use."""
 
 
 class _Pending(NamedTuple, Generic[Tag]):
-    """A copy under way; `early` is there before `event` where the bytes come in two parts."""
+    """A copy under way; if its bytes come in two parts, `early` is the event of the first part."""
 
     event: torch.cuda.Event | None
     tag: Tag
@@ -35,12 +35,13 @@ class _Pending(NamedTuple, Generic[Tag]):
 class BlockTransfer(Generic[Tag]):
     """Moves blocks both ways without stalling the compute stream.
 
-    On CUDA each direction has a stream that first waits for what the compute stream was given so
-    far: a block about to be overwritten may still be read by a running kernel, and a block about
-    to be copied out may still be written by one. Elsewhere a copy is done when the call returns.
+    On CUDA each direction has a stream of its own. A copy first waits for the work that the compute
+    stream was given so far, because a running kernel may still read a block that is about to be
+    overwritten, or write one that is about to be copied out. On other devices a copy is done when
+    the call returns.
 
-    A large promotion comes in two parts, the first layers of every block and then the late ones: a
-    forward pass that waits for `late_event` before the latter may start with the former.
+    A large promotion comes in two parts: the first layers of every block, then the late layers. A
+    forward pass may start after the first part if it waits for `late_event` before the late layers.
 
     A copy that was started is pending until `poll` reports it.
     """
@@ -49,8 +50,8 @@ class BlockTransfer(Generic[Tag]):
         """Bind a copier.
 
         Args:
-            copier: of the two memories.
-            early_bytes: of one block's first layers; None if no forward pass starts with them.
+            copier: copies between the two memories.
+            early_bytes: bytes of one block's first layers; None if promotions are never split.
         """
         self._copier = copier
         self._early_bytes = early_bytes
@@ -111,9 +112,9 @@ class BlockTransfer(Generic[Tag]):
 
     @property
     def late_event(self) -> torch.cuda.Event | None:
-        """When the late layers of all that `poll_usable` has reported are there; None if they are.
+        """Event after which the late layers of what `poll_usable` reported have arrived.
 
-        Ask after `poll`.
+        None if they have arrived already. Read it after a call of `poll`.
         """
         return self._promotions[self._num_usable - 1].event if self._num_usable else None
 
@@ -138,7 +139,7 @@ class BlockTransfer(Generic[Tag]):
 
 
 def _completed(pending: deque[_Pending[Tag]]) -> list[Tag]:
-    """Take what has completed off the front; copies of one direction finish in order."""
+    """Remove the completed copies and return their tags; one direction finishes in order."""
     tags = []
     while pending and (pending[0].event is None or pending[0].event.query()):
         tags.append(pending.popleft().tag)

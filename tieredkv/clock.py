@@ -1,8 +1,8 @@
 """Wall-clock time that never runs backwards within a process.
 
 Retention is counted in wall-clock seconds, because it must hold across restarts. A wall clock that
-is set back would lengthen every life; so between readings the monotonic clock carries the time on,
-and the wall clock may only push it forward.
+is set back would keep every block longer. So the time advances with the monotonic clock, and the
+wall clock can only move it forward.
 """
 
 import math
@@ -13,11 +13,11 @@ OFFSET_CHECK_S = 0.02
 
 
 class Clock:
-    """Tells the time; any thread may call it.
+    """A clock that never runs backwards; any thread may call it.
 
     Args:
-        offset_file: for outside checks: a file that holds seconds to add to the wall clock, read
-            again every 20 ms. Missing or malformed counts as 0.
+        offset_file: a file with the seconds to add to the wall clock, for tests from outside. It
+            is read again every 20 ms; a missing or malformed file counts as 0.
     """
 
     def __init__(self, offset_file: str | None = None) -> None:
@@ -35,12 +35,12 @@ class Clock:
             return self._rebase(time.time() + self._offset(monotonic), monotonic)
 
     def advance_to(self, moment: float) -> None:
-        """Never answer less than `moment` from now on: a high-water mark of an earlier process."""
+        """Move the clock forward to `moment`, such as the latest time of an earlier process."""
         with self._lock:
             self._rebase(moment, time.monotonic())
 
     def _rebase(self, moment: float, monotonic: float) -> float:
-        """Return the time; a moment ahead of what the monotonic clock carried pushes it there."""
+        """Return the time; if `moment` is ahead of it, move the time forward to `moment` first."""
         carried = self._base_wall + (monotonic - self._base_monotonic)
         if moment > carried:
             self._base_wall, self._base_monotonic = moment, monotonic

@@ -1,8 +1,8 @@
 """Settings: what they are, what they may be, and where each value came from.
 
-Argument before environment (`TIEREDKV_*`) before TOML file before default. This is the only module
-that reads the environment. A settings object never changes once it is made; what is found at run
-time, such as the number of blocks, lives elsewhere.
+An argument takes precedence over the environment (`TIEREDKV_*`), then the TOML file, then the
+default. This is the only module that reads the environment. A settings object never changes once it
+is made. Values found at run time, such as the number of blocks, are kept elsewhere.
 """
 
 import difflib
@@ -49,20 +49,20 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "port": (lambda port: 0 <= port <= 65535, "from 0 to 65535"),
     "seed": (lambda seed: True, "a whole number"),
 }
-"""What a number may be, if not above 0, or at least 0 where that is its default."""
+"""What these numbers may be; others must be above 0, or at least 0 if 0 is their default."""
 
 _HOST = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]")
 _ORIGIN = re.compile(r"[a-zA-Z][\w+.-]*://([\w.-]+|\[[0-9a-fA-F:.]+\])(:\d+)?")
 
 
 def _setting(section: str, default: Any, help: str, *, is_secret: bool = False) -> Any:
-    """Declare a field.
+    """Declare a field of `Settings`.
 
     Args:
-        section: its TOML table.
-        default: its default.
-        help: complete sentences on what it is for.
-        is_secret: whether it is never shown.
+        section: TOML table of the field.
+        default: default value.
+        help: complete sentences that explain the field.
+        is_secret: whether the value is never shown.
     """
     metadata = {"section": section, "help": help, "is_secret": is_secret}
     return field(default=default, repr=not is_secret, metadata=metadata)
@@ -75,7 +75,7 @@ _model, _cache, _scheduler, _server = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Everything an operator can choose. Sizes are bytes, durations seconds.
+    """Everything that an operator can choose. Sizes are in bytes, durations in seconds.
 
     Raises:
         ConfigError: a value is out of range; it names the field, the value and what is allowed.
@@ -277,11 +277,11 @@ class Settings:
         return self.max_num_batched_tokens or (8192 if device == "cuda" else 2048)
 
     def resolve_max_num_alone_tokens(self, device: str) -> int:
-        """Return the prompt tokens of a step of one request that nobody waits beside."""
+        """Return the token budget of a step whose only request has no other request beside it."""
         return self.max_num_batched_tokens or (16384 if device == "cuda" else 2048)
 
     def check_server(self) -> None:
-        """Refuse what is fine for one trusted user and not for a server.
+        """Refuse settings that are fine for one trusted user but not for a server.
 
         Raises:
             ConfigError: the fast hash, which is not collision-resistant, together with isolation.
@@ -303,7 +303,7 @@ _SECRET_VARIABLES = {
 
 
 def child_environment() -> dict[str, str]:
-    """Return the environment for a process that this one starts: all of its own but the keys."""
+    """Return the environment for a child process: that of this process without the secrets."""
     return {name: value for name, value in os.environ.items() if name not in _SECRET_VARIABLES}
 
 
@@ -314,13 +314,13 @@ class LoadedSettings(NamedTuple):
     sources: dict[str, str]
 
     def given(self) -> dict[str, Any]:
-        """Return the settings that somebody has given, by field name."""
+        """Return the settings that were given by any source but the defaults, by field name."""
         told = [name for name, source in self.sources.items() if source != "default"]
         names = {"policies" if name.startswith("retention.") else name for name in told}
         return {name: getattr(self.settings, name) for name in names}
 
     def describe(self) -> Iterator[tuple[str, str, Any, str, str]]:
-        """Yield section, name, value, the same as people write it, and source; no secrets."""
+        """Yield section, name, value, its text for people, and source; secrets are not shown."""
         for name, setting in _KNOWN.items():
             value = getattr(self.settings, name)
             if setting.metadata["is_secret"] and value is not None:
@@ -342,12 +342,12 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     config_path: str | os.PathLike[str] | None = None,
 ) -> LoadedSettings:
-    """Read the settings from everywhere they can come from.
+    """Read the settings from arguments, environment, file and defaults.
 
     Args:
-        arguments: by field name; None values count as not given, strings are parsed.
-        environ: the process's own environment if None.
-        config_path: a TOML file, or none.
+        arguments: values by field name; None counts as not given, strings are parsed.
+        environ: environment variables; those of this process if None.
+        config_path: path of a TOML file; None for no file.
 
     Raises:
         ConfigError: an unknown key (the nearest known one is named), or a value that is malformed
@@ -362,7 +362,7 @@ def load_settings(
         try:
             values[name] = _parse(kind_of(setting).parse, value, where)
         except ConfigError:
-            if setting.metadata["is_secret"]:  # the message would show the value
+            if setting.metadata["is_secret"]:  # the original message would show the value
                 what = "a list of texts" if setting.type == tuple[str, ...] else "a text"
                 raise ConfigError(f"{where} is not {what}") from None
             raise
@@ -392,7 +392,7 @@ def load_settings(
 
 
 def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
-    """Yield section, key and value of everything in a file; there is a setting for each key."""
+    """Yield section, key and value of each setting in a file; unknown keys are refused."""
     try:
         document = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -418,7 +418,7 @@ def _read_toml(path: str | os.PathLike[str]) -> Iterator[tuple[str, str, Any]]:
 
 
 def _read_policy(where: str, name: str, row: object) -> RetentionPolicy:
-    """Return a policy; what a row of a default policy leaves out stays as it is."""
+    """Return a policy; a row named like a default policy may leave out what it does not change."""
     if not isinstance(row, dict):
         raise ConfigError(f"{where} must be a table with {', '.join(_POLICY_KEYS)}")
     values: dict[str, Any] = {"name": name}
@@ -450,7 +450,7 @@ def _parse(parse: Callable[[Any], object], value: object, where: str) -> object:
 
 
 def _plain(kind: Any, what: str) -> Callable[[Any], Any]:
-    """Return what reads a value of a plain type, also from its text."""
+    """Return a function that reads a value of a plain type, also from its text."""
 
     def parse(value: object) -> Any:
         value = os.fspath(value) if isinstance(value, os.PathLike) else value
@@ -469,7 +469,7 @@ def _parse_texts(value: object) -> tuple[str, ...]:
 
 
 class Kind(NamedTuple):
-    """How values of a setting are read, and how they are shown and named to people."""
+    """How values of a setting are read, and how they are shown and described to people."""
 
     parse: Callable[[Any], Any]
     show: Callable[[Any], str]
@@ -482,7 +482,7 @@ _POLICY_KEYS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "absolute": ("absolute_s", parse_duration),
     "tiers": ("tiers", _plain(frozenset[Tier], f"a list of tiers, which are {', '.join(Tier)}")),
 }
-"""The fields of a retention policy and what reads them, by what they are called in a file."""
+"""The field of a retention policy, and the function that reads it, by its key in a file."""
 
 _SIZE = Kind(parse_bytes, format_bytes, "SIZE", "64GiB")
 _TEXT = Kind(_plain(str, "a text"), str, "TEXT")
@@ -500,12 +500,12 @@ _KINDS = {
 
 
 def kind_of(setting: Any) -> Kind:
-    """Return the kind of a field, which its type tells."""
+    """Return the kind of a field, which follows from its type."""
     return _KINDS.get(setting.type, _TEXT)
 
 
 def _hint(name: str, known: Iterable[str]) -> str:
-    """Return where a known setting belongs, else the nearest of what is known, else all of it."""
+    """Return a hint: the section of a known setting, the nearest known name, or all of them."""
     if name in _KNOWN:
         return f"; it belongs to section `{_KNOWN[name].metadata['section']}`"
     matches = difflib.get_close_matches(name, [*known], n=1, cutoff=0.5)

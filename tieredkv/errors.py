@@ -13,7 +13,7 @@ TieredKVError
    ├─ StoreUnreachableError   the store's writer does not answer
    ├─ FormatVersionError      the store was written by another format version
    ├─ CorruptIndexError       the index contradicts itself: the one verdict of damage
-   ├─ StoreFailedError        the store failed, and nothing says why: no verdict
+   ├─ StoreFailedError        the store failed for an unknown reason: no verdict
    └─ CorruptBlockError       what was read contradicts its record
 """
 
@@ -48,13 +48,13 @@ class RequestError(TieredKVError, ValueError):
         self.param, self.code, self.status = param, code, status
 
     def retry_in(self, wait_s: float) -> "RequestError":
-        """Have the client ask again after so long, in whole seconds from one to a minute."""
+        """Tell the client to ask again after this time, in whole seconds from one to a minute."""
         self.retry_after_s = min(1 + int(wait_s), MAX_RETRY_AFTER_S)
         return self
 
 
 class ShapeError(TieredKVError, ValueError):
-    """Tensors handed to a kernel disagree."""
+    """Tensors handed to a kernel do not fit each other."""
 
 
 class DeviceError(TieredKVError):
@@ -66,7 +66,7 @@ class ModelError(TieredKVError):
 
 
 class IntegrityError(TieredKVError):
-    """A `check()` found a broken invariant: always a bug of ours."""
+    """A `check()` found a broken invariant, which is always a bug in tieredkv."""
 
 
 class StorageError(TieredKVError, OSError):
@@ -94,7 +94,7 @@ class CorruptIndexError(StorageError):
 
 
 class StoreFailedError(StorageError):
-    """The store failed in a way that neither is evidence of damage nor names another cause."""
+    """The store failed without evidence of damage and without another known cause."""
 
 
 class CorruptBlockError(StorageError):
@@ -110,7 +110,7 @@ class CorruptBlockError(StorageError):
 
 
 def named(kind: str, message: str) -> TieredKVError:
-    """Return the error that another process raised, so that it reads as if raised here."""
+    """Return the error that another process raised, as if it were raised in this one."""
     error = None if kind == "CorruptBlockError" else globals().get(kind)
     if isinstance(error, type) and issubclass(error, TieredKVError):
         return error(message)

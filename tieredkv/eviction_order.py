@@ -1,10 +1,10 @@
 """The order in which blocks that nobody uses are evicted: the least recently used first.
 
-Most of the oldest blocks often cannot go yet, since a copy of them is still to be made. They are
-kept apart from those that can, so that nobody asks about each of them again in every step.
+Most of the oldest blocks often cannot be evicted yet, since a copy of them is still to be made.
+They are kept apart from the blocks that can, so that they are not looked at again in every step.
 
-It knows blocks as things with a place; it does not know hashes, tiers or retention.
-Called by the engine's thread only.
+This module knows the places of blocks in the order. It does not know hashes, tiers or retention.
+Only the engine's thread may call it.
 """
 
 import heapq
@@ -25,21 +25,21 @@ class Block:
 
     Attributes:
         block_id: index in the pool's memory.
-        ref_count: users; 0 means that it is in the free list.
-        pin_count: copies that read the content; above 0 its memory is not reused.
+        ref_count: number of users; 0 means that it is in the free list.
+        pin_count: number of copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
         is_loading: whether it is filled from a slower tier, and held until that has ended.
-        tenant: whose the content is.
+        tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
         rank: its place among the blocks that an eviction order has looked at.
-        queued_rank: the rank with which it stands in the heap of those to be evicted.
+        queued_rank: its rank in the heap of blocks to be evicted, 0 if it is not in the heap.
     """
 
     block_id: int
     ref_count: int = 0
     pin_count: int = 0
-    block_hash: BlockHash | None = field(default=None, repr=False)  # which no log may show
+    block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
     is_ready: bool = False
     is_loading: bool = False
     tenant: bytes = b""
@@ -52,8 +52,8 @@ class Part(OrderedDict[Block, None]):
     """Some of an order's blocks; taking one out of the middle, as every hit does, is O(1).
 
     Attributes:
-        order: whose part it is.
-        is_open: whether its blocks are, or will be, free to be evicted by any tenant.
+        order: the eviction order that it is a part of.
+        is_open: whether its blocks can be evicted for any tenant, now or later.
     """
 
     def __init__(self, order: "EvictionOrder", *, is_open: bool = False) -> None:
@@ -63,28 +63,28 @@ class Part(OrderedDict[Block, None]):
 
 
 _Ranked = list[tuple[int, Block]]
-"""A heap of blocks, the oldest first; entries of blocks that have moved on are passed over."""
+"""A heap of blocks, the oldest first; entries of blocks that have moved since are skipped."""
 
 
 class EvictionOrder:
-    """Blocks that nobody uses, from the oldest to the youngest, apart by what is known of them.
+    """Blocks that nobody uses, from the oldest to the youngest, in parts by their state.
 
-    A block is looked at when it has become one of the oldest. Then it goes from `unseen` to one of
-    the other parts, and it is not asked about again until something is said to have changed:
+    A block is looked at when it has become one of the oldest. It then moves from `unseen` to one of
+    the other parts. It is not looked at again until a caller reports a change. The parts are:
 
         unseen   not looked at since it was last used; younger than every block of another part
         clean    it can be evicted now
-        dirty    its eviction would lose something; it waits for somebody to start a copy
+        dirty    its eviction would lose its content; it waits for a copy to be started
         moving   a copy reads it
-        kept     it is within the floor of its tenant, so that the others cannot have it
+        kept     it is within the floor of its tenant, so it is not evicted for others
 
     Invariants (`check`): every block is in the part that its `part` names; those of `moving` are
     pinned, those of `dirty` are not; every clean and every kept block has one entry in its heap.
 
     Attributes:
         can_evict: whether evicting a block loses nothing.
-        num_of: blocks by tenant, None while nobody has to know.
-        num_open_of: those in open parts.
+        num_of: number of blocks by tenant; None while they are not counted.
+        num_open_of: number of blocks in open parts, by tenant.
     """
 
     def __init__(self) -> None:
@@ -120,18 +120,18 @@ class EvictionOrder:
             self.num_of[block.tenant] += 1
 
     def count_tenants(self, is_wanted: bool) -> None:
-        """Begin to count blocks by tenant, or stop it."""
+        """Start counting blocks by tenant, or stop it."""
         if is_wanted != (self.num_of is not None):
             self.forget_looks()
             self.num_of = Counter(block.tenant for block in self) if is_wanted else None
 
     def choose(self, count: int, spare: dict[bytes, int], most_looks: int) -> list[Block]:
-        """Return the oldest blocks that can be evicted; they are to be removed or put back.
+        """Return the oldest blocks that can be evicted; the caller removes them or puts them back.
 
         Args:
             count: how many at most.
-            spare: how many may be taken of each tenant that has a floor; counted down.
-            most_looks: how many of the blocks that nobody has looked at yet are looked at.
+            spare: how many blocks may be taken from each tenant with a floor; it is counted down.
+            most_looks: how many unseen blocks may be looked at.
         """
         for tenant, heap in self._of_floors.items():
             for _ in range(min(count, spare.get(tenant, count)) - self.num_open_of[tenant]):
@@ -162,11 +162,11 @@ class EvictionOrder:
         return chosen
 
     def put_back(self, block: Block) -> None:
-        """Leave a block that was chosen where it is."""
+        """Keep a chosen block in the order after all."""
         self._put(block, self._clean)
 
     def look_ahead(self, num_ahead: int, most_looks: int) -> None:
-        """Look at the oldest blocks until so many are known, those within floors not counted."""
+        """Look at the oldest blocks until the state of `num_ahead` outside of floors is known."""
         num_known = len(self._clean) + len(self._dirty) + len(self._moving)
         for _ in range(min(num_ahead - num_known, most_looks, len(self.unseen))):
             block = self._take_unseen()
@@ -177,19 +177,19 @@ class EvictionOrder:
         return list(islice(self._dirty, max(0, at_most)))
 
     def postpone(self, block: Block) -> None:
-        """Have a block that waits for a copy wait behind the others."""
+        """Move a block that waits for a copy behind the others that do."""
         if block.part is self._dirty:
             self._dirty.move_to_end(block)
 
     def look_again(self, block: Block) -> None:
-        """Put a block that was looked at where it belongs now."""
+        """Move a block that was looked at to the part where it belongs now."""
         if block.part is not self.unseen and block.part is not self._kept:
             part = self._part_for(block)
             if part is not block.part:
                 self._put(block, part)
 
     def forget_looks(self) -> None:
-        """Take what is known of each block as out of date."""
+        """Forget the state of every block, so that each is looked at again."""
         seen = sorted(chain.from_iterable(self._seen), key=lambda block: -block.rank)
         for block in seen:
             self._put(block, self.unseen)
@@ -228,7 +228,7 @@ class EvictionOrder:
         return self._clean if self.can_evict(block) else self._dirty
 
     def _take_unseen(self) -> Block:
-        """Give the oldest block that nobody has looked at its rank; the caller moves it."""
+        """Return the oldest unseen block, after giving it a rank; the caller moves it."""
         block = next(iter(self.unseen))
         self._num_looks += 1
         block.rank = self._num_looks
@@ -281,7 +281,7 @@ def _is_valid(rank: int, block: Block, part: Part) -> bool:
 
 
 def _pop(heap: _Ranked, part: Part) -> Block | None:
-    """Take the oldest block off a heap of a part."""
+    """Remove the oldest block of a part from its heap, and return it."""
     while heap:
         rank, block = heapq.heappop(heap)
         if block.queued_rank == rank:

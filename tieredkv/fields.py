@@ -69,11 +69,11 @@ def names_of(text: str) -> frozenset[str]:
 
 
 class Refusal(NamedTuple):
-    """How a known field is refused that nothing acts on.
+    """How a known but unsupported field is refused.
 
     Attributes:
         way_out: complete sentences that tell what to do instead; may be empty.
-        asks_nothing: whether a value asks for nothing, and so is taken; `null` always is.
+        asks_nothing: whether a value asks for nothing and is accepted; `null` always is.
     """
 
     way_out: str
@@ -94,13 +94,13 @@ def refusals(
 
 
 class Object(BaseModel):
-    """A JSON object with known fields; others are ignored if `read` is not told to refuse them.
+    """A JSON object with known fields; other fields are ignored unless `read` refuses them.
 
     Attributes:
         known_besides: names that are known although they are no fields.
-        refused: names that are known, and refused where their value asks for something; as
-            `type.name` only in objects of that type.
-        needed: fields that may not be missing where `type` or `role` has a value, as `value.field`.
+        refused: names that are known, but refused if their value asks for something; `type.name`
+            is refused only in objects of that type.
+        needed: fields that must be present if `type` or `role` has a value, as `value.field`.
     """
 
     model_config = ConfigDict(strict=True, frozen=True)
@@ -132,7 +132,7 @@ Body = TypeVar("Body", bound=Object)
 
 
 class TextOr(BeforeValidator):
-    """Lets a field take a string as well, and says so in the description of the API."""
+    """Lets a field take a string as well, and adds this to the description of the API."""
 
     def __get_pydantic_json_schema__(self, schema: Any, describe: Callable[[Any], Any]) -> Any:
         return {"anyOf": [{"type": "string"}, describe(schema)]}
@@ -156,13 +156,13 @@ PARTS = list_of(lambda text: {"type": "text", "text": text})
 
 
 class JsonShape(NamedTuple):
-    """How much a JSON text holds, as far as its punctuation tells.
+    """How much a JSON text holds, counted by its punctuation.
 
     Attributes:
-        depth: arrays and objects in each other.
-        num_containers: arrays and objects.
-        num_keys: members of objects.
-        num_values: no fewer than its strings, numbers and literals that are no keys.
+        depth: levels of nested arrays and objects.
+        num_containers: number of arrays and objects.
+        num_keys: number of members of objects.
+        num_values: at least the number of strings, numbers and literals that are not keys.
     """
 
     depth: int
@@ -177,7 +177,7 @@ def shape_of(body: bytes) -> JsonShape:
     This is faster than decoding, needs less memory, and releases the interpreter lock most of the
     time. If the text is not valid JSON, the counts cover at least the part before its first fault.
     """
-    if b"\\" in body:  # then no quote but those at the ends of strings is left
+    if b"\\" in body:  # now the only quotes left are those at the ends of strings
         body = body.replace(b"\\\\", b"__").replace(b'\\"', b"__")
     is_inside, depth, deepest, counts = False, 0, 0, np.zeros(3, np.int64)
     for start in range(0, len(body), _SCAN_BYTES):
@@ -206,7 +206,7 @@ def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
         max_values: how many values it may hold.
 
     Raises:
-        RequestError: it is no JSON object, or holds too many values or levels of nesting.
+        RequestError: the body is not a JSON object, or has too many values or levels.
     """
     # Most bodies have so little punctuation, strings included, that they need not be counted.
     needs_counting = (
@@ -235,7 +235,7 @@ def parse_body(body: bytes, max_values: int = MAX_VALUES) -> dict[str, Any]:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether a parsed JSON value has more than `MAX_DEPTH` arrays and objects in each other."""
+    """Return whether a parsed JSON value has more than `MAX_DEPTH` nested arrays and objects."""
     level = [value]
     for _ in range(MAX_DEPTH):
         inner = [each.values() if isinstance(each, dict) else each for each in level]
@@ -249,12 +249,12 @@ def read(
     """Return a body with each of its fields checked.
 
     Args:
-        kind: what its fields are.
-        body: what was sent.
-        refuses: whether an unknown field of this name is refused, wherever it stands.
+        kind: the class that declares the fields.
+        body: the JSON object that was sent.
+        refuses: whether an unknown field of this name is refused, at any depth of the body.
 
     Raises:
-        RequestError: the first field that is not as it must be, in OpenAI's words.
+        RequestError: a field is invalid; the first such field is named, in OpenAI's words.
     """
     try:
         return kind.model_validate(body, context=refuses)
@@ -270,7 +270,7 @@ def invalid_value(path: str, value: str, supported: str) -> RequestError:
 
 
 def out_of_bounds(path: str, name: str, bound: float, value: Any) -> RequestError:
-    """Return the error for a value, or its length, beyond a bound that pydantic calls so."""
+    """Return the error for a value, or a length, beyond a bound that pydantic calls `name`."""
     is_sized = isinstance(value, Sized)
     a_kind, got = _CALLED[type(value if is_sized else bound).__name__], value
     kind = a_kind.split()[1]
@@ -304,7 +304,7 @@ def in_openai_words(errors: ValidationError) -> RequestError:
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys)[1:]
     expected = _CALLED.get(fault, error["msg"])
     is_plain_item = isinstance(keys[-1], int) and expected != "an object"
-    param = path.partition("[")[0] if is_plain_item else path  # the array is at fault
+    param = path.partition("[")[0] if is_plain_item else path  # name the array, not its item
     if fault in _OF_NAMES:
         text, code = _OF_NAMES[fault]
         return RequestError(text.format(path, **facts), param=path, code=code)

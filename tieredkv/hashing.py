@@ -5,9 +5,9 @@
     namespace   = H(tenant)[:8] + H(tenant, cache salt, prompt cache key)[:24]
 
 Every field is written as a one-byte tag, a u32 length and its bytes, so that no two different
-inputs have the same encoding. Python's `hash()`, pickle, time and randomness have no part in it.
+inputs have the same encoding. Python's `hash()`, pickle, time and randomness are not used.
 
-`H` is SHA-256 or, for a single trusted tenant, xxh3_128: the latter is faster and not
+`H` is SHA-256 or, for a single trusted tenant, xxh3_128, which is faster but not
 collision-resistant.
 """
 
@@ -40,7 +40,7 @@ def _hasher(algo: HashAlgo) -> Callable[..., Any]:
 
 
 def _digest(algo: HashAlgo, purpose: bytes, fields: _Fields) -> bytes:
-    """Digest fields by tag, behind the version and what the digest is for; None is left out."""
+    """Return the digest of the version, the purpose and the tagged fields; None is left out."""
     digest = _hasher(algo)()
     for tag, value in ({0x01: IDENTITY_VERSION, 0x02: purpose} | fields).items():
         if isinstance(value, str):
@@ -59,9 +59,10 @@ def namespace_digest(
     *,
     algo: HashAlgo = "sha256",
 ) -> bytes:
-    """Return the digest of who may share: a salt or a key only ever narrows a tenant's own.
+    """Return the digest of the namespace within which requests may share blocks.
 
-    All namespaces of a tenant begin with the same `TENANT_BYTES`.
+    A salt or a key narrows the namespace of the tenant and never widens it. The digests of all
+    namespaces of a tenant begin with the same `TENANT_BYTES` bytes.
 
     Raises:
         RequestError: the salt is empty or longer than 128 characters.
@@ -78,16 +79,16 @@ def namespace_digest(
 
 
 def tenant_digest(tenant: str, *, algo: HashAlgo = "sha256") -> bytes:
-    """Return how all namespaces of a tenant begin."""
+    """Return the first bytes that the digests of all namespaces of a tenant have in common."""
     return namespace_digest(tenant, algo=algo)[:TENANT_BYTES]
 
 
 def model_root(
     fingerprint: bytes, kv: KVSpec, namespace: bytes, *, algo: HashAlgo, layout: str = LAYOUT
 ) -> BlockHash:
-    """Return the parent of every chain's first block; it is of the one rank that there is."""
+    """Return the root, which is the parent of every chain's first block; there is only one rank."""
     model: _Fields = {0x10: fingerprint, 0x11: kv.dtype, 0x12: layout, 0x13: kv.block_size}
-    rank: _Fields = {0x14: 0, 0x15: 1}  # its number, and how many there are
+    rank: _Fields = {0x14: 0, 0x15: 1}  # the rank's number, and the number of ranks
     return BlockHash(_digest(algo, b"root", {**model, **rank, 0x16: namespace}))
 
 
@@ -96,7 +97,7 @@ def chain_hashes(
 ) -> list[BlockHash]:
     """Return the hashes of all full blocks of a sequence that follows `parent`, head first.
 
-    Tokens behind the last full block are left out: they are not hashed and not shared. Every token
+    Tokens after the last full block are left out: they are not hashed and not shared. Every token
     is a u32; an array that holds them packed already is not copied whole.
     """
     num_blocks = len(token_ids) // block_size

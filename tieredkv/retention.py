@@ -1,6 +1,6 @@
-"""How long a block may be kept, and how far down: the contract behind `prompt_cache_retention`.
+"""How long a block may be kept, and in which tiers: the contract of `prompt_cache_retention`.
 
-It knows policies and deadlines; it does not know clocks, tiers' contents or requests.
+This module knows policies and deadlines. It does not know clocks, tiers' contents or requests.
 """
 
 import math
@@ -17,13 +17,14 @@ ALIASES = {"in-memory": "in_memory"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionPolicy:
-    """One row of the contract.
+    """One retention policy: how long, and in which tiers, it keeps a block.
 
     Attributes:
-        idle_s: unreachable this long after the last use.
-        absolute_s: unreachable this long after its keys and values were computed, whatever happens.
-        tiers: where a block may be that only this policy asked for.
-        is_public: whether `prompt_cache_retention` may name it; else it is for what APIs ask for by
+        idle_s: time after the last use at which a block becomes unreachable.
+        absolute_s: time after the computation of its keys and values at which a block becomes
+            unreachable, even if it is used or pinned.
+        tiers: where a block may be kept if only this policy asked for it.
+        is_public: whether `prompt_cache_retention` may name it. Other policies are for requests by
             other means, such as `cache_control`.
     """
 
@@ -58,7 +59,7 @@ class RetentionPolicy:
     def deadline(self, computed_at: float, last_used: float, pinned_until: float = 0.0) -> float:
         """Return when a block that only this policy asked for becomes unreachable.
 
-        While it is pinned it is not idle, but it grows old.
+        A pin can keep the block beyond `idle_s`, but not beyond `absolute_s`.
         """
         return min(computed_at + self.absolute_s, max(last_used + self.idle_s, pinned_until))
 
@@ -87,15 +88,15 @@ class RetentionPolicies:
         return frozenset(self._policies)
 
     def get(self, name: str, *, is_strict: bool = False, is_any: bool = False) -> RetentionPolicy:
-        """Return the policy of this name; `in-memory` is an alias of `in_memory`, if not strict.
+        """Return the policy of this name; `in-memory` is an alias of `in_memory`.
 
         Args:
-            name: what a request says.
-            is_strict: refuse the alias.
-            is_any: accept the policies that are not public, too.
+            name: the name in a request.
+            is_strict: whether the alias is refused.
+            is_any: whether policies that are not public are accepted, too.
 
         Raises:
-            RequestError: there is none; the text is OpenAI's.
+            RequestError: there is no such policy; the text is OpenAI's.
         """
         policy = self._policies.get(name if is_strict else ALIASES.get(name, name))
         if policy is None or not (policy.is_public or is_any):
@@ -106,7 +107,7 @@ class RetentionPolicies:
         return policy
 
     def deadline(self, claims: Collection[str], *times: float) -> float:
-        """Return when a block becomes unreachable: the longest of the claims counts.
+        """Return when a block becomes unreachable, which is the latest deadline of its claims.
 
         Args:
             claims: names of policies.
@@ -115,12 +116,12 @@ class RetentionPolicies:
         return max(self._policies[name].deadline(*times) for name in claims)
 
     def disk_deadline(self, claims: Collection[str], *times: float) -> float | None:
-        """Return until when the disk may keep a block; None if no claim lets it go there."""
+        """Return until when the disk may keep a block; None if no claim allows the disk."""
         may = [name for name in claims if self._policies[name].may_use_disk]
         return self.deadline(may, *times) if may else None
 
     def longest(self, claims: Collection[str]) -> str:
-        """Return the name of the claim that keeps a block longest, one that has a disk first."""
+        """Return the claim that keeps a block longest; claims that allow the disk come first."""
 
         def rank(name: str) -> tuple[bool, float, float, str]:
             policy = self._policies[name]
@@ -129,7 +130,7 @@ class RetentionPolicies:
         return max(claims, key=rank)
 
     def up_to(self, name: str | None) -> "RetentionPolicies":
-        """Return those policies that keep nothing longer or further down than this one."""
+        """Return the policies that keep a block neither longer nor in other tiers than this one."""
         most = self._policies[name] if name else None
         return RetentionPolicies(
             policy

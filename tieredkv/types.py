@@ -1,6 +1,6 @@
-"""The nouns that every layer shares; it imports nothing of ours.
+"""The types that every layer shares; this module imports no other module of tieredkv.
 
-Sizes are bytes, times are wall-clock seconds since the epoch, unless a name says otherwise.
+Sizes are in bytes and times in wall-clock seconds since the epoch, unless a name says otherwise.
 """
 
 import enum
@@ -25,7 +25,7 @@ HashAlgo = Literal["sha256", "xxh3_128"]
 """SHA-256, or the fast one that is not collision-resistant: for a single trusted tenant only."""
 
 TENANT_BYTES = 8
-"""First bytes of a namespace's digest, which tell whose it is."""
+"""Number of first bytes of a namespace's digest, which identify the tenant."""
 
 PAGE_ALIGNMENT_BYTES = 4096
 """Arena pages and disk extents start and end on multiples of this, as O_DIRECT asks."""
@@ -34,7 +34,7 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Tier(enum.StrEnum):
-    """Where a copy of a block is, fastest first."""
+    """Where a copy of a block is; the fastest tier comes first."""
 
     DEVICE = "device"
     HOST = "host"
@@ -85,10 +85,10 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         position: index of the block in its chain, 0 for the first.
         size_bytes: payload bytes, before any compression.
         retention: name of the longest retention policy that asked for the block.
-        computed_at: when its keys and values were computed; its age counts from here for ever.
+        computed_at: when its keys and values were computed; its age always counts from here.
         expires_at: unreachable from this moment on.
         last_used: last hit or store.
-        pinned_until: until then it gives way only when all that is not pinned has.
+        pinned_until: until then it is evicted only after all blocks that are not pinned.
         hits: times it was loaded or touched.
     """
 
@@ -107,7 +107,7 @@ class BlockRecord(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 Progress = Callable[[str, int, int], None]
-"""Told (stage, done, total) now and then during long work; total 0 where it is not known."""
+"""Called with (stage, done, total) now and then during long work; an unknown total is 0."""
 
 
 def ignore_progress(_stage: str, _done: int, _total: int) -> None:
@@ -115,7 +115,7 @@ def ignore_progress(_stage: str, _done: int, _total: int) -> None:
 
 
 def tracked(progress: Progress, stage: str, items: Sequence[T]) -> Iterator[T]:
-    """Yield items, and tell how many of them are done."""
+    """Yield the items, and report how many of them are done."""
     for done, item in enumerate(items):
         progress(stage, done, len(items))
         yield item

@@ -18,7 +18,7 @@ _NUMBER_AND_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
 
 
 def _parse(value: object, units: Mapping[str, Any]) -> Fraction | None:
-    """Return a number with a unit, exactly; None if it is none."""
+    """Return the exact value of a number with a unit; None if `value` is not one."""
     match = _NUMBER_AND_UNIT.fullmatch(value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in units:
         return None
@@ -26,10 +26,10 @@ def _parse(value: object, units: Mapping[str, Any]) -> Fraction | None:
 
 
 def parse_bytes(value: str | int) -> int:
-    """Return a size in bytes: `"64MiB"`, `"1GB"`, or bytes as they are.
+    """Return a size in bytes, from a text such as `"64MiB"` or `"1GB"`, or from a number of bytes.
 
     Raises:
-        ConfigError: not a size.
+        ConfigError: the value is not a size.
     """
     size = value if type(value) is int else _parse(value, _BYTES)
     if size is None:
@@ -48,10 +48,10 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def parse_duration(value: str | float) -> float:
-    """Return a duration in seconds: `"90s"`, `"15m"`, `"2h"`, `"7d"`, or seconds as they are.
+    """Return a duration in seconds, from a text such as `"90s"` or `"7d"`, or from a number.
 
     Raises:
-        ConfigError: not a duration.
+        ConfigError: the value is not a duration.
     """
     seconds: Any = value if type(value) in (int, float) else _parse(value, _SECONDS)
     with contextlib.suppress(TypeError, OverflowError):
