@@ -322,6 +322,19 @@ def test_a_damaged_index_is_made_again_and_costs_no_request(
     assert (store / "index.bad" / "data.mdb").exists()
 
 
+@pytest.mark.parametrize("flags", [("--dtype", "bfloat16"), ("--block-size", "32")])
+def test_a_store_of_another_dtype_or_layout_is_a_miss_and_stays_good(
+    flags: tuple[str, str], store: Path, generate: Run
+) -> None:
+    cached = []
+    for more in (flags, ()):
+        exit_code, stdout, stderr = generate("--default-retention", "24h", "--json", *more)
+        assert exit_code == 0, stderr
+        [output] = json.loads(stdout.splitlines()[-1])["outputs"]
+        cached.append(output["usage"]["cached_tokens_by_tier"]["disk"])
+    assert cached == [0, 192]
+
+
 def test_a_lost_index_is_made_again_from_the_extents(store: Path, generate: Run) -> None:
     (store / "index" / "data.mdb").write_bytes(b"")
     exit_code, stdout, stderr = generate("--default-retention", "24h", "--json")
