@@ -208,7 +208,7 @@ class Index:
         if self._opened is None:
             raise StorageError(errno.EBADF, f"the index at `{self.path}` is closed")
         env, dbs = self._opened
-        with storage_errors(self.path), _begin_reading(env) as txn:
+        with storage_errors(self.path), env.begin() as txn:
             yield IndexTxn(txn, dbs)
 
     @contextmanager
@@ -254,7 +254,7 @@ class Index:
                 is_tree &= (pages["lower"] <= pages["upper"]) & (pages["upper"] <= page_bytes)
                 yield not np.any(is_tree & (pages["number"] != places))
             # NOTE: bytes behind the last page are left out: in a tmpfs they would take up room.
-            size = ctypes.c_size_t((self._opened[0].info()["last_pgno"] + 1) * page_bytes)
+            size = ctypes.c_size_t(self._end_bytes(self._opened[0]))
             with open("/proc/self/maps") as maps:
                 for line in maps:
                     if line.rstrip().endswith(os.path.realpath(path)):
@@ -334,15 +334,6 @@ class Index:
             self._opened = None
             with suppress(OSError):  # the length kept ahead is not needed any more
                 os.truncate(os.path.join(self.path, DATA_FILE), size)
-
-
-def _begin_reading(env: Any) -> Any:
-    """Begin a read transaction; if no reader slot is free, slots of dead processes are freed."""
-    try:
-        return env.begin()
-    except lmdb.ReadersFullError:
-        env.reader_check()
-        return env.begin()
 
 
 class IndexTxn:

@@ -18,7 +18,7 @@ import pytest
 
 from tests import http
 from tests.serving import COMMAND, Server, running
-from tests.storage.fuse import FaultyDisk
+from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
 from tests.waiting import HANG_S, is_alive, wait_until
 
 MODEL = "tiny-random"
@@ -47,14 +47,8 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def faulty_disk(tmp_path: Path) -> Iterator[FaultyDisk]:
     """Return a disk that fails on demand."""
-    try:
-        disk = FaultyDisk(tmp_path)
-    except PermissionError as error:
-        pytest.skip(f"a filesystem of ours cannot be mounted here ({error})")
-    try:
+    with mounted_faulty_disk(tmp_path) as disk:
         yield disk
-    finally:
-        disk.close()
 
 
 def details(usage: Any) -> dict[str, Any]:

@@ -16,12 +16,14 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn
+
+import pytest
 
 _HEADER = struct.Struct("<IIQQIIII")  # length, opcode, unique, node, uid, gid, pid, padding
 _REPLY = struct.Struct("<IiQ")
@@ -361,6 +363,19 @@ class FaultyDisk:
         self._answers.close()
         self._control.close()
         self._server.wait(10)
+
+
+@contextmanager
+def mounted_faulty_disk(folder: Path) -> Iterator[FaultyDisk]:
+    """Mount a disk that fails on demand; skip the test where mounting is not allowed."""
+    try:
+        disk = FaultyDisk(folder)
+    except PermissionError as error:
+        pytest.skip(f"a filesystem of ours cannot be mounted here ({error})")
+    try:
+        yield disk
+    finally:
+        disk.close()
 
 
 if __name__ == "__main__":

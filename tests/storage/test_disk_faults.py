@@ -29,7 +29,7 @@ from tests.storage.conftest import (
     payload_of,
     wait_until,
 )
-from tests.storage.fuse import FaultyDisk
+from tests.storage.fuse import FaultyDisk, mounted_faulty_disk
 from tieredkv.storage.client import StoreClient
 from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored, WorkerUp
 from tieredkv.types import BlockRecord
@@ -40,14 +40,8 @@ BUDGET_BYTES = 16 << 20
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
-    try:
-        disk = FaultyDisk(tmp_path)
-    except PermissionError as error:
-        pytest.skip(f"a filesystem of ours cannot be mounted here ({error})")
-    try:
+    with mounted_faulty_disk(tmp_path) as disk:
         yield disk
-    finally:
-        disk.close()
 
 
 @contextmanager
