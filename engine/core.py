@@ -24,6 +24,7 @@ from tieredkv.block_pool import BlockPool
 from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.rates import ComputeRate
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
@@ -36,6 +37,7 @@ from tieredkv.engine.request import Request, pack_prompt
 from tieredkv.engine.sampler import SamplerState, Sampling, sample, score
 from tieredkv.engine.sampling_params import TokenChoice
 from tieredkv.engine.scheduler import ScheduledRow, Scheduler, longest_chunk
+from tieredkv.engine.step_timer import StepTimer
 from tieredkv.errors import ConfigError
 from tieredkv.hashing import chain_hashes, model_root, namespace_digest, tenant_digest
 from tieredkv.kernels.copies import BlockCopier, register_pinned
@@ -51,7 +53,12 @@ from tieredkv.units import format_bytes
 logger = logging.getLogger(__name__)
 
 TRANSFER_POLL_S = 0.00005
+LINK_POLL_S = 0.0005
+PLAN_AGAIN_S = 0.005
 TOUCH_AGAIN_S = 10.0
+MOST_CPU_TOKENS = 256
+"""Tokens of the largest step that is timed at the start on a CPU."""
+
 CPU_DEVICE_BYTES = 256 << 20
 EVERYTHING = EvictFilter(all=True)
 
@@ -154,13 +161,16 @@ class EngineCore:
             store=store,
             clock=Clock(settings.clock_offset_file),
             block_bytes=spec.block_bytes,
-            can_load=settings.restore != "compute",
+            block_size=spec.block_size,
+            restore=settings.restore,
+            compute_rate=ComputeRate(num_alone_tokens),
             is_write_behind=settings.disk_write == "write_behind",
             device_reserve_blocks=2 * num_batched_tokens // spec.block_size,
             load_timeout_s=settings.load_timeout,
         )
         self.give_shares(settings.tenant_shares)
         self.cache = TieredCache(self.tiers)
+        self._timer = StepTimer(self.tiers.compute_rate, device)
         self.scheduler = Scheduler(
             cache=self.cache,
             block_size=spec.block_size,
@@ -170,6 +180,27 @@ class EngineCore:
             hash_algo=settings.hash_algo,
         )
         self._runner.warm_up(progress)
+        self._measure_steps(num_alone_tokens)
+
+    def _measure_steps(self, most_tokens: int) -> None:
+        """Time steps of several sizes and positions, so that the first plan is a good one."""
+        device = self.model.device
+        most_tokens = min(
+            most_tokens,
+            self._max_model_len,
+            MOST_CPU_TOKENS if device.type == "cpu" else most_tokens,
+        )
+        sizes = sorted({max(1, most_tokens >> shift) for shift in (0, 2, 4, 6)})
+        shapes = [(size, 0) for size in sizes]
+        shapes.append((sizes[-1], self._max_model_len - sizes[-1]))
+        for num_tokens, start in shapes:
+            row = self._runner.idle_row(num_tokens, start)
+            for teaches in (False, True):  # the first one of its kind may compile something
+                self._timer.begin()
+                self._runner.execute([row])
+                self._timer.end([row], teaches=teaches)
+        self._runner.synchronize()
+        self._timer.poll()
 
     @property
     def info(self) -> EngineInfo:
@@ -244,8 +275,10 @@ class EngineCore:
         must_see = any(row.request.sampler.needs_history for row in rows)
         if must_see or self.scheduler.is_short or self.on_logits:  # else it runs ahead
             self._collect()
+        self.scheduler.busy_s = self._timer.busy_s()
         scheduled = self.scheduler.schedule(may_preempt=self._launched is None)
         launched = self._launch(scheduled) if scheduled else None
+        self._serve_links()
         self._collect()
         self._launched = launched
         self.cache.pump()
@@ -260,6 +293,8 @@ class EngineCore:
             return
         transfer, give_up_at = self.tiers.transfer, time.monotonic() + timeout_s
         give_up_at = min(give_up_at, self.scheduler.held_until or give_up_at)
+        if self.cache.is_restoring:  # a link that stalls sends no event
+            give_up_at = min(give_up_at, time.monotonic() + PLAN_AGAIN_S)
         while not self._wake.is_set() and (left := give_up_at - time.monotonic()) > 0:
             if transfer.has_completed:
                 break
@@ -417,9 +452,10 @@ class EngineCore:
 
     def _launch(self, scheduled: list[ScheduledRow]) -> _Launched | None:
         """Issue a step; while the device computes it, do the work that does not need its tokens."""
-        output = self._runner.execute(
-            [row.row for row in scheduled], self.tiers.transfer.late_event
-        )
+        late_event = self.tiers.transfer.late_event
+        self._timer.begin()
+        output = self._runner.execute([row.row for row in scheduled], late_event)
+        self._timer.end([row.row for row in scheduled], teaches=late_event is None)
         rows = [row for row in scheduled if row.row.needs_logits]
         if any(row.row.all_logits for row in scheduled):
             output = _score(scheduled, output)
@@ -442,6 +478,18 @@ class EngineCore:
             if not request.touched_at:
                 self._touch(request)
         return launched
+
+    def _serve_links(self) -> None:
+        """While blocks are on their way, keep the links busy until the step before has ended.
+
+        The device has the next step already. The one after it is chosen when the next one begins.
+        """
+        while self.cache.is_restoring and self._timer.num_pending > 1:
+            self._wake.wait(LINK_POLL_S)
+            self._wake.clear()
+            self.cache.poll()
+            self.cache.pump()
+            self._timer.poll()
 
     def _collect(self) -> None:
         """Take in the tokens of the step that was issued before, if there is one."""

@@ -16,13 +16,13 @@ Source: start-time fair queueing, Goyal, Vin and Cheng 1996.
 """
 
 import time
-from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence, Set
 from itertools import chain, islice
 
 from tieredkv.engine.request import Request
 from tieredkv.errors import RequestError
+from tieredkv.hashing import num_shared
 from tieredkv.types import BlockHash
 
 WINDOW = 16
@@ -61,7 +61,7 @@ class RequestQueue:
         if not window or window[0].num_passes >= MAX_PASSES:
             return window[:1]
         last = self._last.get(tenants[0], ())
-        window.sort(key=lambda each: -_num_shared(each.prefix.hashes, last))
+        window.sort(key=lambda each: -num_shared(each.prefix.hashes, last))
         return [window[0], *map(self._oldest, tenants[1:]), *window[1:]]
 
     def check_room(self, tenant: str, most: int) -> None:
@@ -112,9 +112,3 @@ class RequestQueue:
 
     def _oldest(self, tenant: str) -> Request:
         return next(iter(self._queues[tenant]))
-
-
-def _num_shared(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
-    """Count the blocks that two chains share; equal hashes mean equal blocks before them."""
-    shortest = range(min(len(some), len(others)))
-    return bisect_left(shortest, True, key=lambda index: some[index] != others[index])

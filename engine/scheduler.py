@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from tieredkv.cache.promotion import Progress
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.engine.queue import MAX_PASSES, RequestQueue
 from tieredkv.engine.request import Request
@@ -105,6 +106,7 @@ class Scheduler:
         max_num_batched_tokens: the most prompt tokens of a step.
         max_num_alone_tokens: the same for a step while the engine has only one request.
         is_short: see `schedule`.
+        busy_s: for how long the device is busy with the steps that were issued.
         has_short_steps: see `SHORT_STEP`.
         held_until: when long prompts resume, see `RETURN_S`; 0 if they are not held.
     """
@@ -119,6 +121,7 @@ class Scheduler:
     running: list[Request] = field(default_factory=list)
     num_preemptions: int = 0
     is_short: bool = False
+    busy_s: float = 0.0
     has_short_steps: bool = False
     held_until: float = 0.0
 
@@ -167,6 +170,7 @@ class Scheduler:
         has_room = True
         # Decodes come first, so that a long prefill delays no request's next token.
         order = sorted(self.running, key=lambda r: r.is_prefilling)
+        self._plan()
         num_decodes = bisect_left(order, True, key=lambda r: r.is_prefilling)
         busy = {each.asked.tenant for each in order[num_decodes:] if self._is_long(each)}
         tenants = busy | self.waiting.tenants
@@ -206,7 +210,7 @@ class Scheduler:
         prefix = request.prefix
         first = scheduled.start // self.block_size
         last = min(end // self.block_size, len(prefix.hashes))
-        self.cache.complete(prefix, first, last)
+        self.cache.complete(prefix, first, last, has_rest=end % self.block_size > 0)
         request.num_computed_tokens = max(request.num_computed_tokens, end)
         if scheduled.row.needs_logits:
             request.expect_token()
@@ -272,6 +276,18 @@ class Scheduler:
             self._preempt(victim)
         return True
 
+    def _plan(self) -> None:
+        """Have the cache plan what to load for the requests that have prompts to compute."""
+        if not self.cache.is_restoring:
+            return
+        running = (
+            Progress(request.prefix, request.num_computed_tokens, request.num_tokens)
+            for request in self.running
+            if request.is_prefilling
+        )
+        queued = (Progress(each.prefix, 0, each.num_tokens) for each in self.waiting.upcoming())
+        self.cache.plan([*running, *queued], busy_s=self.busy_s)
+
     def _next_row(self, request: Request, budget: int, claimed: set[int]) -> ScheduledRow | None:
         """Return the next stretch of tokens that is neither ready, on its way, nor claimed."""
         size, prefix = self.block_size, request.prefix
@@ -293,6 +309,9 @@ class Scheduler:
             most = 0 if SCORING in claimed else min(MAX_SCORED_TOKENS, request.num_unscored_tokens)
             end = min(end, start + most)
             claimed.add(SCORING)
+        if write_from == start:
+            stop = self.cache.stop(prefix, start // size, min(-(-end // size), num_chain))
+            end = min(end, stop * size) if stop * size < end and stop < num_chain else end
         for index in range(start // size, min(-(-end // size), num_chain)):
             block = prefix.blocks[index]
             if write_from > start:
@@ -354,6 +373,7 @@ class Scheduler:
             request.admitted_at = request.admitted_at or time.monotonic()
             request.table_key = next(self._table_keys)
             self.running.append(request)
+            self._plan()
             row = self._next_row(request, budget, claimed)
             if row is not None:
                 scheduled.append(row)

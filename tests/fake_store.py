@@ -18,9 +18,11 @@ from tieredkv.block_pool import Block, BlockPool
 from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog, Entry
 from tieredkv.cache.prefix import BlockClaim, Prefix
+from tieredkv.cache.promotion import Progress
 from tieredkv.cache.tiered import TieredCache
 from tieredkv.cache.tiers import Tiers
 from tieredkv.clock import Clock
+from tieredkv.config import Restore
 from tieredkv.kernels.copies import BlockCopier
 from tieredkv.retention import IN_MEMORY, TWENTY_FOUR_HOURS, RetentionPolicies, RetentionPolicy
 from tieredkv.storage.client import Event, StoreClient
@@ -236,7 +238,7 @@ class FakeTransfer(BlockTransfer[Any]):
     def has_pending(self) -> bool:
         return bool(self._up or self._down)
 
-    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any) -> None:
+    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Any, fence: Any = None) -> None:
         self._up.append((pairs, tag))
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Any) -> None:
@@ -268,7 +270,8 @@ class Rig:
         reserve: int = 1,
         load_timeout_s: float = 30.0,
         is_write_behind: bool = False,
-        can_load: bool = True,
+        block_size: int = 1,
+        restore: Restore = "load",
     ) -> None:
         self.clock = ManualClock()
         self.device_bytes = torch.full((num_blocks, BLOCK_BYTES), POISON, dtype=torch.uint8)
@@ -283,7 +286,8 @@ class Rig:
             store=self.store if has_store else None,
             clock=self.clock,
             block_bytes=BLOCK_BYTES,
-            can_load=can_load,
+            block_size=block_size,
+            restore=restore,
             is_write_behind=is_write_behind,
             device_reserve_blocks=reserve,
             load_timeout_s=load_timeout_s,
@@ -304,8 +308,23 @@ class Rig:
         """Do what the engine does in a step, but for computing."""
         for _ in range(count):
             self.cache.poll()
+            self.plan()
             self.cache.pump()
             self.check()
+
+    def plan(self) -> None:
+        """Plan for all requests that restore something, in the order in which they came."""
+        size = self.tiers.block_size
+        self.cache.plan(
+            [
+                Progress(prefix, size * self._num_ready(prefix), size * len(prefix.hashes))
+                for prefix in self.cache.promoter.prefixes
+            ]
+        )
+
+    def _num_ready(self, prefix: Prefix) -> int:
+        blocks = prefix.blocks[: len(prefix.hashes)]
+        return next((i for i, block in enumerate(blocks) if not block.is_ready), len(blocks))
 
     def queue(self, name: str, length: int, retention: str = "24h") -> Prefix:
         """A request that has arrived."""
@@ -319,6 +338,7 @@ class Rig:
         if not self.cache.is_settled(prefix):
             return False
         is_admitted = self.cache.admit(prefix, num_blocks or len(prefix.hashes))
+        self.plan()
         self.check()
         return is_admitted
 
@@ -339,6 +359,8 @@ class Rig:
                 continue
             if count == at_most:
                 break
+            if self.cache.stop(prefix, index, index + 1) == index:
+                continue
             self.write(block, prefix.hashes[index])
             self.cache.complete(prefix, index, index + 1)
             count += 1

@@ -154,7 +154,7 @@ class BlockPool:
         taken.extend(victims)
         for block in taken:
             block.ref_count = 1
-            block.is_ready = False
+            block.is_ready = block.is_begun = False
         return taken
 
     def insert(self, block: Block, block_hash: BlockHash, tenant: bytes = b"") -> Block:

@@ -7,6 +7,7 @@ and the destination.
 Only the engine's thread may call it.
 """
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from itertools import islice
@@ -25,11 +26,22 @@ MIN_SPLIT_BYTES = 32 << 20
 
 
 class _Pending(NamedTuple, Generic[Tag]):
-    """A copy under way; if its bytes come in two parts, `early` is the event of the first part."""
+    """A copy under way.
+
+    Attributes:
+        event: after which all bytes have arrived; None if they have.
+        early: event of the first part if the bytes come in two parts.
+        num_bytes: how many bytes.
+        began: event at which the stream came to the copy.
+        seconds: how long it took, if it has ended.
+    """
 
     event: torch.cuda.Event | None
     tag: Tag
     early: torch.cuda.Event | None = None
+    num_bytes: int = 0
+    began: torch.cuda.Event | None = None
+    seconds: float = 0.0
 
 
 class BlockTransfer(Generic[Tag]):
@@ -56,6 +68,7 @@ class BlockTransfer(Generic[Tag]):
         self._copier = copier
         self._early_bytes = early_bytes
         self._num_usable = 0
+        self._promoted_bytes, self._promoted_s = 0, 0.0
         is_cuda = copier.device.type == "cuda"
         self._in_stream = torch.cuda.Stream(copier.device) if is_cuda else None
         self._out_stream = torch.cuda.Stream(copier.device) if is_cuda else None
@@ -78,19 +91,43 @@ class BlockTransfer(Generic[Tag]):
             for pending in islice(self._promotions, self._num_usable, self._num_usable + 1)
         )
 
-    def promote(self, pairs: Sequence[tuple[PageId, BlockId]], tag: Tag) -> None:
-        """Start copying host pages into device blocks."""
+    def fence(self) -> torch.cuda.Event | None:
+        """Return an event after which the work is done that the compute stream was given so far.
+
+        Blocks that were allocated before may be overwritten after it; see `promote`.
+        """
+        return self._record(torch.cuda.current_stream()) if self._in_stream is not None else None
+
+    def promote(
+        self,
+        pairs: Sequence[tuple[PageId, BlockId]],
+        tag: Tag,
+        fence: torch.cuda.Event | None = None,
+    ) -> None:
+        """Start copying host pages into device blocks.
+
+        Args:
+            pairs: pages and blocks.
+            tag: what `poll` returns when the bytes have arrived.
+            fence: the copies wait for it instead of for all the work that the compute stream was
+                given so far. No step that was issued after it may use the blocks.
+        """
         stream, early = self._in_stream, None
-        if stream is not None:
+        if stream is not None and fence is not None:
+            stream.wait_event(fence)
+        elif stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
+        num_bytes = len(pairs) * self._copier.block_bytes
+        began_at, began = time.perf_counter(), self._record(stream, is_timed=True)
         split = self._early_bytes
-        if split and stream and len(pairs) * self._copier.block_bytes >= MIN_SPLIT_BYTES:
+        if split and stream and num_bytes >= MIN_SPLIT_BYTES:
             self._copier.copy_in(pairs, stream, slice(split))
             early = self._record(stream)
             self._copier.copy_in(pairs, stream, slice(split, None))
         else:
             self._copier.copy_in(pairs, stream)
-        self._promotions.append(_Pending(self._record(stream), tag, early))
+        ended, seconds = self._record(stream, is_timed=True), time.perf_counter() - began_at
+        self._promotions.append(_Pending(ended, tag, early, num_bytes, began, seconds))
 
     def demote(self, pairs: Sequence[tuple[BlockId, PageId]], tag: Tag) -> None:
         """Start copying device blocks into host pages."""
@@ -122,7 +159,19 @@ class BlockTransfer(Generic[Tag]):
         """Return the tags of promotions and of demotions completed since the last call."""
         promoted, demoted = _completed(self._promotions), _completed(self._demotions)
         self._num_usable = max(0, self._num_usable - len(promoted))
-        return promoted, demoted
+        for pending in promoted:
+            seconds = pending.seconds
+            if pending.began is not None and pending.event is not None:
+                seconds = pending.began.elapsed_time(pending.event) / 1e3
+            self._promoted_bytes += pending.num_bytes
+            self._promoted_s += seconds
+        return [pending.tag for pending in promoted], [pending.tag for pending in demoted]
+
+    def take_measured(self) -> tuple[int, float]:
+        """Return the bytes promoted since the last call, and for how many seconds they moved."""
+        measured = self._promoted_bytes, self._promoted_s
+        self._promoted_bytes, self._promoted_s = 0, 0.0
+        return measured
 
     def synchronize(self) -> None:
         """Wait until everything started so far has arrived; `poll` then reports it."""
@@ -130,17 +179,19 @@ class BlockTransfer(Generic[Tag]):
             if stream is not None:
                 stream.synchronize()
 
-    def _record(self, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    def _record(
+        self, stream: torch.cuda.Stream | None, *, is_timed: bool = False
+    ) -> torch.cuda.Event | None:
         if stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=is_timed)
         event.record(stream)
         return event
 
 
-def _completed(pending: deque[_Pending[Tag]]) -> list[Tag]:
-    """Remove the completed copies and return their tags; one direction finishes in order."""
-    tags = []
+def _completed(pending: deque[_Pending[Tag]]) -> list[_Pending[Tag]]:
+    """Remove the completed copies and return them; one direction finishes in order."""
+    completed = []
     while pending and (pending[0].event is None or pending[0].event.query()):
-        tags.append(pending.popleft().tag)
-    return tags
+        completed.append(pending.popleft())
+    return completed

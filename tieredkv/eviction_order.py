@@ -29,6 +29,7 @@ class Block:
         pin_count: number of copies that read the content; above 0 its memory is not reused.
         block_hash: identity of the content, None for a private or an empty block.
         is_ready: whether the content has arrived; a hashed block that is not ready is being filled.
+        is_begun: whether some of its tokens are computed, so that it is not loaded any more.
         is_loading: whether it is filled from a slower tier, and held until that has ended.
         tenant: the tenant that the content belongs to.
         part: the part of the eviction order that it is in, None while it is in use or empty.
@@ -41,6 +42,7 @@ class Block:
     pin_count: int = 0
     block_hash: BlockHash | None = field(default=None, repr=False)  # no log may show it
     is_ready: bool = False
+    is_begun: bool = False
     is_loading: bool = False
     tenant: bytes = b""
     part: "Part | None" = field(default=None, repr=False)

@@ -15,6 +15,7 @@ import hashlib
 import struct
 import sys
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -119,3 +120,9 @@ def chain_hashes(
         before_parent = before_digest
         hashes.append(digest)
     return cast(list[BlockHash], hashes)
+
+
+def num_shared(some: Sequence[BlockHash], others: Sequence[BlockHash]) -> int:
+    """Count the blocks that two chains share; equal hashes mean equal blocks before them."""
+    shortest = range(min(len(some), len(others)))
+    return bisect_left(shortest, True, key=lambda index: some[index] != others[index])

@@ -31,6 +31,7 @@ class Loop:
         max_num_seqs: int = 8,
     ) -> None:
         self.rig = rig
+        rig.tiers.block_size = SIZE
         self.scheduler = Scheduler(
             cache=rig.cache,
             block_size=SIZE,

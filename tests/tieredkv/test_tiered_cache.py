@@ -482,7 +482,7 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
 
 
 def test_what_is_computed_while_the_old_copy_expires_goes_with_it_and_is_then_as_new() -> None:
-    rig = Rig(can_load=False, has_store=False)
+    rig = Rig(restore="compute", has_store=False)
     rig.run("a", 1, "in_memory")
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 1, "in_memory")
@@ -603,7 +603,7 @@ def test_a_prefix_shared_by_many_takes_the_room_of_one() -> None:
 
 
 def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotten() -> None:
-    rig = Rig(num_blocks=8, num_pages=2, can_load=False, has_store=False)
+    rig = Rig(num_blocks=8, num_pages=2, restore="compute", has_store=False)
     rig.run("a", 2, "in_memory")
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
     prefix = rig.start("a", 2, "in_memory")

@@ -46,7 +46,7 @@ class TieredCacheMachine(RuleBasedStateMachine):
             num_blocks=num_blocks,
             num_pages=num_pages,
             is_write_behind=is_write_behind,
-            can_load=can_load,
+            restore="load" if can_load else "compute",
             load_timeout_s=0.0 if has_timeout else 1e9,
         )
         self.rig.store.is_held = self.rig.transfer.is_held = True

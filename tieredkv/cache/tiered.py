@@ -18,7 +18,7 @@ Called by the engine's thread only.
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -26,9 +26,10 @@ from tieredkv.block_pool import Block
 from tieredkv.cache.catalog import Entry
 from tieredkv.cache.demotion import Demoter
 from tieredkv.cache.prefix import Prefix
-from tieredkv.cache.promotion import Promoter
+from tieredkv.cache.promotion import Progress, Promoter
 from tieredkv.cache.tiers import Tiers
 from tieredkv.errors import IntegrityError
+from tieredkv.storage.codec import expiry_of
 from tieredkv.storage.results import TouchItem
 from tieredkv.storage.worker_messages import (
     ControlRequest,
@@ -44,6 +45,9 @@ MAX_EXPIRED = 64
 """Queued blocks that one step examines for expiry; the next step continues with the others."""
 
 PATIENCE_S = 0.25
+
+LOST = frozenset(("load_timeout", "corrupt", "expired", "admin"))
+"""Reasons for which a block was computed although a slower tier was said to have it."""
 
 
 class TieredCache:
@@ -161,7 +165,6 @@ class TieredCache:
         prefix.blocks.extend(rest)
         prefix.block_ids = array("i", [block.block_id for block in prefix.blocks])
         self._unpin(prefix)
-        self.promoter.pump()
         return True
 
     def is_room_coming(self, prefix: Prefix) -> bool:
@@ -185,15 +188,22 @@ class TieredCache:
                 return "behind_lookback"
             index = prefix.num_present  # with this block, a hit could have ended behind it
         block_hash = prefix.hashes[index]
-        if not tiers.can_load and tiers.host.lookup(block_hash) is not None:
+        is_below = bool(prefix.records.get(block_hash) or tiers.host.lookup(block_hash))
+        if not tiers.can_load and is_below:
             return "loads_off"
-        return tiers.catalog.why_departed(block_hash, tiers.clock.now())
+        reason = tiers.catalog.why_departed(block_hash, tiers.clock.now())
+        return "computed_sooner" if is_below and reason not in LOST else reason
 
     # Completion
 
-    def complete(self, prefix: Prefix, first: int, last: int) -> None:
-        """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed."""
+    def complete(self, prefix: Prefix, first: int, last: int, *, has_rest: bool = False) -> None:
+        """Publish the full blocks `[first, last)` of the chain, whose last tokens were computed.
+
+        With `has_rest`, some tokens of the block `last` were computed too, but not all of them.
+        """
         blocks, hashes = prefix.blocks, prefix.hashes
+        if has_rest and last < len(hashes):
+            blocks[last].is_begun = True
         computed = [index for index in range(first, last) if not blocks[index].is_ready]
         if not computed:
             return
@@ -265,13 +275,31 @@ class TieredCache:
         self._unpin(prefix)
         self.tiers.host.touch(prefix.hashes)
         self.tiers.device.release(prefix.blocks[::-1])
-        self.promoter.note_release(prefix.blocks)
+        self.promoter.forget(prefix)
         prefix.blocks = []
         prefix.block_ids = array("i")
         prefix.sources = []
         self.demoter.note_change()
 
     # Moves
+
+    @property
+    def is_restoring(self) -> bool:
+        """Whether a request has blocks to load or waits for some, so that `plan` is of use."""
+        return self.promoter.is_restoring
+
+    def plan(self, requests: Iterable[Progress], *, busy_s: float = 0.0) -> None:
+        """Decide which blocks of these requests are computed and which are loaded.
+
+        Args:
+            requests: those that have tokens of their prompts to compute, in the order of service.
+            busy_s: for how long the device is busy with the steps that it was given.
+        """
+        self.promoter.plan(requests, busy_s)
+
+    def stop(self, prefix: Prefix, first: int, end: int) -> int:
+        """Return the first of the blocks `[first, end)` that is left to the links, or `end`."""
+        return self.promoter.stop(prefix, first, end) if self.is_restoring else end
 
     def poll(self, *, may_start_early: bool = False) -> None:
         """Take in the copies, reads and writes that have ended since the last call.
@@ -286,6 +314,9 @@ class TieredCache:
             for _, block in copies:
                 block.is_ready = True
         promoted, demoted = transfer.poll()
+        num_bytes, seconds = transfer.take_measured()
+        if num_bytes:
+            self.tiers.up_rate.learn(num_bytes, seconds, time.monotonic())
         for began_at, copies in promoted:
             self.promoter.on_copied(began_at, copies)
         for began_at, pairs in demoted:
@@ -397,8 +428,9 @@ class TieredCache:
         prefix.records.update((BlockHash(each), record) for each, record in event.found.items())
         if event.found and not prefix.blocks:
             self._unpin(prefix)
-            readable, found = self._readable(prefix), event.found
-            self.promoter.prefetch({each: found[each] for each in readable if each in found})
+            hashes = self._readable(prefix)
+            on_disk = [index for index, each in enumerate(hashes) if each in event.found]
+            self.promoter.want(prefix, in_host=[], on_disk=on_disk, reading=[], end=len(hashes))
             self.pin(prefix)
 
     def _forget_disk(self) -> None:
@@ -416,30 +448,47 @@ class TieredCache:
         behind `chain`, which may not be hits, are computed.
         """
         tiers, tenant = self.tiers, prefix.tenant
-        copies: list[tuple[Block, Block]] = []
+        in_host, on_disk, reading, end = list[int](), list[int](), list[int](), 0
         records, blocks, sources = prefix.records, prefix.blocks, prefix.sources
         hashes = prefix.hashes[: len(chain)]
         pages = tiers.host.find(hashes) if tiers.can_load else [None] * len(chain)
-        for block, block_hash, page in zip(chain, hashes, pages, strict=True):
+        for index, (block, block_hash, page) in enumerate(zip(chain, hashes, pages, strict=True)):
             record = records.get(block_hash) if records else None
             source: Tier | None = Tier.HOST if record is None else Tier.DISK
             if block is not None:
                 if block.is_ready or not block.is_loading:
                     source = Tier.DEVICE
+                if not block.is_ready and self.promoter.is_reading(block_hash):
+                    reading.append(index)
             else:
                 block = next(fresh)
                 tiers.device.insert(block, block_hash, tenant)
                 if page is not None and page.is_ready:
-                    copies.append((page, block))
-                elif not (record or page) or not self.promoter.start(block, block_hash, record):
+                    in_host.append(index)
+                elif self.promoter.is_reading(block_hash):
+                    source = Tier.DISK
+                    reading.append(index)
+                elif record and self._is_alive(block_hash, record):
+                    on_disk.append(index)
+                else:
                     source = None
+            if source is not None and not block.is_ready:
+                end = index + 1
             blocks.append(block)
             sources.append(source)
         for block_hash in prefix.hashes[len(chain) :]:
             blocks.append(next(fresh))
             sources.append(None)
             tiers.device.insert(blocks[-1], block_hash, tenant)  # a known hash leaves it private
-        self.promoter.copy(copies)
+        if end:
+            self.promoter.want(prefix, in_host=in_host, on_disk=on_disk, reading=reading, end=end)
+        else:
+            self.promoter.forget(prefix)
+
+    def _is_alive(self, block_hash: BlockHash, record: bytes) -> bool:
+        """Return whether a record is sound and its block may still be served."""
+        expires_at = expiry_of(block_hash, record)
+        return bool(expires_at) and expires_at > self.tiers.clock.now()
 
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.

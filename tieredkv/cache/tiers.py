@@ -11,7 +11,9 @@ from typing import Any
 from tieredkv.block_pool import Block, BlockPool
 from tieredkv.block_transfer import BlockTransfer
 from tieredkv.cache.catalog import Catalog
+from tieredkv.cache.rates import ComputeRate, LinkRate
 from tieredkv.clock import Clock
+from tieredkv.config import Restore
 from tieredkv.storage.client import StoreClient
 from tieredkv.types import BlockHash, Tier
 
@@ -26,6 +28,7 @@ class CacheCounters:
 
     Attributes:
         allocation_waits: allocations that had to wait for a copy to end.
+        overtaken_blocks: blocks that were read from disk and computed before they arrived.
         demotions_dropped: blocks whose demotion was given up, so that they could be evicted.
         load_failures: failed loads by reason; each of these blocks was recomputed.
         evictions: evicted copies in RAM by `tier,reason`.
@@ -35,6 +38,7 @@ class CacheCounters:
 
     promoted_host_blocks: int = 0
     promoted_disk_blocks: int = 0
+    overtaken_blocks: int = 0
     demoted_host_blocks: int = 0
     demoted_disk_blocks: int = 0
     demotions_dropped: int = 0
@@ -70,10 +74,13 @@ class Tiers:
         transfer: copies between the pools; a tag holds when the copy began and its pairs of blocks.
         store: the disk tier, or None.
         block_bytes: payload bytes of one block.
-        can_load: whether blocks are promoted; if not, they are computed.
+        block_size: tokens of one block.
+        restore: see the setting; `compute` promotes nothing.
         is_write_behind: write blocks to disk soon after they are computed, not only for room.
         device_reserve_blocks: how many device blocks to keep clean ahead of need.
         load_timeout_s: a block that the disk has not loaded within this time is computed.
+        up_rate, read_rate: of copies from host memory to VRAM, and of reads from disk.
+        compute_rate: of the device.
         shares: reserved fraction of each tier per tenant: the operator's, else an equal split of
             what is left; empty while there is only one tenant.
         pools: the pools of the two RAM tiers.
@@ -87,11 +94,15 @@ class Tiers:
     store: StoreClient | None
     clock: Clock
     block_bytes: int
-    can_load: bool = True
+    block_size: int = 1
+    restore: Restore = "auto"
     is_write_behind: bool = False
     device_reserve_blocks: int = 64
     load_timeout_s: float = 30.0
     counters: CacheCounters = field(default_factory=CacheCounters)
+    up_rate: LinkRate = field(default_factory=lambda: LinkRate(20e9))
+    read_rate: LinkRate = field(default_factory=lambda: LinkRate(2e9))
+    compute_rate: ComputeRate = field(default_factory=lambda: ComputeRate(8192))
     shares: dict[bytes, float] = field(default_factory=dict)
     _given: Mapping[bytes, float] = field(default_factory=dict)
     pools: dict[Tier, BlockPool] = field(init=False)
@@ -105,6 +116,11 @@ class Tiers:
             pool.on_evict = partial(self._on_evict, tier)
         self.device.can_evict = self._is_device_clean
         self.host.can_evict = lambda page: not self.is_owed_to_disk(page.block_hash)
+
+    @property
+    def can_load(self) -> bool:
+        """Whether blocks are promoted."""
+        return self.restore != "compute"
 
     def note_tenant(self, tenant: bytes) -> None:
         """Note a tenant's request; each tenant of the last hour has a floor in every tier."""

@@ -1,0 +1,98 @@
+"""Measures how long the device takes for each step, and predicts how long it is busy.
+
+Steps are issued ahead, so the host cannot time them by a clock: on CUDA a pair of events brackets
+each step. On other devices a step has ended when the call that issued it returns.
+
+Called by the engine's thread only.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tieredkv.cache.rates import ComputeRate, pairs
+from tieredkv.engine.step_buffers import BatchRow
+
+MIN_TOKENS = 64
+"""Steps with fewer tokens are not learnt from: they are replayed from graphs of their own."""
+
+
+class _Step(NamedTuple):
+    """A step that was issued: what it computes, how long it should take, and its two events."""
+
+    num_tokens: int
+    num_pairs: float
+    predicted_s: float
+    teaches: bool
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
+
+
+class StepTimer:
+    """Times steps in the order in which they are issued.
+
+    Args:
+        rate: learns from the steps, and predicts them.
+        device: the model's device.
+    """
+
+    def __init__(self, rate: ComputeRate, device: torch.device) -> None:
+        self._rate = rate
+        self._is_cuda = device.type == "cuda"
+        self._steps: deque[_Step] = deque()
+        self._began: torch.cuda.Event | None = None
+        self._began_at = 0.0
+
+    @property
+    def num_pending(self) -> int:
+        """Steps that were issued and have not ended, as of the last `poll`."""
+        return len(self._steps)
+
+    def begin(self) -> None:
+        """Note that a step is about to be issued."""
+        if self._is_cuda:
+            self._began = torch.cuda.Event(enable_timing=True)
+            self._began.record()
+        if not self._steps:
+            self._began_at = time.monotonic()
+
+    def end(self, rows: Sequence[BatchRow], *, teaches: bool = True) -> None:
+        """Note that the step was issued.
+
+        Args:
+            rows: of the step.
+            teaches: whether its time is that of computing only.
+        """
+        num_tokens = sum(len(row.token_ids) for row in rows)
+        num_pairs = sum(pairs(row.start, row.start + len(row.token_ids)) for row in rows)
+        teaches = teaches and num_tokens >= MIN_TOKENS
+        if self._began is None:
+            if teaches:
+                self._rate.learn(num_tokens, num_pairs, time.monotonic() - self._began_at)
+            return
+        ended = torch.cuda.Event(enable_timing=True)
+        ended.record()
+        predicted_s = self._rate.step_seconds(num_tokens, num_pairs)
+        self._steps.append(_Step(num_tokens, num_pairs, predicted_s, teaches, self._began, ended))
+        self._began = None
+
+    def poll(self) -> None:
+        """Take in the steps that have ended."""
+        while self._steps and self._steps[0].ended.query():
+            step = self._steps.popleft()
+            self._began_at = time.monotonic()
+            if step.teaches:
+                seconds = step.began.elapsed_time(step.ended) / 1e3
+                self._rate.learn(step.num_tokens, step.num_pairs, seconds)
+
+    def busy_s(self) -> float:
+        """Return for how long the device is busy with the steps that were issued."""
+        self.poll()
+        if not self._steps:
+            return 0.0
+        first_s = self._steps[0].predicted_s - (time.monotonic() - self._began_at)
+        rest = (step.predicted_s for step in list(self._steps)[1:])
+        return max(0.0, first_s) + sum(rest)

@@ -1,0 +1,173 @@
+"""Measured rates: how fast a link moves bytes, and how fast the device computes a prompt.
+
+The planner (`plan`) reads them; the moves and the steps teach them. A rate that nothing was
+measured of yet starts from an assumption and is corrected by the first moves.
+
+Called by the engine's thread only.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+MIN_WINDOW_S = 0.02
+"""A shorter busy time is no measurement: it would be one of latency."""
+
+MEMORY_S = 0.5
+"""Busy seconds after which a measurement has lost most of its weight."""
+
+PROBE_S = 10.0
+"""A rate that nothing taught for so long is measured again, while there is something to load."""
+
+
+@dataclass(slots=True)
+class LinkRate:
+    """Learns the rate of one direction of a link while it has something to move.
+
+    The rate is what arrives in a time during which something was always under way. While nothing
+    arrives for longer than the bytes under way should take, the rate that is told falls by itself,
+    so that a link that has stopped is not waited for.
+
+    Attributes:
+        bytes_per_s: the rate that was learnt, or the first assumption.
+        limit: the operator's limit in bytes/s; infinite without one. It caps what is told. Time in
+            which it held the link back teaches nothing.
+        learnt_at: when the rate was last measured; negative infinity before that.
+    """
+
+    bytes_per_s: float
+    limit: float = math.inf
+    learnt_at: float = -math.inf
+    num_bytes: int = 0
+    _began_at: float = 0.0
+    _moved_at: float = 0.0
+    _num_moved: int = 0
+
+    def begin(self, num_bytes: int, now: float) -> None:
+        """Note that a move of so many bytes was handed to the link."""
+        if not self.num_bytes:
+            self._began_at = self._moved_at = now
+            self._num_moved = 0
+        self.num_bytes += num_bytes
+
+    def end(self, num_bytes: int, now: float, *, teaches: bool = True) -> None:
+        """Note that a move has ended.
+
+        Args:
+            num_bytes: as given to `begin`.
+            now: the time.
+            teaches: whether the bytes arrived; if not, the move says nothing about the rate.
+        """
+        self.num_bytes -= num_bytes
+        self._moved_at = now
+        self._num_moved += num_bytes if teaches else 0
+        busy_s = now - self._began_at
+        if busy_s >= MIN_WINDOW_S:
+            if self._num_moved:
+                self.learn(self._num_moved, busy_s, now)
+            self._began_at, self._num_moved = now, 0
+
+    def learn(self, num_bytes: int, seconds: float, now: float) -> None:
+        """Take in a measurement; longer ones weigh more."""
+        measured = num_bytes / max(seconds, 1e-9)
+        if measured >= 0.9 * self.limit:
+            return
+        is_first = self.learnt_at == -math.inf
+        weight = 1.0 if is_first else 1 - math.exp(-seconds / MEMORY_S)
+        # The mean of the seconds a byte takes: a slow second must not vanish beside fast ones.
+        self.bytes_per_s = 1 / ((1 - weight) / self.bytes_per_s + weight / measured)
+        self.learnt_at = now
+
+    def effective(self, now: float) -> float:
+        """Return the rate in bytes/s to plan with: what was learnt, or less if the link stalls."""
+        rate = min(self.bytes_per_s, self.limit)
+        idle_s = now - self._moved_at
+        if self.num_bytes and idle_s > MIN_WINDOW_S:
+            rate = min(rate, self.num_bytes / idle_s)
+        return rate
+
+    def is_stale(self, now: float) -> bool:
+        """Whether the rate was not measured for `PROBE_S`."""
+        return now - self.learnt_at >= PROBE_S
+
+
+_PRIOR = np.array([2e-3, 2e-5, 1e-10])
+"""Seconds a step, a token and a pair of tokens that is attended to, before any measurement."""
+
+_SCALE = np.array([1.0, 1e3, 1e7])
+_FORGET = 0.97
+_TRUST = 1e-3  # the weight of the prior beside measurements
+
+
+@dataclass(slots=True)
+class ComputeRate:
+    """Learns how long the device takes for a prompt's tokens, as a function of their positions.
+
+    The time of a step is modelled as `a + b * tokens + c * pairs`, where each token is paired with
+    every token before it. The coefficients are fitted to measured steps by least squares of the
+    relative error; older steps weigh less.
+
+    Attributes:
+        chunk: the most tokens of one step.
+    """
+
+    chunk: int
+    _moments: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 3)))
+    _targets: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(3))
+    _fitted: tuple[float, float, float] | None = None
+
+    def learn(self, num_tokens: int, num_pairs: float, seconds: float) -> None:
+        """Take in a measured step.
+
+        Args:
+            num_tokens: tokens that the step computed.
+            num_pairs: pairs of a computed token and a token before it.
+            seconds: how long the device took.
+        """
+        row = np.array([1.0, num_tokens, num_pairs]) / _SCALE / max(seconds, 1e-6)
+        self._moments = _FORGET * self._moments + np.outer(row, row)
+        self._targets = _FORGET * self._targets + row
+        self._fitted = None
+
+    def seconds(self, begin: int, end: int) -> float:
+        """Return how long it takes to compute the tokens `[begin, end)` of one prompt."""
+        if end <= begin:
+            return 0.0
+        a, b, c = self._fitted or self._fit()
+        num_tokens = end - begin
+        num_steps = -(-num_tokens // self.chunk)
+        return a * num_steps + b * num_tokens + c * pairs(begin, end)
+
+    def step_seconds(self, num_tokens: int, num_pairs: float) -> float:
+        """Return how long a step takes."""
+        a, b, c = self._fitted or self._fit()
+        return a + b * num_tokens + c * num_pairs
+
+    def _fit(self) -> tuple[float, float, float]:
+        prior = _PRIOR * _SCALE
+        trust = np.diag(_TRUST / prior**2)
+        free = [0, 1, 2]
+        while True:  # coefficients cannot be negative: leave out those that would be
+            at = np.ix_(free, free)
+            target = (self._targets + trust @ prior)[free]
+            fitted = np.linalg.solve((self._moments + trust)[at], target)
+            if (fitted >= 0).all():
+                break
+            free = [each for each, it in zip(free, fitted, strict=True) if it > 0]
+        whole = np.zeros(3)
+        whole[free] = fitted
+        a, b, c = (whole / _SCALE).tolist()
+        self._fitted = a, b, c
+        return self._fitted
+
+
+def pairs(begin: int, end: int) -> float:
+    """Return how many pairs of a token in `[begin, end)` and a token before it there are."""
+    return (end * end - begin * begin) / 2
+
+
+ComputeSeconds = Callable[[int, int], float]
+"""Returns how many seconds computing the tokens `[begin, end)` takes."""
