@@ -465,7 +465,7 @@ class Promoter:
         first.probe_from = first.on_disk[max(0, len(first.on_disk) - count)]
 
     def _is_over(self, restore: _Restore) -> bool:
-        """Return whether a restore's next block needs no read any more; copy it if it has a page."""
+        """Return whether a restore's last block needs no read; copy it if it has a page."""
         block_hash = restore.prefix.hashes[restore.on_disk[-1]]
         if block_hash in self._reads:
             return True

@@ -488,7 +488,7 @@ class TieredCache:
     def _is_alive(self, block_hash: BlockHash, record: bytes) -> bool:
         """Return whether a record is sound and its block may still be served."""
         expires_at = expiry_of(block_hash, record)
-        return bool(expires_at) and expires_at > self.tiers.clock.now()
+        return expires_at is not None and expires_at > self.tiers.clock.now()
 
     def _readable(self, prefix: Prefix) -> list[BlockHash]:
         """Return the head of a chain that may be a hit: up to the last of `read_ends` in the tiers.
