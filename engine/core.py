@@ -384,6 +384,16 @@ class EngineCore:
             digest.update(self._block_bytes[block.block_id].cpu().numpy().tobytes())
         return digest.hexdigest()
 
+    def kv_digests(self, request: EngineRequest) -> list[str | None]:
+        """Return the xxh3_128 digest of each full block of a prompt; None for one not in VRAM."""
+        hashes = self._prefix(request, request.prompt_token_ids).hashes
+        return [
+            xxhash.xxh3_128_hexdigest(self._block_bytes[block.block_id].cpu().numpy().tobytes())
+            if block is not None and block.is_ready
+            else None
+            for block in self.tiers.device.find(hashes)
+        ]
+
     def close(self, *, progress: Progress = ignore_progress) -> int:
         """Abort requests, write blocks that are owed to the disk, and release everything.
 

@@ -330,7 +330,8 @@ class StoreService:
             self._end_load(task.page, reason, None if reason else task.located.record)
 
     def _end_load(self, page: LentPage, reason: str, record: BlockRecord | None = None) -> None:
-        self._loaded.append(PageLoaded(page.record.block_hash, page.page_id, reason, record))
+        now = time.monotonic()
+        self._loaded.append(PageLoaded(page.record.block_hash, page.page_id, reason, record, now))
 
     # --- index thread --------------------------------------------------------------------------
 

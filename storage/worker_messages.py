@@ -103,9 +103,15 @@ class PageReturned(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageLoaded(PageReturned, frozen=True, array_like=True, tag="loaded"):
-    """The end of one load; `record` is set if `ok`."""
+    """The end of one load.
+
+    Attributes:
+        record: of the block, if `ok`.
+        ended_at: when the bytes had been read, in seconds of the system's monotonic clock.
+    """
 
     record: BlockRecord | None = None
+    ended_at: float = 0.0
 
 
 class PageStored(PageReturned, frozen=True, array_like=True, tag="stored"):

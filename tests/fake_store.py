@@ -7,6 +7,7 @@ the next `Rig.check` detects bytes in the wrong place.
 import hashlib
 import itertools
 import sys
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -182,7 +183,9 @@ class FakeStore(StoreClient):
             reason = reason or "missing"
         # What a failed read leaves in the page is anybody's guess.
         page[:] = POISON if reason else list(payload)
-        self._done.append(PageLoaded(block_hash, page_id, reason, None if reason else record))
+        self._done.append(
+            PageLoaded(block_hash, page_id, reason, None if reason else record, time.monotonic())
+        )
 
     def restart_empty(self) -> None:
         """Come back as a new worker that had to set the index aside."""

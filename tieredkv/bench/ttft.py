@@ -22,11 +22,12 @@ import math
 import random
 import statistics
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -77,6 +78,7 @@ class Sample(NamedTuple):
     kv_digest: str | None
 
 
+Result = TypeVar("Result")
 Samples = dict[tuple[str, int], list[Sample]]
 """Samples by arm and prefix length."""
 
@@ -87,35 +89,35 @@ def measure(
     """Serve every prompt in each arm, in this process; demote all of them to the tier `last`."""
     progress, samples = terminal_progress(), Samples()
     with LLM(**settings, retention="24h", progress=progress) as llm:
-        _serve(llm, _prompt(llm, max(lengths), -1))  # warm-up
+        serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
         llm.core.evict()
         cases = list(itertools.product(lengths, range(repeats)))
         for length, repeat in tracked(progress, "measuring", cases):
-            prompt = _prompt(llm, length, repeat)
+            prompt = make_prompt(llm, length, repeat)
             for arm in arms:
-                _demote(llm, TIER_OF_ARM[arm])
-                sample = _serve(llm, prompt)
+                demote_all(llm, TIER_OF_ARM[arm])
+                sample = serve_once(llm, prompt)
                 if arm == "cold" and sample.kv_digest is None:
                     what = f"A prefix of {length} tokens does not stay in VRAM"
                     raise TieredKVError(f"{what}; raise `device_size`")
                 samples.setdefault((arm, length), []).append(sample)
-            _demote(llm, last)
+            demote_all(llm, last)
             llm.core.evict()
     return samples
 
 
-def _prompt(llm: LLM, length: int, repeat: int) -> list[int]:
+def make_prompt(llm: LLM, length: int, repeat: int) -> list[int]:
     """Return a random prompt, prefix and suffix, which is the same in every process."""
     generator = random.Random(f"{length}/{repeat}")
     return generator.choices(range(llm.core.info.vocab_size), k=length + SUFFIX_TOKENS)
 
 
-def _demote(llm: LLM, tier: str | None) -> None:
+def demote_all(llm: LLM, tier: str | None) -> None:
     if tier in ("host", "disk") and not llm.demote(tier, timeout_s=DEMOTE_TIMEOUT_S):
         raise TieredKVError(f"Not everything could be demoted to {tier}; see the log")
 
 
-def _serve(llm: LLM, prompt: list[int]) -> Sample:
+def serve_once(llm: LLM, prompt: list[int]) -> Sample:
     """Serve a prompt, keep the logits of its output tokens, and digest its prefix's KV."""
     core, logits, pid = llm.core, list[torch.Tensor](), llm.core.info.worker_pid
     before = raw.own_bytes(pid, "read")
@@ -150,7 +152,7 @@ def run(
     told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
     found = find_model(settings["model"], **told)
     kv_spec = found.kv_spec(settings.get("block_size", 16))
-    sizes = _sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
+    sizes = tier_sizes(prefix_tokens, repeats, kv_spec.token_bytes, found.max_model_len)
     with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
         path = Path(folder)
         num_bytes = (4 << 30) if torch.cuda.is_available() else (256 << 20)  # more than drives hold
@@ -159,9 +161,9 @@ def run(
         settings = sizes | settings | {"restore": "load", "disk_dir": str(path / "store")}
         first = [arm for arm in TIER_OF_ARM if arm in ("cold", *arms) and arm != "restart"]
         last = TIER_OF_ARM["restart"] if "restart" in arms else None
-        samples = _in_new_process(settings, prefix_tokens, repeats, first, last)
+        samples = in_new_process(measure, settings, prefix_tokens, repeats, first, last)
         for length in prefix_tokens if last else ():
-            samples |= _in_new_process(settings, [length], repeats, ["restart"], last)
+            samples |= in_new_process(measure, settings, [length], repeats, ["restart"], last)
         page_cache = "bypassed" if raw.block_device(path) else "warm"
     rows = [
         _row(arm, length, samples, kv_spec.token_bytes, page_cache)
@@ -178,15 +180,20 @@ def run(
     return {**facts, "restore": "load", "raw": limits, "rows": rows, "problems": problems}
 
 
-def _in_new_process(*arguments: Any) -> Samples:
+def in_new_process(work: Callable[..., Result], *arguments: Any) -> Result:
+    """Call `work` in a process of its own, which ends with the call.
+
+    Raises:
+        TieredKVError: the process ended before it answered.
+    """
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         try:
-            return pool.submit(measure, *arguments).result()
+            return pool.submit(work, *arguments).result()
         except BrokenProcessPool as error:
             raise TieredKVError("A measuring process ended before it answered") from error
 
 
-def _sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:
+def tier_sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> dict[str, int]:
     """Return tier sizes that hold all prompts; the caller's settings take precedence over them.
 
     Raises:
@@ -205,7 +212,7 @@ def _sizes(lengths: list[int], repeats: int, token_bytes: int, max_len: int) -> 
     }
 
 
-def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
+def compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
     """Compare a run with the cold run of the same prompt.
 
     Up to the first token that differs, both runs have seen the same context. If the cold run's best
@@ -230,7 +237,7 @@ def _compare(sample: Sample, cold: Sample) -> tuple[float, bool, bool]:
 def _row(arm: str, length: int, samples: Samples, token_bytes: int, page_cache: str) -> Row:
     """Return one row of the report: all repeats of an arm at a prefix length."""
     ours, cold, tier = samples[arm, length], samples["cold", length], TIER_OF_ARM[arm]
-    differences, are_equal, are_excluded = zip(*map(_compare, ours, cold), strict=True)
+    differences, are_equal, are_excluded = zip(*map(compare, ours, cold), strict=True)
     times, cold_times = ([round(it.ttft_ms, 3) for it in each] for each in (ours, cold))
     p50_ms = round(statistics.median(times), 3)
     by_tier = {name: int(statistics.median(it.by_tier[name] for it in ours)) for name in Tier}

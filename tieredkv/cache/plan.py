@@ -88,6 +88,7 @@ def plan(
     block_size: int,
     block_bytes: int,
     busy_s: float = 0.0,
+    least_tokens: int = 1,
 ) -> list[Split]:
     """Divide the prefixes of requests between the device and the links.
 
@@ -98,6 +99,7 @@ def plan(
         block_size: tokens a block.
         block_bytes: bytes a block.
         busy_s: seconds for which the device is busy with what it was given.
+        least_tokens: a step with fewer tokens costs hardly less, so that none is planned.
 
     Returns:
         One split for each demand. Without anything to load, all is computed.
@@ -131,9 +133,10 @@ def plan(
             """Return when the device has computed the tokens before `split`."""
             return busy_s + compute(demand.begin, min(split * block_size, demand.end))
 
-        candidates = range(first, last + 1)
-        crossing = first + bisect_left(candidates, True, key=lambda m: compute_s(m) >= load_s(m))
-        around = {min(max(each, first), last) for each in (first, crossing - 1, crossing)}
+        least = min(last, first - (-least_tokens // block_size))
+        candidates = range(least, last + 1)
+        crossing = least + bisect_left(candidates, True, key=lambda m: compute_s(m) >= load_s(m))
+        around = {first, *(min(max(each, least), last) for each in (crossing - 1, crossing))}
         block = min(sorted(around), key=lambda m: max(compute_s(m), load_s(m)))
         splits.append(Split(block, compute_s(block), load_s(block)))
         for load in demand.loads:

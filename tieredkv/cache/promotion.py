@@ -283,6 +283,8 @@ class Promoter:
                 if not is_over:
                     if len(self._reads) >= most_reads or self._is_short:
                         break
+                    if not self._tiers.read_rate.admits(self._tiers.block_bytes, now):
+                        break
                     if not num_left:
                         self.has_more = True
                         break
@@ -306,7 +308,7 @@ class Promoter:
         page, record, reason = read.page, event.record, event.reason
         assert page.block_id == event.page_id, (page, event.page_id)
         tiers.counters.note_move("disk,host", read.began_at)
-        tiers.read_rate.end(tiers.block_bytes, time.monotonic(), teaches=not reason)
+        tiers.read_rate.end(tiers.block_bytes, event.ended_at, teaches=not reason)
         if record is not None and page.block_hash is None:
             reason = "evicted"  # by an operator, or expired, during the read
         elif record is not None and record.expires_at <= tiers.clock.now():
@@ -445,6 +447,7 @@ class Promoter:
             block_size=tiers.block_size,
             block_bytes=tiers.block_bytes,
             busy_s=busy_s,
+            least_tokens=tiers.compute_rate.least_tokens,
         )
         for restore, split in zip(restores, splits, strict=True):
             if restore is None:

@@ -19,6 +19,9 @@ MIN_WINDOW_S = 0.02
 MEMORY_S = 0.5
 """Busy seconds after which a measurement has lost most of its weight."""
 
+BURST_S = 0.02
+"""A limit lets through at most what it allows in this time, at once."""
+
 PROBE_S = 10.0
 """A rate that nothing taught for so long is measured again, while there is something to load."""
 
@@ -42,15 +45,16 @@ class LinkRate:
     limit: float = math.inf
     learnt_at: float = -math.inf
     num_bytes: int = 0
-    _began_at: float = 0.0
+    _busy_s: float = 0.0
     _moved_at: float = 0.0
     _num_moved: int = 0
+    _allowed: float = 0.0
+    _allowed_at: float = -math.inf
 
     def begin(self, num_bytes: int, now: float) -> None:
         """Note that a move of so many bytes was handed to the link."""
         if not self.num_bytes:
-            self._began_at = self._moved_at = now
-            self._num_moved = 0
+            self._moved_at = now
         self.num_bytes += num_bytes
 
     def end(self, num_bytes: int, now: float, *, teaches: bool = True) -> None:
@@ -58,17 +62,29 @@ class LinkRate:
 
         Args:
             num_bytes: as given to `begin`.
-            now: the time.
+            now: when it ended.
             teaches: whether the bytes arrived; if not, the move says nothing about the rate.
         """
         self.num_bytes -= num_bytes
-        self._moved_at = now
+        self._busy_s += max(0.0, now - self._moved_at)
+        self._moved_at = max(now, self._moved_at)
         self._num_moved += num_bytes if teaches else 0
-        busy_s = now - self._began_at
-        if busy_s >= MIN_WINDOW_S:
+        if self._busy_s >= MIN_WINDOW_S:
             if self._num_moved:
-                self.learn(self._num_moved, busy_s, now)
-            self._began_at, self._num_moved = now, 0
+                self.learn(self._num_moved, self._busy_s, now)
+            self._busy_s, self._num_moved = 0.0, 0
+
+    def admits(self, num_bytes: int, now: float) -> bool:
+        """Return whether the limit lets a move of so many bytes start now; if so, count it."""
+        if self.limit == math.inf:
+            return True
+        most = max(num_bytes, self.limit * BURST_S)
+        self._allowed = min(most, self._allowed + (now - self._allowed_at) * self.limit)
+        self._allowed_at = now
+        if self._allowed < num_bytes:
+            return False
+        self._allowed -= num_bytes
+        return True
 
     def learn(self, num_bytes: int, seconds: float, now: float) -> None:
         """Take in a measurement; longer ones weigh more."""
@@ -140,6 +156,12 @@ class ComputeRate:
         num_tokens = end - begin
         num_steps = -(-num_tokens // self.chunk)
         return a * num_steps + b * num_tokens + c * pairs(begin, end)
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of a step that takes twice as long as one with hardly any."""
+        a, b, _ = self._fitted or self._fit()
+        return max(1, min(self.chunk, int(a / b))) if b else 1
 
     def step_seconds(self, num_tokens: int, num_pairs: float) -> float:
         """Return how long a step takes."""

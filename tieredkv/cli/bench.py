@@ -148,6 +148,44 @@ def ttft() -> None:
 
 
 @measured(
+    MODEL,
+    several(
+        "--prefix-tokens",
+        COUNT,
+        default="512,2048",
+        help="Lengths of prefixes in tokens, with commas between.",
+    ),
+    several(
+        "--read-limits",
+        parse_bytes,
+        default="0",
+        help="Limits of the reads in bytes per second, with commas between; 0 is none.",
+    ),
+    repeats(5),
+    settings_options(*ENGINE, without=("seed", "restore", "default_retention")),
+)
+def restore() -> None:
+    """Measure one request whose prefix is on disk: computed, loaded, and both at once.
+
+    \b
+    cold      everything is computed
+    load      everything is loaded (restore = "load")
+    planned   the head is computed while the tail is loaded (restore = "auto")
+    device    everything is in VRAM
+
+    The arms take turns, and the raw rate of the disk is measured beside each. `ideal` is the least
+    time that any split could take: computing the head at the measured cold speed, loading the rest
+    at the raw rate, whichever ends last, and then what the arm `device` takes. Tokens, and the keys
+    and values of all loaded blocks, are compared with the cold run; the exit code is 1 if one
+    differs. The bench makes a store in the folder `--disk-dir` and removes it again.
+
+    \b
+    Example:
+      tieredkv bench restore --model tiny-random --prefix-tokens 512,2048 --disk-dir /nvme
+    """
+
+
+@measured(
     several(
         "--block-size-bytes",
         parse_bytes,

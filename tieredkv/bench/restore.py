@@ -1,0 +1,308 @@
+"""`bench restore`: one request whose prefix is on disk: computed, loaded, or both at once.
+
+For every prefix length and repeat, a new prefix is served in each of these arms, which take turns:
+
+    cold      with empty tiers: everything is computed; each block's KV bytes are digested
+    load      from disk, with VRAM and host memory empty: everything is loaded
+    planned   the same, and the planner decides which blocks are computed and which are loaded
+    device    from VRAM
+
+The worker reads without the page cache, and the bytes that the device moved for it are reported.
+The raw rate of the disk is measured beside each arm, as the best of 4, 16 and 32 threads.
+
+The report compares `planned` with the better of the other two and with the ideal: the least, over
+all splits m, of the longer of computing m tokens and loading the rest at the raw rate, plus the
+time of the arm `device`. The time of computing m tokens is interpolated between the cold arms.
+"""
+
+import contextlib
+import math
+import mmap
+import os
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tieredkv.bench import raw
+from tieredkv.bench.progress import terminal_progress
+from tieredkv.bench.ttft import (
+    PARAMS,
+    SUFFIX_TOKENS,
+    Sample,
+    compare,
+    demote_all,
+    in_new_process,
+    make_prompt,
+    serve_once,
+    tier_sizes,
+)
+from tieredkv.engine.llm import LLM
+from tieredkv.engine.loader import find_model
+from tieredkv.errors import ConfigError
+from tieredkv.types import Progress, Tier, tracked
+
+RAW_THREADS = (4, 16, 32)
+RAW_BYTES = 512 << 20
+ARMS = ("cold", "load", "planned", "device")
+MODES = {"cold": "compute", "load": "load", "planned": "auto", "device": "load"}
+COLUMNS = ("arm", "prefix_tokens", "read_limit", "ttft_ms.p50", "ttft_ms.min", "raw_GBps")
+COLUMNS += ("over_cold", "over_better", "over_ideal", "loaded_tokens", "load_GBps")
+COLUMNS += ("tokens_equal_cold", "kv_bytes_equal")
+PLOTTED = ("ttft_ms.p50",)
+
+Row = dict[str, Any]
+
+
+class Run(NamedTuple):
+    """One prompt served in one arm.
+
+    Attributes:
+        sample: what came back.
+        digests: of each block of the prefix, in VRAM.
+        raw_GBps: the disk's rate beside it.
+        load_s: from the first read to the last block in VRAM; 0.0 if nothing was read.
+        load_bytes: what was read from disk into VRAM.
+    """
+
+    sample: Sample
+    digests: list[str | None]
+    raw_GBps: float | None
+    load_s: float
+    load_bytes: int
+
+
+Runs = dict[tuple[str, int, int], list[Run]]
+"""Runs by arm, prefix length and read limit."""
+
+
+class RawDisk:
+    """A file beside the store, which is read at random without the page cache.
+
+    Attributes:
+        is_direct: whether the filesystem has O_DIRECT; without it nothing is measured.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        buffers = [memoryview(mmap.mmap(-1, raw.READ_BYTES)) for _ in range(max(RAW_THREADS))]
+        for buffer in buffers:
+            buffer[:] = random.Random(0).randbytes(len(buffer))
+        self._num_blocks = max(len(buffers), 4 * RAW_BYTES // raw.READ_BYTES)
+        self._file = raw.RawFile(folder, self._num_blocks, buffers)
+        self.is_direct, self.close = self._file.is_direct, self._file.close
+
+    def read_GBps(self) -> float | None:
+        """Return the best rate of the numbers of threads; None without O_DIRECT."""
+        if not self.is_direct:
+            return None
+        order = random.sample(range(self._num_blocks), RAW_BYTES // raw.READ_BYTES)
+        return max(self._file.move_GBps(os.preadv, order, threads) for threads in RAW_THREADS)
+
+
+def measure(
+    settings: Row, folder: Path, lengths: list[int], limits: list[int], repeats: int
+) -> tuple[Runs, Row]:
+    """Serve every prompt in each arm, in this process; also return the rates learnt."""
+    progress, runs = terminal_progress(), Runs()
+    with (
+        LLM(**settings, retention="24h", progress=progress) as llm,
+        contextlib.closing(RawDisk(folder)) as disk,
+    ):
+        tiers = llm.core.tiers
+        serve_once(llm, make_prompt(llm, max(lengths), -1))  # warm-up
+        demote_all(llm, "disk")
+        serve_once(llm, make_prompt(llm, max(lengths), -1))  # the disk's rate is learnt
+        llm.core.evict()
+        cases = [
+            (length, limit, it) for length in lengths for limit in limits for it in range(repeats)
+        ]
+        for length, limit, repeat in tracked(progress, "measuring", cases):
+            prompt = make_prompt(llm, length, repeat * len(limits) + limits.index(limit))
+            arms = ["load", "planned"] if repeat % 2 else ["planned", "load"]
+            for arm in ("cold", *arms, "device"):
+                if arm in arms:
+                    demote_all(llm, "disk")
+                run = _serve(llm, prompt, MODES[arm], limit, disk if arm in arms else None)
+                runs.setdefault((arm, length, limit), []).append(run)
+            demote_all(llm, "disk")
+            llm.core.evict()
+        now = time.monotonic()
+        learnt = {
+            "read_GBps": round(tiers.read_rate.effective(now) / 1e9, 3),
+            "h2d_GBps": round(tiers.up_rate.effective(now) / 1e9, 3),
+            "prefill_s": {str(n): round(tiers.compute_rate.seconds(0, n), 4) for n in lengths},
+        }
+    return runs, learnt
+
+
+def _serve(llm: LLM, prompt: list[int], mode: Any, limit: int, disk: RawDisk | None) -> Run:
+    """Serve a prompt once, with the raw rate of the disk measured just before."""
+    core = llm.core
+    raw_GBps = disk.read_GBps() if disk is not None else None
+    core.tiers.restore = mode
+    core.tiers.read_rate.limit = limit or math.inf
+    times: list[float] = []
+    store, promoter = core.tiers.store, core.cache.promoter
+    assert store is not None
+    load, on_copied = store.load, promoter.on_copied
+    with contextlib.ExitStack() as stack:
+        for owner, name, call in ((store, "load", load), (promoter, "on_copied", on_copied)):
+            setattr(owner, name, _noting(times, call))
+            stack.callback(delattr, owner, name)
+        sample = serve_once(llm, prompt)
+    loaded = sample.by_tier[Tier.DISK] * core.kv_spec.token_bytes
+    length = len(prompt) - SUFFIX_TOKENS
+    digests = core.kv_digests(llm.make_request(prompt[:length], PARAMS))
+    took_s = times[-1] - times[0] if loaded else 0.0
+    return Run(sample, digests, raw_GBps, took_s, loaded)
+
+
+def _noting(times: list[float], call: Any) -> Any:
+    """Return `call` so that it also notes when it is called."""
+
+    def noted(*arguments: Any) -> Any:
+        times.append(time.perf_counter())
+        return call(*arguments)
+
+    return noted
+
+
+def run(
+    _progress: Progress,
+    *,
+    settings: Row,
+    prefix_tokens: list[int],
+    read_limits: list[int],
+    repeats: int,
+) -> Row:
+    """Run the whole bench in a new process, which draws its progress itself.
+
+    Raises:
+        ConfigError: `disk_dir` is not a folder, or a prefix is too long for the model.
+        TieredKVError: the process failed.
+    """
+    parent = settings.get("disk_dir")
+    if parent and not Path(parent).is_dir():
+        raise ConfigError(f"`disk_dir` = `{parent}` is not a folder")
+    told = {name: settings.get(name, "auto") for name in ("dtype", "device")}
+    found = find_model(settings["model"], **told)
+    kv_spec = found.kv_spec(settings.get("block_size", 16))
+    sizes = tier_sizes(
+        prefix_tokens, repeats * len(read_limits), kv_spec.token_bytes, found.max_model_len
+    )
+    with tempfile.TemporaryDirectory(prefix="tieredkv-bench-", dir=parent) as folder:
+        settings = sizes | settings | {"restore": "load", "disk_dir": str(Path(folder) / "store")}
+        runs, learnt = in_new_process(
+            measure, settings, Path(folder), prefix_tokens, read_limits, repeats
+        )
+    cold = {length: _p50(runs["cold", length, read_limits[0]]) for length in prefix_tokens}
+    rows = [
+        _row(arm, length, limit, runs, cold, kv_spec.token_bytes)
+        for length in prefix_tokens
+        for limit in read_limits
+        for arm in ARMS
+    ]
+    problems = [
+        f"{row['arm']} at {row['prefix_tokens']} tokens: {text}"
+        for row in rows
+        for name, text in (
+            ("tokens_equal_cold", "the output tokens differ from the cold ones"),
+            ("kv_bytes_equal", "the KV bytes of a loaded block differ from the computed ones"),
+        )
+        if row[name] is False
+    ]
+    facts = {"model": found.name, "dtype": found.dtype, "block_size": kv_spec.block_size}
+    limits = {"h2d_GBps": raw.h2d_GBps() if torch.cuda.is_available() else None}
+    return {**facts, "learnt": learnt, "raw": limits, "rows": rows, "problems": problems}
+
+
+def _p50(runs: list[Run]) -> float:
+    return statistics.median(run.sample.ttft_ms for run in runs)
+
+
+def ideal_ms(
+    length: int, cold: dict[int, float], bytes_per_token: int, raw_GBps: float, device_ms: float
+) -> float:
+    """Return the least time of any split of a prefix.
+
+    Args:
+        length: of the prefix in tokens.
+        cold: milliseconds to compute prefixes, by their length.
+        bytes_per_token: of keys and values.
+        raw_GBps: the rate of the disk.
+        device_ms: what the request takes when all is in VRAM.
+    """
+    known = sorted({0: 0.0, **cold}.items())
+    at, took_ms = zip(*known, strict=True)
+    splits = np.arange(0, length + 1, 16)
+    # A prefill is quadratic in its length, so that it is interpolated as time per token.
+    per_token = [ms / tokens if tokens else took_ms[1] / at[1] for tokens, ms in known]
+    compute_ms = splits * np.interp(splits, at, per_token)
+    load_ms = (length - splits) * bytes_per_token / raw_GBps / 1e6
+    return float(np.maximum(compute_ms, load_ms).min()) + device_ms
+
+
+def _row(
+    arm: str, length: int, limit: int, runs: Runs, cold_ms: dict[int, float], token_bytes: int
+) -> Row:
+    """Return one row of the report: all repeats of an arm."""
+    ours, cold = runs[arm, length, limit], runs["cold", length, limit]
+    times = [round(run.sample.ttft_ms, 3) for run in ours]
+    p50_ms = round(statistics.median(times), 3)
+    pairs = [(each.sample, other.sample) for each, other in zip(ours, cold, strict=True)]
+    differences, are_equal, are_excluded = zip(*(compare(*pair) for pair in pairs), strict=True)
+    raws = [each.raw_GBps for each in ours if each.raw_GBps]
+    raw_GBps = statistics.median(raws) if raws else None
+    rates = [each.load_bytes / each.load_s / 1e9 for each in ours if each.load_s]
+    row = {
+        "arm": arm,
+        "prefix_tokens": length,
+        "read_limit": limit,
+        "ttft_ms": {"p50": p50_ms, "min": min(times), "all": times},
+        "raw_GBps": round(raw_GBps, 3) if raw_GBps else None,
+        "over_cold": round(p50_ms / _p50(cold), 3),
+        "over_better": None,
+        "over_ideal": None,
+        "ideal_ms": None,
+        "loaded_tokens": int(statistics.median(each.sample.by_tier[Tier.DISK] for each in ours)),
+        "by_tier": [each.sample.by_tier for each in ours],
+        "bytes_from_disk": [int(each.sample.bytes_from_disk) for each in ours],
+        "load_GBps": round(statistics.median(rates), 3) if rates else None,
+        "load_over_raw": None,
+        "output_token_ids": [each.sample.token_ids for each in ours],
+        "tokens_equal_cold": all(are_equal),
+        "num_prompts_excluded": sum(are_excluded),
+        "max_logit_diff": max(differences),
+        "kv_bytes_equal": _have_equal_bytes(ours, cold, length),
+    }
+    if arm == "planned":
+        better = min(_p50(runs["cold", length, limit]), _p50(runs["load", length, limit]))
+        row["over_better"] = round(p50_ms / better, 3)
+    if raw_GBps and rates:
+        row["load_over_raw"] = round(statistics.median(rates) / raw_GBps, 3)
+    if raw_GBps:
+        rate = min(raw_GBps, limit / 1e9) if limit else raw_GBps
+        device_ms = _p50(runs["device", length, limit])
+        row["ideal_ms"] = round(ideal_ms(length, cold_ms, token_bytes, rate, device_ms), 3)
+        row["over_ideal"] = round(p50_ms / row["ideal_ms"], 3)
+    return row
+
+
+def _have_equal_bytes(ours: list[Run], cold: list[Run], length: int) -> bool | None:
+    """Compare the blocks that were loaded, the last ones of each prefix, with the computed ones.
+
+    None if nothing was loaded.
+    """
+    compared = []
+    for run, other in zip(ours, cold, strict=True):
+        block_size = length // len(run.digests)
+        count = sum(run.sample.by_tier.values()) // block_size
+        if count:
+            some, others = run.digests[-count:], other.digests[-count:]
+            compared.append(None not in some and some == others)
+    return all(compared) if compared else None
