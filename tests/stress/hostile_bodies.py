@@ -1,16 +1,18 @@
-"""Sends bodies that are made to cost much, and measures what they cost everybody else.
+"""Sends request bodies that are made to be expensive, and measures how much they delay others.
 
+\b
     python -m tests.stress.hostile_bodies --commit "$(git rev-parse HEAD)"
 
-Each body is as long as the server takes, and so many clients send it at once, again and again,
-while another one asks `/health` every 20 ms. At the end the server is told to stop amid the worst
-of them. The last line is JSON:
+Each body is as long as the server accepts. Several clients send it at once, again and again, while
+another client asks `/health` every 20 ms. At the end the server is told to stop while the slowest
+bodies are sent. The last line is JSON:
 
-    health_ms    the slowest answer of `/health` while each body came, first of all `nothing`, which
-                 tells how busy the machine is otherwise
-    drain_s      from SIGTERM to the line in the log that says that draining has begun
-    grown_bytes  memory of the server's process after the last body, beside that before the first
-    bars         250 ms, 1 s and 100 MiB, and whether each is kept
+\b
+    health_ms    the slowest answer of `/health` while each body was sent; the first row, `nothing`,
+                 is without any body and shows how busy the machine is otherwise
+    drain_s      time from SIGTERM to the line in the log that says that draining has begun
+    grown_bytes  growth of the server process's memory from the first to the last body
+    bars         the limits of 250 ms, 1 s and 100 MiB, and whether each is kept
 
 The model is small, but its tokenizer has a vocabulary of 150,000 tokens and its context is long.
 """
@@ -48,7 +50,7 @@ HEALTH_BAR_MS, DRAIN_BAR_S, GROWN_BAR_BYTES = 250.0, 1.0, 100 << 20
 
 
 def big_tokenizer(size: int) -> PreTrainedTokenizerFast:
-    """Make a tokenizer with a large vocabulary of syllables, without training."""
+    """Make a tokenizer with a large vocabulary of syllables without training it."""
     drawn, letters = random.Random(0), "etaoinshrdlucmfwypvbgkjqxz"
     names = bytes_to_unicode()  # type: ignore[no-untyped-call]
     vocab = {name: i for i, name in enumerate(names.values())}
@@ -87,7 +89,7 @@ def big_tokenizer(size: int) -> PreTrainedTokenizerFast:
 
 
 def save_model(folder: Path, vocab_size: int, max_model_len: int) -> None:
-    """Write a checkpoint that is small but for its vocabulary."""
+    """Write a checkpoint that is small except for its vocabulary."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
@@ -282,14 +284,14 @@ BODIES: dict[str, Body] = {
 
 
 def body_of(name: str, size: int, model: str) -> tuple[str, bytes]:
-    """Return a path and a body for a model."""
+    """Return the path and the body of a request to a model."""
     path, body = BODIES[name](size - len(model))
     named = f'"model":"{model}"'.encode()
     return path, body.replace(b'"model":"m"', named, 1).replace(b'"model": "m"', named, 1)
 
 
 class Health:
-    """Asks `/health` all the time; `worst_ms` since it was read last."""
+    """Asks `/health` all the time; `take` returns the slowest answer since its last call."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -316,7 +318,7 @@ def resident_bytes(pid: int) -> int:
 
 
 async def trickle(root: str, size: int) -> int:
-    """Send a body in chunks of one byte, as fast as they are taken."""
+    """Send a body in chunks of one byte, as fast as the server reads; return the status or 0."""
     host, port = root.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -335,7 +337,7 @@ async def trickle(root: str, size: int) -> int:
 async def attack(
     server: Server, model: str, names: list[str], size: int, clients: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Send each body for some seconds, and return what it cost."""
+    """Send each body for some seconds; return a row of figures for each."""
     pid = server.pids["server"]
     health, rows = Health(server.root), list[dict[str, Any]]()
     asking = asyncio.create_task(health.ask())
@@ -348,7 +350,7 @@ async def attack(
         rows.append({"body": "nothing", "health_ms": idle_ms})
         for name in names:
             path, body = body_of(name, size, model) if name in BODIES else (CHAT, b"")
-            await asyncio.sleep(0.2)  # making the body has held up who asks `/health`, too
+            await asyncio.sleep(0.2)  # making the body has held up the `/health` client, too
             health.take()
             end, answers, told = time.perf_counter() + seconds, list[float](), set[str]()
 
@@ -385,7 +387,7 @@ async def attack(
 
 
 async def drained(server: Server, model: str, names: list[str], size: int, clients: int) -> float:
-    """Tell the server to stop amid bodies, and return the seconds until it began."""
+    """Stop the server while bodies are sent; return the seconds until draining began."""
     async with httpx.AsyncClient(base_url=server.root, timeout=300) as client:
 
         async def send(name: str) -> None:
@@ -405,13 +407,13 @@ async def drained(server: Server, model: str, names: list[str], size: int, clien
 
 
 @click.command(help=__doc__)
-@click.option("--max-model-len", default=32_768)
-@click.option("--vocab-size", default=150_000)
-@click.option("--clients", default=2, help="That send one body at once.")
-@click.option("--seconds", default=3.0, help="For which each body is sent.")
-@click.option("--only", multiple=True, help="Send only these bodies.")
-@click.option("--skip", multiple=True, help="Leave these bodies out.")
-@click.option("--commit")
+@click.option("--max-model-len", default=32_768, show_default=True, help="Context of the model.")
+@click.option("--vocab-size", default=150_000, show_default=True, help="Size of the vocabulary.")
+@click.option("--clients", default=2, show_default=True, help="Clients that send a body at once.")
+@click.option("--seconds", default=3.0, show_default=True, help="How long each body is sent.")
+@click.option("--only", multiple=True, help="Name of a body to send; all by default.")
+@click.option("--skip", multiple=True, help="Name of a body to leave out.")
+@click.option("--commit", help="Commit to report, if the source tree has no git history.")
 def main(commit: str | None, only: tuple[str, ...], skip: tuple[str, ...], **told: Any) -> None:
     names = [*only] or [*BODIES, "chunks of one byte"]
     names = [name for name in names if name not in skip]
