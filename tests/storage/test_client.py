@@ -32,7 +32,7 @@ from tieredkv.storage.worker_messages import LookupDone, PageLoaded, PageStored,
 
 
 def raw_bytes(folder: Path) -> bytes:
-    """Everything that the files of a store hold."""
+    """Return the content of all files of a store."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return b"".join(path.read_bytes() for path in files)
 
@@ -265,7 +265,7 @@ def test_killing_a_stopped_worker_ends_its_loans_and_a_new_one_serves(
 
 
 def stuff(client: CheckedClient) -> int:
-    """Stop the worker and ask until no more is sent to it; count the lookups."""
+    """Stop the worker and look up until a lookup is dropped; return the number of lookups."""
     assert client.pid is not None
     os.kill(client.pid, signal.SIGSTOP)
     hashes = [hash_of("none", position) for position in range(8192)]

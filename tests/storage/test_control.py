@@ -36,7 +36,7 @@ from tieredkv.storage.worker_messages import ControlRequest
 
 @contextmanager
 def engine_that_says(client: StoreClient, body: dict[str, Any]) -> Iterator[list[ControlRequest]]:
-    """Answer every question of the worker meanwhile."""
+    """Answer the worker's requests with `body` while the context lasts; yield the requests."""
     asked: list[ControlRequest] = []
     done = threading.Event()
 
@@ -105,7 +105,7 @@ def test_ls_shows_chains(harness: Harness) -> None:
 
 
 def fill(path: Path, num_chains: int) -> None:
-    """Make a store of chains of one small block each, the last of which was used last."""
+    """Make a store with chains of one small block each; a later chain was used later."""
     now = time.time()
     records = [
         make_small_record(f"{i}", now=now, size_bytes=1, last_used=now + i / num_chains)

@@ -25,7 +25,7 @@ _decoder = msgspec.msgpack.Decoder(ControlReply)
 
 
 class Carrier:
-    """Carries calls out: at once, or, `verify`, until it may end or nobody listens any more."""
+    """Carries out calls. `verify` lasts until `may_end` is set or its client has gone."""
 
     def __init__(self) -> None:
         self.begun = threading.Semaphore(0)

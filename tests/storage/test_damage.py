@@ -1,4 +1,4 @@
-"""A damaged, lost or replaced index costs blocks at most; a folder that goes away costs misses."""
+"""Damage to the index costs blocks at most, and a folder that goes away costs only misses."""
 
 import itertools
 import os
@@ -60,7 +60,7 @@ CHURNED = [
 
 @pytest.fixture(scope="module")
 def churned(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A closed store with free and pending extents, the same to the byte in every run."""
+    """A closed store with free and pending extents; its files are the same in every run."""
     path = tmp_path_factory.mktemp("churned") / "store"
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for start in range(0, len(CHURNED), 64):
@@ -80,7 +80,7 @@ def flip_bits(file: Path, seed: int, count: int) -> None:
 
 
 def set_aside(path: Path) -> str:
-    """Have the next start make the index again, as after a verdict of damage."""
+    """Set the index aside as damaged, so that the next start makes it again."""
     folder = StoreFolder.claim(str(path), create=False)
     try:
         return set_aside_index(folder)
@@ -89,7 +89,7 @@ def set_aside(path: Path) -> str:
 
 
 def use_and_repair(path: Path) -> None:
-    """What a store can still do, it does right; once verify has repaired it, all is well."""
+    """Check that a damaged store serves no wrong byte, and is sound once `verify` repaired it."""
     with open_store(path, budget_bytes=BUDGET_BYTES) as store:
         for record in CHURNED:
             assert load(store, record) in (payload_of(record), None, *DAMAGES)
@@ -105,7 +105,7 @@ def use_and_repair(path: Path) -> None:
 
 
 def outcome_in_child(path: Path) -> int:
-    """The exit code of a process that uses the store: damage and deadly signals are its right."""
+    """Use the store in a process; return its exit code, which may be DAMAGED or a signal's."""
     if (pid := os.fork()) == 0:
         code = 1
         try:
@@ -193,7 +193,7 @@ def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> 
 
 
 def assert_back(mail: Mailbox, records: list[BlockRecord]) -> None:
-    """The tier serves again, with all of these blocks."""
+    """Assert that the tier serves all of these blocks again and stores new ones."""
     wait_until(lambda: all(mail.lookup([record.block_hash for record in records])))
     for done in mail.load(records):
         assert done.ok, done.reason
@@ -302,7 +302,7 @@ def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Pat
 
 @pytest.fixture
 def mount(tmp_path: Path) -> Iterator[Path]:
-    """A folder on a tmpfs of its own."""
+    """A folder on a newly mounted tmpfs."""
     folder = tmp_path / "mnt"
     folder.mkdir()
     made = subprocess.run(

@@ -90,7 +90,7 @@ def test_a_tenant_below_its_share_grows_at_the_expense_of_those_without_one(tmp_
             num_full += 1
         store.keep_shares({QUIET: 0.4})
         quiet = [make_record(f"quiet{i}", namespace=QUIET) for i in range(num_full // 4)]
-        for record in quiet:  # each is older than what the flood has stored
+        for record in quiet:  # each was used before the blocks of the flood
             put(store, record)
         assert len(stored_hashes(store, quiet)) == len(quiet)
         store.check()

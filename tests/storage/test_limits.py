@@ -15,14 +15,14 @@ from tieredkv.storage.limits import described
 
 @pytest.fixture
 def store(tmp_path: Path) -> Path:
-    """A stopped store of one block."""
+    """A stopped store with one block."""
     with open_store(tmp_path / "store", Clock()) as opened:
         put(opened, make_record())
     return tmp_path / "store"
 
 
 def df_under(limit: int, value: int, store: Path) -> subprocess.CompletedProcess[str]:
-    """Ask the store under a limit of this process."""
+    """Run `tieredkv df` on the store in a process with this limit."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "tieredkv", "df", "--disk-dir", str(store), "--json"],
         capture_output=True,

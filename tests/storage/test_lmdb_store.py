@@ -134,7 +134,7 @@ def test_dropped_bytes_are_in_no_file_after_the_next_sweep(tmp_path: Path, drop:
 
 def test_a_sweep_erases_neighbours_at_once_and_nothing_beside_them(tmp_path: Path) -> None:
     path = tmp_path / "s"
-    for gap in (1000, 2):  # in one row, every second extent
+    for gap in (1000, 2):  # all in a row; then every second extent
         records = [make_record(f"{gap}", i) for i in range(256)]
         kept = records[gap - 1 :: gap]
         gone = [record for record in records if record not in kept]
@@ -257,7 +257,7 @@ def test_pinned_blocks_give_way_last_in_the_order_in_which_pin_ends(tmp_path: Pa
         for num_left in (3, 2, 1, 0):
             while len(stored_hashes(store, [*kept, touched])) > num_left:
                 clock.advance(1)
-                used = clock.now() + 1e7  # later than every pin
+                used = clock.now() + 1e7  # after the end of every pin
                 put(store, make_record(f"late{used}", last_used=used))
             assert stored_hashes(store, kept) == {each.block_hash for each in kept[:num_left]}
         store.check()
@@ -491,7 +491,7 @@ def test_closing_twice_is_fine_and_frees_the_lock(tmp_path: Path) -> None:
     assert os.listdir(f"/proc/{os.getpid()}/fd")
 
 
-def test_who_still_reads_when_the_store_closes_is_told(tmp_path: Path) -> None:
+def test_a_reader_of_a_store_that_closes_gets_an_error(tmp_path: Path) -> None:
     with open_store(tmp_path / "s") as store:
         put(store, make_record())
         steps = store.index.looking_over()
@@ -504,7 +504,7 @@ def test_who_still_reads_when_the_store_closes_is_told(tmp_path: Path) -> None:
 def test_the_index_does_not_grow_by_what_changes_while_it_is_looked_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slow step, beside which blocks come and go: behind a reader no page is used again."""
+    """Blocks come and go during a slow step. LMDB uses no page again that a reader may see."""
 
     def turn_over(times: int) -> None:
         for _ in range(times):

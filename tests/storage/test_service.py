@@ -1,4 +1,4 @@
-"""The worker's two threads: while one is in the middle of a change, the other answers."""
+"""The front thread of the worker answers while the index thread is in the middle of a change."""
 
 import os
 import socket
@@ -54,7 +54,7 @@ NEW = make_record("new", 0, now=NOW, size_bytes=4096)
 
 
 class Gate:
-    """A failpoint that holds up whoever comes to one label until it is opened."""
+    """A failpoint that holds up the thread that reaches `label` until the gate is opened."""
 
     def __init__(self) -> None:
         self.label: str | None = None
@@ -83,7 +83,7 @@ class Engine:
         self.stats: StoreStats | None = None
 
     def hold_up(self, label: str, message: EngineMessage) -> None:
-        """Send something and wait until the index thread stands at a failpoint."""
+        """Send a message and wait until the index thread is held up at a failpoint."""
         self.gate.label = label
         self.channel.send(message)
         assert self.gate.reached.wait(HANG_S), "the failpoint was never reached"
@@ -124,7 +124,7 @@ def arena() -> Iterator[HostArena]:
 
 @contextmanager
 def serving(path: Path, arena: HostArena) -> Iterator[Engine]:
-    """A store with two blocks, served in this process, with an engine and a gate."""
+    """Serve a store with two blocks in this process; yield the engine's end of its channel."""
     gate = Gate()
     clock = Clock()
     store: BlockStore = open_store(path, clock, failpoint=gate)

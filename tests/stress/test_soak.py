@@ -106,7 +106,7 @@ def _lasting(promises: Promises, count: int) -> list[Block]:
     return [block for block in promises.blocks if block.ttl_s == DAY_S][:count]
 
 
-def test_what_was_used_longest_ago_may_be_missing_and_nothing_else(promises: Promises) -> None:
+def test_only_the_blocks_unused_longest_may_be_missing(promises: Promises) -> None:
     blocks = _lasting(promises, 10)
     _stored(promises, blocks)
     result = promises.audit(blocks, [False] * 3 + [True] * 7)
