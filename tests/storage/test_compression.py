@@ -215,7 +215,7 @@ def test_a_compressed_block_takes_less_and_loads_bit_for_bit(tmp_path: Path) -> 
         assert stats.compression_rate > 0 < stats.decompression_rate
         assert (verify(store).checked, verify(store).bad) == (6, 0)
         store.check()
-    with open_store(tmp_path) as store:  # whatever the setting, what is stored is read
+    with open_store(tmp_path) as store:  # compressed blocks are read whatever the setting is
         assert [load(store, record) for record in records] == list(map(block_of, records))
 
 

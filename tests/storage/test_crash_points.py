@@ -76,7 +76,7 @@ MANY = [blocks(f"many {i}", 24, 200 + i) for i in range(6)]
 LARGE = [blocks(f"large {i}", 6, 300 + i, size=40_960) for i in range(3)]
 LAST = blocks("last", 5, 400)
 
-# Two lives of a process: the first has room, the second opens what is there and must evict.
+# Two lives of a store: the first has room for its blocks; the second opens it and must evict.
 LIVES: list[list[Step]] = [
     [
         ("put", A),
@@ -84,10 +84,10 @@ LIVES: list[list[Step]] = [
         ("put", ODD),
         ("put", SHORT),
         ("delete", [A[8], A[9], B[0]]),
-        ("put", A_AGAIN),  # computed anew: takes the place of what is there
+        ("put", A_AGAIN),  # computed again, so these blocks replace the stored ones
         ("delete", ODD),  # the last blocks of their extent size
         ("wait", 1.0),
-        ("wait", 100.0),  # past the end of `SHORT`
+        ("wait", 100.0),  # until after the blocks of `SHORT` expire
     ],
     [
         *(("put", many) for many in MANY),

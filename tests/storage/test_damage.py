@@ -139,7 +139,7 @@ def test_verify_ends_where_the_keys_of_a_page_go_back(tmp_path: Path) -> None:
         put(store, *records)
     victim = sorted(record.block_hash for record in records)[30]
     index = path / "index" / "data.mdb"
-    key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # and its record
+    key = re.compile(re.escape(victim) + b"(?=.{16}\x95\x9c)", re.DOTALL)  # only before its record
     index.write_bytes(key.sub(bytes(32), index.read_bytes()))
     with open_store(path) as store:
         found = VerifyResult()
@@ -180,7 +180,7 @@ def test_a_sweep_ends_where_an_expired_key_cannot_be_deleted(tmp_path: Path) -> 
         put(store, *records)
     index = path / "index" / "data.mdb"
     data = index.read_bytes()
-    for record in records:  # the keys now sort behind their neighbours' by what comes first
+    for record in records:  # the times with which the keys begin are now in the wrong order
         key = struct.pack(">Q", int(record.expires_at * 1e6)) + record.block_hash
         data = data.replace(key, struct.pack(">Q", 90 - record.position) + record.block_hash)
     index.write_bytes(data)
@@ -286,11 +286,11 @@ def test_erased_extents_are_no_room_after_the_index_was_made_again(tmp_path: Pat
     with open_store(path, budget_bytes=2 << 20, failpoint=sample) as store:
         put(store, *small)
         store.delete([record.block_hash for record in small[1:]], "test")
-        sweep(store)  # what it erases are holes
+        sweep(store)  # turns the deleted blocks into holes
         for record in large:
             put(store, record)
         store.make_index_again()
-        shutil.rmtree(path / "index.bad")  # or what it takes would have room made first
+        shutil.rmtree(path / "index.bad")  # else room for it would be made by evictions first
         store.allocator.measure()
         put(store, *small)
         store.check()
@@ -394,7 +394,7 @@ def test_a_store_that_shrinks_is_never_above_the_larger_budget(
     rename = os.rename
 
     def renaming(source: str, target: str) -> None:
-        peaks.append(occupied_bytes(path))  # the copy lies beside the index
+        peaks.append(occupied_bytes(path))  # the index and its copy both exist now
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", renaming)

@@ -374,13 +374,13 @@ def test_verify_finds_and_repairs_the_damage_once(tmp_path: Path, damage: Damage
 @pytest.mark.parametrize("name", ["expiry", "lru", "namespaces", "segments", "free", "pending"])
 def test_verify_makes_lost_keys_and_counters_again(tmp_path: Path, name: str) -> None:
     filled = Filled(tmp_path / "store")
-    with open_store(filled.path) as store:  # so that something is free
+    with open_store(filled.path) as store:  # the deletion leaves a free extent
         store.delete([FIRST], "request")
         sweep(store)
     with plain_index(filled.path, name) as (txn, database):
         txn.drop(database, delete=False)
     with open_store(filled.path) as store:
-        is_lost = name == "segments"  # without their extent size no file can be read
+        is_lost = name == "segments"  # without it the extent sizes are unknown and no file is read
         verify(store)
         store.check()
         assert verify(store).bad == 0
@@ -510,7 +510,7 @@ def test_a_segment_that_is_lost_is_dropped_block_by_block(tmp_path: Path) -> Non
         sweep(store)
     filled.file_of(FIRST).unlink()
     with open_store(filled.path) as store:
-        store.check()  # a free extent was lost with its file
+        store.check()  # the free extent was lost with its file
         assert load(store, SMALL[1]) == "missing_segment"
         sweep(store)
         store.check()

@@ -26,9 +26,9 @@ from tieredkv.storage.results import EvictFilter, TouchItem
 from tieredkv.types import BlockRecord
 
 CHAINS = ["a", "b", "c"]
-SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # two extent sizes
+SIZES = {"a": 32_768, "b": 32_000, "c": 65_536}  # these need two extent sizes
 CHAIN_BLOCKS = 12
-BUDGETS = [1 << 20, 3 << 19, 16 << 20]  # with the first two, blocks are evicted
+BUDGETS = [1 << 20, 3 << 19, 16 << 20]  # the first two are too small for all blocks
 LIVES_S = [5.0, 3600.0, 86_400.0]
 
 chains = st.sampled_from(CHAINS)
@@ -153,7 +153,7 @@ class StoreMachine(RuleBasedStateMachine):
     def delete(self, picked: list[tuple[str, int]]) -> None:
         hashes = [hash_of(*each) for each in picked]
         there = {each for each in hashes if each in self.model}
-        assert self.store.delete(hashes, "request") >= len(there)  # and the expired ones
+        assert self.store.delete(hashes, "request") >= len(there)  # expired ones count, too
         for block_hash in there:
             del self.model[block_hash]
 

@@ -11,7 +11,7 @@ bodies are sent. The last line is JSON:
     health_ms    the slowest answer of `/health` while each body was sent; the first row, `nothing`,
                  is without any body and shows how busy the machine is otherwise
     drain_s      time from SIGTERM to the line in the log that says that draining has begun
-    grown_bytes  growth of the server process's memory from the first to the last body
+    grown_bytes  growth of the server process's memory from before the first to after the last body
     bars         the limits of 250 ms, 1 s and 100 MiB, and whether each is kept
 
 The model is small, but its tokenizer has a vocabulary of 150,000 tokens and its context is long.

@@ -610,7 +610,7 @@ def _parse_kinds(_context: object, _option: object, text: str) -> tuple[str, ...
     "fault_every_s",
     default=20.0,
     show_default=True,
-    help="Mean seconds between two kinds of damage.",
+    help="Mean seconds between two faults.",
 )
 @click.option(
     "--json",

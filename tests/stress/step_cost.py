@@ -3,10 +3,10 @@
     python -m tests.stress.step_cost --entries 32768
 
 The scheduler and the tiered cache are the real ones. Blocks have only a few bytes and the store's
-worker is a fake, so that the work on queues is measured. Each row has the number of entries in one
-queue, and the median and longest time of a step with them. Times are processor time of the thread,
-so that other processes do not count. The same steps with few entries are listed for comparison. A
-step that costs more with more entries delays the next token of every stream.
+worker is a fake, so that only the work on queues is measured. Each row has the number of entries in
+one queue, and the median and longest time of a step beside them. The median with few entries is
+given for comparison. Times are processor time of the thread, so other processes do not count. A
+step that takes longer with more entries delays the next token of every stream.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The measurement of a step beside long queues fills every queue that it names."""
+"""The measurement of a step beside long queues measures every queue, with few entries and many."""
 
 import pytest
 
