@@ -1,4 +1,4 @@
-"""What clients are told of misses: both APIs' diagnostics, and ours in every usage."""
+"""What clients are told about misses: in the diagnostics of both APIs, and in every `usage`."""
 
 import copy
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def diagnosed(answer: Response) -> dict[str, Any]:
     return answer.prompt_cache_diagnostics.model_dump()
 
 
-# --- our own: every endpoint, what is like it at this tenant's
+# --- our own field, in every endpoint: compared with the tenant's most similar request
 
 
 def talk(*texts: str) -> list[dict[str, str]]:

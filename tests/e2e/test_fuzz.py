@@ -1,4 +1,4 @@
-"""Bodies made from our own description of the API: whatever comes, an answer or a refusal."""
+"""Random bodies made from the server's own OpenAPI description get an answer or a refusal."""
 
 import json
 import socket
@@ -32,7 +32,7 @@ JUNK: Strategy = st.recursive(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Return a server with a short context; it must end well and have no bug to report."""
+    """Return a server with a short context; it must end well and log no traceback."""
     with running(tmp_path_factory.mktemp("fuzz"), "--max-model-len", str(LENGTH)) as server:
         yield server
         assert server.stop() == 0
@@ -41,22 +41,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def description(server: Server) -> dict[str, Any]:
-    """Return what the server says of itself."""
+    """Return the OpenAPI description of the server."""
     document: dict[str, Any] = http.get(f"{server.root}/openapi.json").json()
     return document
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[httpx.Client]:
-    """Return a client; to be closed."""
+    """Return a client of the server."""
     with httpx.Client(base_url=server.root, timeout=HANG_S) as client:
         yield client
 
 
 def values(schema: dict[str, Any], known: dict[str, Any]) -> Strategy:
-    """Return values that a schema allows, small ones above all."""
+    """Return a strategy of mostly small values that a schema allows."""
     if "$ref" in schema:
-        name = schema["$ref"].rpartition("/")[2]  # blocks of content may hold such blocks
+        name = schema["$ref"].rpartition("/")[2]  # schemas of content are recursive
         return MADE.setdefault(name, st.deferred(lambda: values(known[name], known)))
     for word in ("anyOf", "oneOf", "allOf"):
         if word in schema:
@@ -87,13 +87,13 @@ def values(schema: dict[str, Any], known: dict[str, Any]) -> Strategy:
 
 
 def of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an object."""
+    """Return the fields of an object's schema."""
     fields: dict[str, Any] = schema.get("properties", {})
     return fields
 
 
 def is_well_refused(path: str, answer: httpx.Response) -> bool:
-    """Whether a refusal has the form of its API, and nothing of a traceback in it."""
+    """Return whether a refusal has the form of its API and holds no traceback."""
     body = answer.json()
     error = body["error"]
     if path.startswith("/v1/messages"):
@@ -102,7 +102,7 @@ def is_well_refused(path: str, answer: httpx.Response) -> bool:
 
 
 def check(path: str, answer: httpx.Response) -> None:
-    """Raise unless it is an answer or a refusal."""
+    """Fail unless the response is an answer or a well-formed refusal."""
     assert answer.status_code < 500, (path, answer.request.content[:500], answer.text)
     if answer.status_code != 200:
         assert is_well_refused(path, answer), (path, answer.text)
@@ -124,7 +124,7 @@ def test_no_body_is_a_bug(data: Any, description: dict[str, Any], client: httpx.
     body = data.draw(values(schema, known))
     body |= {"model": MODEL}
     body |= {"max_tokens": 2, "max_completion_tokens": 2} if data.draw(st.booleans()) else {}
-    if data.draw(st.booleans()):  # what it is all about is right
+    if data.draw(st.booleans()):  # the prompt is valid
         body |= {name: value for name, value in GOOD.items() if name in of(schema)}
     if data.draw(st.booleans()):
         body[data.draw(st.sampled_from(sorted(of(schema))))] = data.draw(JUNK)

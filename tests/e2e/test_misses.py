@@ -1,4 +1,4 @@
-"""Every reason of a miss, brought about in a real engine over real tiers."""
+"""Every reason of a miss, produced in a real engine over real tiers."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor

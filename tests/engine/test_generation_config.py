@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json recommends, and who may say otherwise."""
+"""A checkpoint's generation_config.json gives the defaults, and requests override them."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ UNSAID = SamplingParams(max_tokens=16, ignore_eos=True, seed=1)
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint without a recommendation."""
+    """Return a checkpoint without a generation_config.json."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     (path / "generation_config.json").unlink()

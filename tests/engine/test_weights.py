@@ -1,4 +1,4 @@
-"""Weight files and their config: a checkpoint is loaded whole and as it is, or refused by name."""
+"""A checkpoint is loaded whole and unchanged, or refused with the name of what is wrong."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ NO_FIT = "its weights do not fit its config: "
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be changed."""
+    """Return a checkpoint that the test may change."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     return path
@@ -197,7 +197,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
 
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
-    """A mixture of four experts, whose matrices the model merges."""
+    """Return a checkpoint of four experts, whose matrices the model merges."""
     folder = tmp_path / "experts"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}

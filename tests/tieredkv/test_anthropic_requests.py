@@ -1,4 +1,4 @@
-"""What `cache_control` comes to: how much of a prompt is kept, for how long, where hits end."""
+"""The effect of `cache_control`: how much of a prompt is kept, how long, and where hits end."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def text(words: str, ttl: str | None = None) -> dict[str, Any]:
 
 
 def head(tokenization: Tokenization, asked: Asked, end: int) -> str:
-    """Return the prompt's text up to a number of tokens."""
+    """Return the text of the prompt's first `end` tokens."""
     return str(tokenization.tokenizer.decode(asked.prompts[0][:end]))
 
 

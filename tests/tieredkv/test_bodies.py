@@ -1,4 +1,4 @@
-"""Bodies that would cost more to read than they are worth, and what is worth reading."""
+"""Bodies that are too costly to decode are refused, and harmless ones are not."""
 
 import json
 from collections.abc import Iterator
@@ -75,7 +75,7 @@ def test_the_shape_of_a_text_is_that_of_what_it_says(
 
 @pytest.fixture(scope="module")
 def monkeypatch_module() -> Iterator[pytest.MonkeyPatch]:
-    """Scan in steps so short that texts go on from one to the next."""
+    """Scan in steps so short that strings reach from one step into the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tieredkv.fields._SCAN_BYTES", 5)
         yield patch

@@ -1,4 +1,4 @@
-"""What the RAM tiers hold and until when."""
+"""The catalog knows what the RAM tiers hold and until when."""
 
 import hashlib
 
@@ -194,7 +194,7 @@ def test_check_finds_an_entry_under_another_key() -> None:
 
 def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_other() -> None:
     catalog = make_catalog()
-    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # 0-1-2 is shared by 3 and by 4-5
+    parents = {1: 0, 2: 1, 3: 2, 4: 2, 5: 4}  # two chains, to 3 and to 5, share 0-1-2
     for number in range(6):
         entry = make_entry(number)
         entry.position = number
@@ -228,7 +228,7 @@ def test_a_chain_is_what_ends_in_a_block_goes_on_from_it_and_is_shared_by_no_oth
 def test_an_id_names_a_chain_by_its_last_block_or_by_its_first_where_that_is_gone() -> None:
     catalog = make_catalog()
     hashes = [BlockHash(hashlib.sha256(b"%d" % number).digest()) for number in range(6)]
-    for number, parent in ((1, 0), (2, 1), (3, 2), (4, 1), (5, 4)):  # 0 is on disk only
+    for number, parent in ((1, 0), (2, 1), (3, 2), (4, 1), (5, 4)):  # block 0 is on disk only
         entry = make_entry(number)
         entry.block_hash, entry.parent_hash, entry.position = hashes[number], hashes[parent], number
         catalog.add(entry)

@@ -1,4 +1,4 @@
-"""Web pages of other origins may ask nothing, but for what the operator has allowed."""
+"""Web pages of other origins may use nothing except what the operator has allowed."""
 
 import asyncio
 from typing import Any, cast

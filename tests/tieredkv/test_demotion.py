@@ -1,4 +1,4 @@
-"""Blocks on their way down: reserves, writes, drains, and what a failing disk costs."""
+"""Demotion of blocks: reserves, writes, drains, and the cost of a failing disk."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""What is said of the difference between two requests, of which only digests are kept."""
+"""How the difference between two requests is described, when only their digests are kept."""
 
 from typing import Any
 

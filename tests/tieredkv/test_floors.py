@@ -1,4 +1,4 @@
-"""No tenant is pushed below its floor in VRAM and host memory, and nobody is stuck for it."""
+"""No tenant is evicted below its floor in VRAM or host memory, and no request gets stuck."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tieredkv.types import Tier
 
 
 def flood(rig: Rig, *, num_blocks: int, retention: str = "24h") -> None:
-    """Serve one tenant's chains of four blocks, so many in all."""
+    """Serve chains of four blocks, `num_blocks` in all, of one tenant."""
     for index in range(num_blocks // 4):
         rig.run(f"flood/{index}", 4, retention)
 

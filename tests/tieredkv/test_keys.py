@@ -1,4 +1,4 @@
-"""Files of keys that are as they must be, and those that are not; names that a server goes by."""
+"""Key files, valid and invalid, and the host names that a server answers to."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""Encoded piece by piece, from memory or not, a text has the ids that it has in one go."""
+"""A text encoded in pieces, remembered or not, has the same ids as when encoded whole."""
 
 import contextlib
 import re
@@ -112,7 +112,7 @@ def test_pieces_have_the_ids_of_the_whole_text(kind: str, added: str, texts: lis
 
 @contextlib.contextmanager
 def short_chunks() -> Iterator[None]:
-    """Cut pieces of a few words."""
+    """Shrink the sizes so that texts are cut after a few words."""
     with pytest.MonkeyPatch.context() as patch:
         for name, size in (("CHUNK", 16), ("BATCH", 40), ("WINDOW", 24), ("SCAN", 7)):
             patch.setattr(pieces, f"{name}_CHARACTERS", size)

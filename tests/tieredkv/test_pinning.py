@@ -1,4 +1,4 @@
-"""Pinned blocks in the pools, in the cache and on the way to disk and back."""
+"""Pins of blocks in the pools, in the cache, and on the way to disk and back."""
 
 import pytest
 
@@ -14,7 +14,7 @@ HOUR_S = 3600.0
 def pinned_run(
     rig: Rig, name: str, length: int, *, pin_s: float = 1800.0, retention: str = "24h"
 ) -> int:
-    """Serve a request whose blocks are all claimed and pinned; count what it computed."""
+    """Serve a request whose blocks are all claimed and pinned; return how many it computed."""
     prefix = rig.prefix(name, length, retention)
     until = rig.clock.now() + pin_s
     prefix.claims = [BlockClaim(length, frozenset({retention}), until), *prefix.claims]
@@ -35,7 +35,7 @@ def hashes(*names: str) -> list[BlockHash]:
 
 
 def filled_pool(pinned: set[BlockHash], *names: str) -> BlockPool:
-    """A pool of blocks that nobody uses, the first released the oldest."""
+    """Return a full pool of unused blocks; the first name is the oldest block."""
     pool = BlockPool(len(names))
     pool.pinned = pinned
     for block_hash in hashes(*names):
@@ -268,7 +268,7 @@ def test_each_block_lives_by_the_claims_that_cover_it() -> None:
 
 
 def read(rig: Rig, name: str, length: int, ends: list[int] | None) -> tuple[int, Prefix]:
-    """Serve a request that may read up to these ends; return what it computed."""
+    """Serve a request whose hit may end at `ends`; return how many blocks it computed."""
     prefix = rig.prefix(name, length)
     prefix.read_ends = ends
     return serve(rig, prefix), prefix

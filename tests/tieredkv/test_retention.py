@@ -1,3 +1,5 @@
+"""Retention policies: deadlines, claims and the names of policies."""
+
 import math
 from itertools import pairwise
 

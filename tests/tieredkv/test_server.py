@@ -1,4 +1,4 @@
-"""What the server accepts, what it refuses and in which words; no engine is needed for it."""
+"""What the server accepts, what it refuses and in which words, tested without an engine."""
 
 import contextlib
 import re
@@ -380,7 +380,7 @@ def test_a_prompt_that_leaves_room_for_what_is_wanted_is_served() -> None:
 
 
 PLANS: list[tuple[dict[str, Any], list[Any], list[tuple[int, str, float]], int | None]] = [
-    # What a request says of caching, the breakpoints' lifetimes; claims, and what may be kept.
+    # The cache fields, the lifetimes of breakpoints; the claims, and how many tokens are cached.
     ({}, [], [], None),
     ({"prompt_cache_retention": "24h"}, [], [], None),
     ({"prompt_cache_options": {}}, [], [(WHOLE, "in_memory", 1800)], None),
@@ -432,7 +432,7 @@ def test_what_a_request_says_of_caching_becomes_a_plan(
     messages = [{"role": "user", "content": [part]} for part in parts or [{**PART}]]
     asked = read(ResponsesRequest, {"model": "m", "input": messages, **fields}, RULES.refuses)
     asked.check(RULES)
-    # No more are followed than a request can write.
+    # Only the last four breakpoints count, as many as a request may write.
     plan = asked.plan(RULES, [10 * (i + 1) for i in range(len(ttls))][-4:])
     assert [(it.end_token, it.retention, it.pin_s) for it in plan.claims] == claims
     assert plan.cacheable_tokens == cacheable
@@ -642,7 +642,7 @@ def test_offsets_of_tokens_are_places_in_the_text() -> None:
     expected = [0, 1, 1, 2, 2, 3, 4, 5, 5]
     assert [shape.logprobs(first, i)["text_offset"] for i in (0, 1)] == [expected] * 2
     last = [TokenLogprob(token_id=id, logprob=-1.0) for id in b"\x83!"]
-    told = [shape.logprobs([token], 1) for token in last]  # piece by piece
+    told = [shape.logprobs([token], 1) for token in last]  # one token at a time
     assert [each["text_offset"] for each in told] == [[5], [6]]
 
 

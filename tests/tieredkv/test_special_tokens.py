@@ -1,7 +1,7 @@
 # ruff: noqa: RUF001
-"""Text that spells a special token is text, for the templates of several families of models.
+"""Text that spells a special token is encoded as text, for the templates of several families.
 
-The templates and tokenizers are made up for these tests, after the habits of each family.
+The templates and tokenizers are made for these tests; they follow the style of each family.
 """
 
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from tieredkv.server.pieces import PieceEncoder
 
 
 class Family(NamedTuple):
-    """Special tokens, tokens that are only added, and a template that writes them."""
+    """Special tokens, other added tokens, and a template that writes them."""
 
     special: list[str]
     added: list[str]
@@ -84,7 +84,7 @@ FAMILIES = {
 
 
 def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
-    """One token a byte, or a character beside white space as sentencepiece writes it."""
+    """Return a tokenizer with a token per byte, or per character in sentencepiece style."""
     if family.is_sentencepiece:
         names = ["<unk>", "\u2581", *map(chr, range(10, 127))]
         made = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="?"))
@@ -107,7 +107,7 @@ def tokenizer_of(family: Family) -> PreTrainedTokenizerFast:
 
 @pytest.fixture(params=FAMILIES)
 def family(request: pytest.FixtureRequest) -> Family:
-    """Each family in turn."""
+    """Run a test with each of the families."""
     return FAMILIES[request.param]
 
 
@@ -153,7 +153,7 @@ def test_prompts_that_spell_none_keep_their_tokens(family: Family) -> None:
 
 
 def test_the_text_around_keeps_its_tokens(family: Family) -> None:
-    """All but the spelling itself is encoded as if nothing had happened."""
+    """Only the spelled name has other tokens than with an ordinary character in its place."""
     tokenizer, name = tokenizer_of(family), family.special[0]
     token_ids = Tokenization(tokenizer).encode_chat(talk(name), {}).token_ids
     without = Tokenization(tokenizer).encode_chat(talk("\x7f"), {}).token_ids
@@ -207,7 +207,7 @@ def test_tags_of_thoughts_and_calls_in_an_answer_keep_their_tokens() -> None:
 
 
 def test_a_template_finds_the_special_token_that_it_looks_for_in_an_answer() -> None:
-    """As one tells a thought from what was said; others' texts are text all the same."""
+    """The template cuts the thought at `</think>`; elsewhere special tokens stay text."""
     family = FAMILIES["deepseek"]._replace(added=[])
     family = family._replace(special=[*family.special, "<think>", "</think>"])
     tokenizer = tokenizer_of(family)

@@ -1,4 +1,4 @@
-"""What a request sees of the tiers, from its arrival to its end."""
+"""The tiered cache as a request uses it, from its arrival to its end."""
 
 import pytest
 
@@ -117,7 +117,7 @@ def test_a_lookup_that_gets_no_answer_is_a_miss_and_only_the_first_waits(
     assert rig.tiers.counters.load_failures == {"lookup_timeout": 1}
 
 
-# Cancelling: exactly what it held, at every stage.
+# Cancelling, at every stage.
 
 
 @pytest.mark.parametrize("stage", ["looking up", "prefetching", "admitted", "reading", "copying"])
@@ -168,7 +168,7 @@ def test_cancelling_the_request_that_computes_leaves_its_work_to_the_others() ->
     rig.check_nothing_is_held()
 
 
-# Recency, pin, room.
+# Recency, pins and room.
 
 
 def test_eviction_takes_the_tail_before_the_head_in_every_ram_tier() -> None:
@@ -385,7 +385,7 @@ def test_patience_is_counted_for_each_request_of_its_own(monkeypatch: pytest.Mon
         if rig.admit(big):
             return True
         one = rig.prefix("one", 0)
-        if rig.cache.extend(one):  # small allocations go on succeeding
+        if rig.cache.extend(one):  # small allocations still succeed
             rig.cache.release(one)
         rig.turn()
         return False
@@ -628,7 +628,7 @@ def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
 
 def test_a_new_worker_does_not_lengthen_a_life() -> None:
     rig = Rig()
-    rig.store.put("a", 2, retention="7d")  # of a policy that is configured no longer
+    rig.store.put("a", 2, retention="7d")  # by a policy that is no longer configured
     assert rig.finish(rig.start("a", 2, "in_memory")) == 0
     rig.clock.moment += 700
     assert rig.finish(rig.start("a", 2, "in_memory")) == 0, "the disk's word counted"
