@@ -125,7 +125,7 @@ def test_one_bad_prompt_of_several_leaves_nothing_running(tmp_path: Path) -> Non
         llm.core.cache.check()
 
 
-def test_prompts_of_the_python_api_are_never_too_many(tmp_path: Path) -> None:
+def test_the_python_api_takes_more_prompts_than_the_queue_holds(tmp_path: Path) -> None:
     with LLM("tiny-random", device_size="2MiB", host_size="2MiB", max_num_queued_reqs=2) as llm:
         assert len(llm.generate([TEXT] * 5, GREEDY)) == 5
 

@@ -207,7 +207,7 @@ def test_bench_disk_puts_the_store_beside_the_raw_disk(tmp_path: Path, run_bench
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".png"]
 
 
-def test_bench_disk_tells_of_wrong_bytes_and_that_memory_is_no_disk(
+def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Overwrite an extent and swap the names of two blocks before the bench reads them."""
@@ -316,7 +316,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield it
 
 
-def test_bench_serve_tells_of_each_answer_where_its_prefix_came_from(
+def test_bench_serve_reports_which_tier_each_prefix_came_from(
     server: Server, tmp_path: Path, tieredkv: CommandLine
 ) -> None:
     words = ["--rates", "2", "--duration", "3", "--turns", "3", "--think", "0.2"]
@@ -348,7 +348,9 @@ def test_bench_serve_fails_where_requests_fail(server: Server, tieredkv: Command
     assert "Invalid value: 'for_ever'" in stderr
 
 
-def test_bench_serve_says_where_no_server_answers(server: Server, tieredkv: CommandLine) -> None:
+def test_bench_serve_names_the_address_that_does_not_answer(
+    server: Server, tieredkv: CommandLine
+) -> None:
     exit_code, stdout, stderr = tieredkv(
         "bench", "serve", "--url", server.root, "--api-key", "sk-b"
     )

@@ -128,7 +128,7 @@ def test_a_prefix_lives_as_long_as_was_asked_to_the_seconds(
         assert cached(shared_llm, each) == (160 if margin_s < 0 else 0)
 
 
-def test_what_no_claim_covers_takes_the_retention_of_the_request(
+def test_blocks_that_no_claim_covers_take_the_retention_of_the_request(
     shared_llm: LLM, pass_time: Callable[[float], None]
 ) -> None:
     claims = [
@@ -194,7 +194,7 @@ def test_an_unknown_policy_of_a_claim_is_refused(shared_llm: LLM, pass_time: obj
 # --- how much is cached
 
 
-def test_nothing_is_read_or_written_behind_what_may_be_cached(
+def test_nothing_is_read_or_written_beyond_the_cacheable_tokens(
     shared_llm: LLM, pass_time: object
 ) -> None:
     tokens, params = prompt(1), SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
@@ -231,7 +231,7 @@ def test_a_cache_key_is_a_namespace_where_the_operator_says_so() -> None:
 
 
 @pytest.mark.parametrize("tier", ["device", "host", "disk"])
-def test_a_hit_ends_where_it_may(llm: LLM, tier: str) -> None:
+def test_a_hit_ends_at_an_allowed_place(llm: LLM, tier: str) -> None:
     tokens = prompt(1)
     cold = serve(llm, tokens, retention="24h", params=GREEDY)
     for ends, found in (([], 0), ([40, 75], 4), ([160, 161], 10), ([31, 500], 1), (None, 10)):

@@ -148,7 +148,7 @@ def test_a_prefix_is_warmed_before_it_is_asked_for(server: Server) -> None:
     assert message(server, **asked | {"messages": [user(text("Go"))]})[:2] == (written, 0)
 
 
-def test_what_is_short_or_not_marked_is_not_cached(server: Server) -> None:
+def test_short_or_unmarked_prefixes_are_not_cached(server: Server) -> None:
     for _ in range(2):
         assert message(server, messages=[user(text("Too short" * 50, EPHEMERAL))])[:2] == (0, 0)
         assert message(server, system=BOOK, messages=[user(text("No mark"))])[:2] == (0, 0)

@@ -116,7 +116,9 @@ def check(path: str, answer: httpx.Response) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(data=st.data())
-def test_no_body_is_a_bug(data: Any, description: dict[str, Any], client: httpx.Client) -> None:
+def test_no_body_makes_the_server_fail(
+    data: Any, description: dict[str, Any], client: httpx.Client
+) -> None:
     known = description["components"]["schemas"]
     path = data.draw(st.sampled_from(sorted(description["paths"])))
     operation = description["paths"][path]["post"]
@@ -171,7 +173,7 @@ def test_deep_bodies_are_answered_or_refused(depth: int, client: httpx.Client) -
         (b'{"model": "tiny-random", "model": 5}', {"content-type": "text/xml"}),
     ],
 )
-def test_what_is_no_json_is_refused(
+def test_a_body_that_is_not_json_is_refused(
     content: bytes, headers: dict[str, str], client: httpx.Client, description: dict[str, Any]
 ) -> None:
     for path in description["paths"]:
@@ -189,7 +191,9 @@ def test_what_is_no_json_is_refused(
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     ],
 )
-def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: Server) -> None:
+def test_bytes_that_are_not_http_are_refused_and_the_server_goes_on(
+    sent: bytes, server: Server
+) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         sock.sendall(sent)
         sock.settimeout(HANG_S)
@@ -198,7 +202,7 @@ def test_what_is_no_http_is_refused_and_the_server_goes_on(sent: bytes, server: 
 
 
 @pytest.mark.slow
-def test_a_body_that_does_not_come_is_not_waited_for(server: Server) -> None:
+def test_a_body_that_does_not_arrive_times_out(server: Server) -> None:
     with socket.create_connection(("127.0.0.1", int(server.root.rpartition(":")[2]))) as sock:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
         sock.sendall(head + b"{")

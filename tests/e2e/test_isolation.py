@@ -147,7 +147,7 @@ def test_no_tier_and_no_restart_gives_a_tenant_what_another_has_asked(
         assert again.stop() == 0
 
 
-def test_the_statistic_tells_samples_apart_and_is_calm_where_they_are_not() -> None:
+def test_the_statistic_tells_different_samples_apart_but_not_equal_ones() -> None:
     draw = random.Random(1).gauss
     calm = [
         ks_probability([draw(0, 1) for _ in range(60)], [draw(0, 1) for _ in range(60)])

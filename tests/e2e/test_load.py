@@ -76,7 +76,7 @@ def check_all_is_free(server: Server) -> None:
     wait_until(lambda: counters(server) == (0, 0, 0), "something is still held")
 
 
-def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
+def test_no_token_is_lost_in_64_streams_at_once(server: Server) -> None:
     async def ask_all() -> list[list[Any]]:
         headers = {"x-api-key": "sk-quiet"}
         async with httpx.AsyncClient(
@@ -108,9 +108,7 @@ def test_of_64_streams_at_once_no_token_is_lost(server: Server) -> None:
     check_all_is_free(server)
 
 
-def test_clients_that_leave_take_their_blocks_along_and_the_others_are_answered(
-    server: Server,
-) -> None:
+def test_clients_that_leave_free_their_blocks_and_the_others_are_answered(server: Server) -> None:
     async def ask(http: httpx.AsyncClient, i: int) -> int:
         path, is_leaving = PATHS[i // 2 % 2], i % 2 == 0
         if not is_leaving:
@@ -132,7 +130,7 @@ def test_clients_that_leave_take_their_blocks_along_and_the_others_are_answered(
     check_all_is_free(server)
 
 
-def test_who_does_not_read_holds_up_nobody(server: Server) -> None:
+def test_a_client_that_does_not_read_delays_no_other_request(server: Server) -> None:
     port = int(server.root.rpartition(":")[2])
     socks = []
     for i in range(3):
@@ -194,7 +192,7 @@ def test_a_flood_costs_a_quiet_tenant_no_answer_and_no_cached_token(server: Serv
     check_all_is_free(server)
 
 
-def test_sigterm_in_the_middle_of_all_of_it_is_an_orderly_end(server: Server) -> None:
+def test_sigterm_under_load_ends_the_server_in_an_orderly_way(server: Server) -> None:
     ends: Counter[str] = Counter()
 
     async def ask(http: httpx.AsyncClient, i: int) -> None:

@@ -412,9 +412,7 @@ def nested(depth: int) -> Any:
 
 
 @pytest.mark.parametrize("depth", [70, 700, 5000])
-def test_what_is_nested_too_deep_is_refused_and_the_next_is_answered(
-    server: Server, depth: int
-) -> None:
+def test_deep_nesting_is_refused_and_the_server_goes_on(server: Server, depth: int) -> None:
     arguments = '{"a":' * depth + "1" + "}" * depth
     deep = arguments.encode()
     body = b'{"model":"tiny-random","messages":[{"role":"user","content":"a"}],"tools":[{"type":'

@@ -270,7 +270,7 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_long_end_says_how_far_it_is(tmp_path: Path) -> None:
+def test_a_long_shutdown_logs_its_progress(tmp_path: Path) -> None:
     flags = ("--disk-write-limit", "100KiB", "--drain-timeout", "5s")
     with running(tmp_path, *flags) as server:
         complete(server, TEXT * 6)

@@ -204,7 +204,9 @@ def test_no_family_that_transformers_offers_is_accepted_and_differs(
         ("gemma", {"use_bidirectional_attention": True}),
     ],
 )
-def test_what_changes_attention_is_refused(model_type: str, changes: dict[str, Any]) -> None:
+def test_a_config_that_changes_attention_is_refused(
+    model_type: str, changes: dict[str, Any]
+) -> None:
     config = make_config(model_type, changes)
     with pytest.raises(ModelError):
         check_config(model_type, config, CONTEXT_LEN)

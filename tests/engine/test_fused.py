@@ -150,7 +150,7 @@ def test_merging_leaves_names_values_and_fingerprint(load: Load) -> None:
     assert parameters_fingerprint({}, loaded.model) == before
 
 
-def test_tokens_past_the_first_chunk_of_the_table_are_turned_right(load: Load) -> None:
+def test_positions_past_the_first_chunk_of_the_table_are_rotated_right(load: Load) -> None:
     loaded = load(**CONFIGS["llama"], max_position_embeddings=40_000, num_hidden_layers=1)
     assert loaded.fused is not None
     whole: Any = loaded.model
@@ -243,7 +243,7 @@ def mix_dtypes(model: Any) -> None:
         (mix_dtypes, "its parameters are of several dtypes"),
     ],
 )
-def test_what_is_not_known_in_every_part_is_left_to_transformers(
+def test_a_model_with_an_unknown_part_is_left_to_transformers(
     change: Callable[[Any], None], reason: str, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load(**CONFIGS["qwen2"])

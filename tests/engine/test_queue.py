@@ -187,7 +187,9 @@ def test_the_newest_request_of_the_tenant_that_holds_most_is_preempted() -> None
         ("aaaaabbb", "a"),
     ],
 )
-def test_a_full_queue_refuses_who_has_its_share(queued: Sequence[str], refused: str) -> None:
+def test_a_full_queue_refuses_a_tenant_that_has_its_share(
+    queued: Sequence[str], refused: str
+) -> None:
     loop = one_at_a_time()
     requests: list[Request] = [
         loop.add(f"{index}", 8, tenant=tenant) for index, tenant in enumerate(queued)

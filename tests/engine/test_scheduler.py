@@ -342,7 +342,9 @@ def test_prompts_of_a_burst_are_looked_up_in_several_steps(monkeypatch: pytest.M
     assert admitted == [{"decodes"}, {"decodes", "a", "b"}, {"decodes", "c", "d"}]
 
 
-def test_what_was_just_hashed_waits_one_step_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_was_just_hashed_waits_one_step_at_most(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(scheduler, "MAX_ADMITTED_TOKENS", 16)
     loop = Loop(Rig(num_blocks=64, has_store=False))
     admitted = []
@@ -426,7 +428,7 @@ def test_a_cached_prompt_is_in_the_next_step_of_a_flood_and_steps_stay_short(
     assert loop.finished == ["cold", *(f"warm {number}" for number in range(4))]
 
 
-def test_long_prompts_wait_for_who_asks_as_soon_as_it_is_answered_and_others_do_not(
+def test_long_prompts_wait_for_a_tenant_that_asks_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def names_of(rows: list[ScheduledRow]) -> set[str]:

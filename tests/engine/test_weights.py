@@ -150,14 +150,14 @@ def test_values_beyond_the_dtype_asked_for_are_refused(folder: Path) -> None:
     assert refusal(folder, dtype="float16") == f"tensor `{UP}` holds NaN or infinity in float16"
 
 
-def test_what_transformers_computes_itself_may_lie_in_old_checkpoints(folder: Path) -> None:
+def test_old_checkpoints_may_hold_buffers_that_transformers_computes(folder: Path) -> None:
     tensors = read(folder)
     write(folder, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     loaded = load(folder)
     assert torch.equal(loaded.model.get_parameter(UP), tensors[UP])
 
 
-def test_what_a_model_class_ignores_may_lie_in_its_files(
+def test_a_checkpoint_may_hold_tensors_that_its_model_class_ignores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = read(folder)
@@ -232,7 +232,7 @@ def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
     assert "merge it into the weights" in told
 
 
-def test_an_adapter_without_a_model_is_called_one(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_only_is_refused_as_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
     assert "an adapter" in refusal(tmp_path)
 

@@ -226,7 +226,7 @@ def dense_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("dense_everywhere")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_the_dense_path_cuts_without_a_trace(
+def test_the_dense_path_in_steps_equals_the_definition(
     make_case: MakeCase, relative_error: RelativeError, choose: Choose, dtype: torch.dtype
 ) -> None:
     spans = [(8, 8), (16, 16), (5, 5), (40, 48), (17, 100), (17, 73), (1, 1), (99, 130), (12, 13)]

@@ -115,7 +115,7 @@ def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Toke
         ask(tokenization, text("one", "1h"), rules=rules)
 
 
-def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenization) -> None:
+def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokenization) -> None:
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
     fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
     fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}

@@ -230,7 +230,9 @@ def test_one_refused_answer_of_several_refuses_all(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_who_has_no_key_is_told_how_to_give_one(tokenization: Tokenization, path: str) -> None:
+def test_a_request_without_a_key_is_told_how_to_give_one(
+    tokenization: Tokenization, path: str
+) -> None:
     settings = Settings(api_keys=("k",))
     response = ask(Engine(0.0, answered), tokenization, path, settings=settings)
     assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
@@ -267,7 +269,7 @@ def test_only_tokens_of_the_vocabulary_have_a_text(tokenization: Tokenization) -
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tokens")
 
 
-def test_a_tenant_cannot_use_up_the_labels_of_all() -> None:
+def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
     metrics = Metrics(Settings(), Engine(0.0, answered))  # type: ignore[arg-type]
     for i in range(MAX_LABEL_SETS_OF_TENANT):
         assert metrics.labels_of("flood", {"route": f"r{i}"}) == (f"r{i}", "")
@@ -305,7 +307,7 @@ def test_a_body_longer_than_the_setting_is_refused_and_the_setting_is_named(
     assert told.status_code == 200
 
 
-def test_what_a_client_that_left_has_asked_is_not_worked_on(
+def test_work_for_a_client_that_left_is_stopped(
     tokenization: Tokenization, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began, stopped = asyncio.Event(), threading.Event()

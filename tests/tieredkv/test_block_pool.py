@@ -103,7 +103,7 @@ def test_one_allocation_takes_empty_blocks_and_then_the_oldest_cached_ones(
     assert evicted == [(3, name("a3"))]
 
 
-def test_a_block_that_held_nothing_whole_is_reused_before_cached_ones(pool: BlockPool) -> None:
+def test_a_partial_block_is_reused_before_cached_ones(pool: BlockPool) -> None:
     private = take(pool, 2)
     keep(pool, "a0", "a1", "a2", "a3")
     pool.release(private)
@@ -126,9 +126,7 @@ def test_an_allocation_that_does_not_fit_changes_nothing(
     assert ids(take(pool, 5)) == [3, 4, 5, 1, 0]
 
 
-def test_what_can_evict_refuses_keeps_its_place_and_order(
-    pool: BlockPool, evicted: Evicted
-) -> None:
+def test_blocks_that_can_evict_refuses_keep_their_order(pool: BlockPool, evicted: Evicted) -> None:
     keep(pool, "a0", "a1", "a2", "a3", "a4", "a5")
     pool.can_evict = lambda block: block.block_id not in (5, 3)
     taken = pool.allocate(2)
@@ -205,7 +203,7 @@ def test_dirty_blocks_are_named_oldest_first_until_a_copy_reads_them() -> None:
     assert ids(take(pool, 2)) == [7, 6]
 
 
-def test_what_a_floor_keeps_is_passed_over_once_and_keeps_its_place() -> None:
+def test_blocks_that_a_floor_keeps_are_passed_over_once_and_keep_their_place() -> None:
     pool = BlockPool(40)
     asked: list[int] = []
 

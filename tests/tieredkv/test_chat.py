@@ -95,7 +95,9 @@ def test_a_mark_on_a_tool_is_at_its_end(tokenization: Tokenization, template: st
     assert ("You help" in first) == is_system_first
 
 
-def test_tools_that_the_template_ignores_end_nowhere(tokenization: Tokenization) -> None:
+def test_tools_that_the_template_ignores_are_marked_at_the_start(
+    tokenization: Tokenization,
+) -> None:
     tokenization.tokenizer.chat_template = LAST_FIRST
     assert heads(tokenization, [(TOOLS, 0)], tools=[TOOL]) == [""]
 
@@ -125,7 +127,7 @@ def test_a_part_that_is_dropped_is_marked_at_the_end_of_its_message(
     assert heads(tokenization, [(0, 0), (0, 2)], messages) == ["<\nsaid>", "<\nsaid"]
 
 
-def test_a_text_may_hold_the_signs_itself(tokenization: Tokenization) -> None:
+def test_a_text_may_hold_the_characters_used_as_signs(tokenization: Tokenization) -> None:
     messages = [{"role": "user", "content": ["a\U000f0000", "b"]}, TALK[3]]
     first, _ = heads(tokenization, [(0, 0), (1, 0)], messages)
     assert first.endswith("a\U000f0000")
@@ -150,7 +152,7 @@ def test_tools_that_are_nested_too_deep_are_refused(is_canonical: bool) -> None:
         tokenization.encode_chat(TALK, {"tools": [deep]})
 
 
-def test_no_more_marks_than_can_be_looked_for_one_by_one_are_found(
+def test_only_the_last_marks_are_found_where_each_is_looked_for_alone(
     tokenization: Tokenization,
 ) -> None:
     tokenization.tokenizer.chat_template = LENGTHS

@@ -336,7 +336,7 @@ def test_chunks_may_be_small_but_not_tiny(port: int) -> None:
     assert send(1, 400_000)[0] == 400
 
 
-def test_what_is_refused_before_it_is_a_request_has_an_id_and_a_code(port: int) -> None:
+def test_a_refusal_before_a_request_is_parsed_has_an_id_and_a_code(port: int) -> None:
     long = b"GET / HTTP/1.1\r\nx: " + b"y" * 99_999
     for sent, status, code in ((b"zz\r\n\r\n", 400, None), (long, 431, "headers_too_large")):
         answer = exchange(port, sent)
@@ -346,7 +346,7 @@ def test_what_is_refused_before_it_is_a_request_has_an_id_and_a_code(port: int) 
 
 
 @pytest.mark.parametrize("path", ["/health/", "/v1/completions/", "/metrics/", "//evil.example/"])
-def test_nobody_is_sent_to_where_the_host_header_says(path: str, port: int) -> None:
+def test_no_redirect_goes_where_the_host_header_says(path: str, port: int) -> None:
     for method in ("GET", "POST"):
         request = f"{method} {path} HTTP/1.0\r\nHost: evil.example\r\nx-api-key: {KEY}\r\n\r\n"
         status, headers = head_of(exchange(port, request.encode()))
@@ -364,7 +364,7 @@ def stop_while(
         return read_all(sock)
 
 
-def test_a_body_that_is_under_way_at_the_end_is_refused(
+def test_a_body_that_is_arriving_at_shutdown_is_refused(
     tokenization: Tokenization, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent = HEAD.encode() + b"Content-Length: 99\r\n\r\n{"

@@ -16,7 +16,7 @@ def flood(rig: Rig, *, num_blocks: int, retention: str = "24h") -> None:
 
 
 @pytest.mark.parametrize("length", [1, 7, 8])
-def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_vram(length: int) -> None:
+def test_blocks_within_a_tenants_floor_outlive_a_flood_in_vram(length: int) -> None:
     rig = Rig(num_blocks=16, num_pages=8, has_store=False)
     rig.run("quiet/a", length, "in_memory")
     flood(rig, num_blocks=160, retention="in_memory")
@@ -27,7 +27,7 @@ def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_vram(length: int
     rig.check_nothing_is_held()
 
 
-def test_what_a_tenant_has_within_its_floor_outlives_a_flood_in_host_memory() -> None:
+def test_blocks_within_a_tenants_floor_outlive_a_flood_in_host_memory() -> None:
     rig = Rig(num_blocks=16, num_pages=16, has_store=False)
     rig.run("quiet/a", 8)
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())

@@ -161,7 +161,7 @@ def test_a_refusal_says_when_a_place_may_be_free(monkeypatch: pytest.MonkeyPatch
     assert told == [(429, 21)]  # the last answer took 40 s, and two requests share the time
 
 
-def test_what_is_no_http_is_refused_with_a_request_id(port: int) -> None:
+def test_bytes_that_are_not_http_are_refused_with_a_request_id(port: int) -> None:
     with socket.create_connection(("127.0.0.1", port)) as client:
         client.sendall(b"nonsense\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(1000), b"")).lower()

@@ -101,7 +101,7 @@ def test_a_pinned_block_does_not_stand_in_for_one_that_is_not_clean_yet() -> Non
     assert order(pool) == "d"
 
 
-def test_what_a_floor_keeps_of_the_pinned_does_not_hide_what_may_be_taken() -> None:
+def test_pinned_blocks_that_a_floor_keeps_do_not_hide_those_that_may_be_taken() -> None:
     pool = filled_pool(set(hashes("a", "b")), "a", "b", "c", "d")
     pool.drop(hashes("a")[0])
     [block] = pool.allocate(1) or []
@@ -318,7 +318,7 @@ def test_a_queued_request_neither_holds_nor_prefetches_what_it_may_not_read() ->
     rig.check_nothing_is_held()
 
 
-def test_what_was_computed_again_is_claimed_and_pinned_too() -> None:
+def test_blocks_computed_again_are_claimed_and_pinned_too() -> None:
     rig = Rig(num_blocks=8, num_pages=8, has_store=False)
     rig.run("chain", 4)
     prefix = rig.prefix("chain", 4)
@@ -333,7 +333,7 @@ def test_what_was_computed_again_is_claimed_and_pinned_too() -> None:
 # --- policies
 
 
-def test_the_policies_of_ttls_are_there_but_cannot_be_named() -> None:
+def test_the_policies_of_ttls_exist_but_cannot_be_named() -> None:
     policies = RetentionPolicies()
     for name, idle_s in (("5m", 300.0), ("1h", HOUR_S)):
         policy = policies.get(name, is_any=True)

@@ -128,7 +128,7 @@ def talk(text: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_what_spells_a_special_token_is_encoded_as_text(family: Family) -> None:
+def test_text_that_spells_a_special_token_is_encoded_as_text(family: Family) -> None:
     tokenizer = tokenizer_of(family)
     tokenization, open_one = Tokenization(tokenizer), Tokenization(tokenizer, allows_special=True)
     plain = tokenization.encode_chat(talk("x"), {}).token_ids
@@ -163,7 +163,7 @@ def test_the_text_around_keeps_its_tokens(family: Family) -> None:
     assert stand_in is not None and token_ids == expected
 
 
-def test_marks_are_where_they_are_without_special_tokens_around(family: Family) -> None:
+def test_special_tokens_in_texts_do_not_move_marks(family: Family) -> None:
     tokenizer = tokenizer_of(family)
     tokenization = Tokenization(tokenizer)
     name = family.special[0]
@@ -222,7 +222,7 @@ def test_a_template_finds_the_special_token_that_it_looks_for_in_an_answer() -> 
     assert told.count("</think>") == 0 and told.count("<｜User｜>") == 1
 
 
-def test_a_prompt_without_a_template_is_its_clients_own() -> None:
+def test_special_tokens_in_a_raw_prompt_stay_special() -> None:
     tokenizer = tokenizer_of(FAMILIES["chatml"])
     [token_ids] = Tokenization(tokenizer).encode_prompts(["<|im_start|>user\nhi<|im_end|>"])
     assert controls(tokenizer, token_ids) == ["<|im_start|>", "<|im_end|>"]

@@ -261,7 +261,7 @@ def test_queued_requests_are_pinned_in_order_up_to_half_of_the_pool() -> None:
     rig.check_nothing_is_held()
 
 
-def test_what_two_queued_requests_want_is_pinned_until_both_are_gone() -> None:
+def test_blocks_that_two_queued_requests_want_are_pinned_until_both_are_gone() -> None:
     rig = Rig(num_blocks=16, has_store=False)
     rig.run("a", 4)
     first, second = rig.queue("a", 4), rig.queue("a", 4)
@@ -481,7 +481,7 @@ def test_a_block_in_use_at_its_expiry_is_unindexed_at_once_and_freed_with_its_la
     rig.check_nothing_is_held()
 
 
-def test_what_is_computed_while_the_old_copy_expires_goes_with_it_and_is_then_as_new() -> None:
+def test_a_block_computed_while_its_old_copy_expires_expires_with_it() -> None:
     rig = Rig(can_load=False, has_store=False)
     rig.run("a", 1, "in_memory")
     assert rig.cache.demoter.flush(Tier.HOST, deadline=deadline())
@@ -614,7 +614,7 @@ def test_a_block_whose_last_copy_went_while_it_waited_to_be_computed_is_forgotte
     assert len(rig.tiers.catalog.entries()) == 2
 
 
-def test_what_a_new_worker_may_have_lost_is_written_again() -> None:
+def test_blocks_that_a_new_worker_may_have_lost_are_written_again() -> None:
     rig = Rig()
     rig.run("a", 4)
     assert rig.cache.demoter.drain(deadline=deadline()) == 0
