@@ -1,4 +1,4 @@
-"""The product's oath: a prompt served from any tier gives the tokens that it gives cold."""
+"""A prompt served from any tier gives the same tokens as a cold one."""
 
 import os
 import random
@@ -32,7 +32,7 @@ def prompt(seed: int, num_tokens: int = 500) -> list[int]:
 
 
 def by_tier(output: Answer) -> dict[str, int]:
-    """Return where a prompt's tokens came from, tiers with none left out."""
+    """Return the cached tokens by tier, without the tiers that had none."""
     return {tier: n for tier, n in output.usage.cached_tokens_by_tier.items() if n}
 
 
@@ -46,7 +46,7 @@ def one(llm: LLM, tokens: list[int], **options: str) -> Answer:
 
 @pytest.fixture
 def disk_dir(tmp_path: Path) -> str:
-    """Return where a test's store goes."""
+    """Return the folder of the test's store."""
     return str(tmp_path / "store")
 
 
@@ -118,7 +118,7 @@ def test_a_prefix_larger_than_the_arena_still_loads_from_disk(disk_dir: str) -> 
 def test_eviction_under_pressure_walks_blocks_down_to_the_disk_and_back(
     disk_dir: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiered, "PATIENCE_S", 60.0)  # no disk is so busy
+    monkeypatch.setattr(tiered, "PATIENCE_S", 60.0)  # longer than any disk is busy
     sizes = {**SIZES, "device_size": "4MiB", "host_size": "4MiB"}
     prompts = [prompt(100 + i, 1000) for i in range(8)]
     with LLM("tiny-random", retention="24h", disk_dir=disk_dir, **sizes) as llm:
@@ -206,7 +206,7 @@ def test_a_worker_stopped_in_the_middle_of_a_read_spoils_nothing(disk_dir: str) 
         assert pid is not None
         request = llm.make_request(tokens, GREEDY)
         llm.core.add_request(request)
-        while not llm.core.tiers.host.num_used:  # a page is being read
+        while not llm.core.tiers.host.num_used:  # until a page is being read
             llm.core.step()
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -302,7 +302,7 @@ def test_a_write_limit_drops_demotions_and_holds_up_no_request(disk_dir: str) ->
         assert llm.core.tiers.counters.demotions_dropped > 0
         disk: Any = llm.tier_stats()["disk"]
         assert disk["bytes_write_limit"] == 1024
-        # A full bucket lets one block of 32 KiB through; it takes half a minute to fill.
+        # A full token bucket allows one block of 32 KiB and takes half a minute to fill.
         assert disk["blocks"] <= 1 + (time.monotonic() - started_at) / 32
     with LLM("tiny-random", disk_dir=disk_dir, **SIZES) as llm:
         disk = llm.tier_stats()["disk"]

@@ -58,7 +58,7 @@ Load = Callable[..., LoadedModel]
 @pytest.fixture
 def load(tmp_path: Path) -> Load:
     def make(device: str = "cpu", dtype: Dtype = "float32", **config: Any) -> LoadedModel:
-        """Load a small model and draw all its parameters, norms and biases too, where they lie."""
+        """Load a small model and draw all its parameters in place, norms and biases too."""
         table = {
             "vocab_size": 300,
             "hidden_size": 64,
@@ -85,7 +85,7 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    """Compute all logits in chunks and single tokens over scattered blocks of a poisoned pool."""
+    """Compute all logits in chunks and single tokens; unwritten slots of the pool are NaN."""
     spec = loaded.kv_spec(BLOCK_SIZE)
     num_blocks = -(-len(ids) // BLOCK_SIZE)
     pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
@@ -101,7 +101,7 @@ def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
 
 @torch.inference_mode()
 def run_transformers(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    """Compute all logits in transformers' own code, through the parameters that became views."""
+    """Compute all logits in transformers' own code, whose parameters are views now."""
     loaded.model.set_attn_implementation("eager")
     model: Any = loaded.model
     logits: Tensor = model(torch.tensor([ids], device=loaded.device), use_cache=False).logits[0]
@@ -150,7 +150,7 @@ def test_merging_leaves_names_values_and_fingerprint(load: Load) -> None:
     assert parameters_fingerprint({}, loaded.model) == before
 
 
-def test_tokens_past_the_first_chunk_of_the_table_are_turned_right(load: Load) -> None:
+def test_positions_past_the_first_chunk_of_the_table_are_rotated_right(load: Load) -> None:
     loaded = load(**CONFIGS["llama"], max_position_embeddings=40_000, num_hidden_layers=1)
     assert loaded.fused is not None
     whole: Any = loaded.model
@@ -178,7 +178,7 @@ def test_other_families_run_as_before(
 
 
 class ScaledMLP(nn.Module):
-    """An MLP of another name."""
+    """An MLP class that the fused model does not know."""
 
 
 def rename(model: Any) -> None:
@@ -243,7 +243,7 @@ def mix_dtypes(model: Any) -> None:
         (mix_dtypes, "its parameters are of several dtypes"),
     ],
 )
-def test_what_is_not_known_in_every_part_is_left_to_transformers(
+def test_a_model_with_an_unknown_part_is_left_to_transformers(
     change: Callable[[Any], None], reason: str, load: Load, caplog: pytest.LogCaptureFixture
 ) -> None:
     loaded = load(**CONFIGS["qwen2"])
@@ -269,6 +269,6 @@ def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers_for_each_c
     ours = run_paged(loaded, ids)
     theirs = run_transformers(loaded, ids)
     whole: Any = loaded.model
-    whole.float()  # which takes the views apart
+    whole.float()  # the parameters are no longer views
     exact = run_transformers(loaded, ids)
     assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()

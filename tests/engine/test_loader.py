@@ -1,4 +1,4 @@
-"""Models by name: what loads, and the one sentence that is said when it does not."""
+"""Models are loaded by name, or refused in one sentence."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ def last_logits(loaded: LoadedModel, ids: list[int]) -> torch.Tensor:
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be damaged."""
+    """Return a checkpoint that the test may damage."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     return path

@@ -1,4 +1,4 @@
-"""Models that cannot be paged are refused by their config, each with its reason."""
+"""Models that cannot be paged are refused by their config, with the reason."""
 
 import json
 from typing import Any

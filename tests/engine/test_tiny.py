@@ -1,4 +1,4 @@
-"""The model made on the spot: its promised sizes, its bytes, and answers that need the context."""
+"""The tiny random model has the promised sizes and tokenizer, and its answers need the context."""
 
 from typing import Any
 

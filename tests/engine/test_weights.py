@@ -1,4 +1,4 @@
-"""Weight files and their config: a checkpoint is loaded whole and as it is, or refused by name."""
+"""A checkpoint is loaded whole and unchanged, or refused with the name of what is wrong."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ NO_FIT = "its weights do not fit its config: "
 
 @pytest.fixture
 def folder(checkpoints: Any, tmp_path: Path) -> Path:
-    """A checkpoint of its own, to be changed."""
+    """Return a checkpoint that the test may change."""
     path = tmp_path / "model"
     shutil.copytree(checkpoints("llama"), path)
     return path
@@ -150,14 +150,14 @@ def test_values_beyond_the_dtype_asked_for_are_refused(folder: Path) -> None:
     assert refusal(folder, dtype="float16") == f"tensor `{UP}` holds NaN or infinity in float16"
 
 
-def test_what_transformers_computes_itself_may_lie_in_old_checkpoints(folder: Path) -> None:
+def test_old_checkpoints_may_hold_buffers_that_transformers_computes(folder: Path) -> None:
     tensors = read(folder)
     write(folder, tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     loaded = load(folder)
     assert torch.equal(loaded.model.get_parameter(UP), tensors[UP])
 
 
-def test_what_a_model_class_ignores_may_lie_in_its_files(
+def test_a_checkpoint_may_hold_tensors_that_its_model_class_ignores(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = read(folder)
@@ -197,7 +197,7 @@ def test_a_tensor_in_two_files_is_refused(folder: Path) -> None:
 
 @pytest.fixture
 def experts(tmp_path: Path) -> Path:
-    """A mixture of four experts, whose matrices the model merges."""
+    """Return a checkpoint of four experts, whose matrices the model merges."""
     folder = tmp_path / "experts"
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4}
@@ -232,7 +232,7 @@ def test_an_adapter_beside_the_weights_is_refused(folder: Path) -> None:
     assert "merge it into the weights" in told
 
 
-def test_an_adapter_without_a_model_is_called_one(tmp_path: Path) -> None:
+def test_a_folder_with_an_adapter_only_is_refused_as_an_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "some/model"}')
     assert "an adapter" in refusal(tmp_path)
 

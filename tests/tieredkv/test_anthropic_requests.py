@@ -1,4 +1,4 @@
-"""What `cache_control` comes to: how much of a prompt is kept, for how long, where hits end."""
+"""The effect of `cache_control`: how much of a prompt is kept, how long, and where hits end."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,7 +46,7 @@ def text(words: str, ttl: str | None = None) -> dict[str, Any]:
 
 
 def head(tokenization: Tokenization, asked: Asked, end: int) -> str:
-    """Return the prompt's text up to a number of tokens."""
+    """Return the text of the prompt's first `end` tokens."""
     return str(tokenization.tokenizer.decode(asked.prompts[0][:end]))
 
 
@@ -115,7 +115,7 @@ def test_a_lifetime_that_the_server_does_not_allow_is_refused(tokenization: Toke
         ask(tokenization, text("one", "1h"), rules=rules)
 
 
-def test_a_strict_server_knows_what_means_nothing_here(tokenization: Tokenization) -> None:
+def test_a_strict_server_takes_fields_that_have_no_effect(tokenization: Tokenization) -> None:
     fields: dict[str, Any] = {"metadata": {"user_id": "u"}, "tools": [{**TOOL, "strict": True}]}
     fields |= {"output_config": {"effort": "low"}, "thinking": {"type": "adaptive"}}
     fields["tool_choice"] = {"type": "auto", "disable_parallel_tool_use": True}

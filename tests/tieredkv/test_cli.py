@@ -1,4 +1,4 @@
-"""The command line: its exit codes, its one line an error, its JSON, in real processes."""
+"""The command line in real processes: exit codes, one-line errors and JSON."""
 
 import json
 import os
@@ -35,7 +35,7 @@ VERBS = ["serve", "generate", "bench ttft", "df", "ls", "evict", "verify", "doct
 
 
 def tieredkv(*arguments: str, stdin: str = "", **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run the command line as a user does, in a pipe."""
+    """Run the command line in a process of its own, with pipes."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "tieredkv", *arguments],
         input=stdin,
@@ -219,7 +219,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask(folder: Path, verb: str, *arguments: str) -> dict[str, object]:
-    """Run a verb on a store with --json, which must succeed."""
+    """Run a verb on a store with --json; it must succeed. Return its answer."""
     result = tieredkv(verb, "--disk-dir", str(folder), *arguments, "--json")
     assert result.returncode == 0, result.stderr
     answer: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
@@ -300,12 +300,12 @@ def test_a_long_list_is_printed_while_it_is_made_and_ctrl_c_ends_it(tmp_path: Pa
             stderr=subprocess.PIPE,
         )
         assert process.stdout is not None
-        assert len(process.stdout.read(1000)) == 1000  # the pipe is too small for the rest
+        assert len(process.stdout.read(1000)) == 1000  # the rest does not fit into the pipe
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
         assert (process.returncode, told.strip()) == (130, b"")
         with open_store(path, Clock(), budget_bytes=None):
-            pass  # nobody else has it
+            pass  # no other process holds the store
 
 
 def test_a_folder_that_is_no_store_is_left_alone(tmp_path: Path) -> None:

@@ -1,3 +1,5 @@
+"""Settings: their sources and precedence, how values are read, and what is refused."""
+
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path

@@ -1,3 +1,5 @@
+"""Block hashes, roots and namespaces are equal only if all their ingredients are."""
+
 import hashlib
 import os
 import struct

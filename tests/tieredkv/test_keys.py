@@ -1,4 +1,4 @@
-"""Files of keys that are as they must be, and those that are not; names that a server goes by."""
+"""Key files, valid and invalid, and the host names that a server answers to."""
 
 import hashlib
 import os
@@ -79,7 +79,7 @@ def test_only_a_regular_file_of_bounded_size_is_read(tmp_path: Path) -> None:
     assert keys_of(link).tenant({"x-api-key": "sk-a"}) == digest_of("sk-a")
 
 
-def test_reading_changes_nothing_until_it_is_adopted(tmp_path: Path) -> None:
+def test_a_file_that_was_read_has_no_effect_until_it_is_adopted(tmp_path: Path) -> None:
     path = write(tmp_path, '[a]\nkey = "sk-a"\nshare = 0.5')
     keys, old, new = keys_of(path), {"x-api-key": "sk-a"}, {"x-api-key": "sk-b"}
     write(tmp_path, '[b]\nkey = "sk-b"\nadmin = true')
@@ -143,13 +143,13 @@ def test_a_probe_may_leave_the_host_out_but_not_give_another() -> None:
         keys.check_host("/health", {"host": "evil.example"})
 
 
-def test_the_address_that_was_chosen_is_a_name_too() -> None:
+def test_the_configured_address_is_an_allowed_host() -> None:
     keys_of(None, host="127.0.0.7").check_host("/version", {"host": "127.0.0.7:80"})
     keys_of(None, host="::1").check_host("/version", {"host": "[::1]:80"})
 
 
 @pytest.mark.parametrize("settings", [{"api_keys": ("sk-a",)}, {"is_local": False}])
-def test_any_host_may_be_named_where_others_can_ask_anyway(settings: dict[str, Any]) -> None:
+def test_any_host_may_be_named_with_keys_or_on_an_open_address(settings: dict[str, Any]) -> None:
     for host in (*LOCAL, *FOREIGN):
         keys_of(None, **settings).check_host("/version", {"host": host})
 
