@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from glob import escape, glob
 from heapq import merge
 from itertools import islice, pairwise, takewhile
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -40,6 +41,7 @@ _META_KEY = b"store"
 _NUM_FIXED_PAGES = 3  # two meta pages and one page with the databases' names
 _LIB_VERSION = 0  # selects the version of LMDB that writes `index_pages.DATA_VERSION`
 _COMPACTED = "compact.mdb"
+_LOCK_FILE = "lock.mdb"
 _AHEAD_BYTES = 2 << 20  # more than one ordinary transaction adds to the file
 PAGE_BYTES = 4096
 _PAGE_HEADER_BYTES = 16
@@ -142,6 +144,15 @@ def _read_lru_hash(key: bytes) -> bytes:
     return block_hash
 
 
+def _remove_links(folder: str) -> None:
+    """Remove the temporary folder of an opening; this takes no file descriptor."""
+    with suppress(OSError):
+        for name in (DATA_FILE, _LOCK_FILE):
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, name))
+        os.rmdir(folder)
+
+
 class Index:
     """The LMDB environment of a store."""
 
@@ -186,15 +197,24 @@ class Index:
         """Open the environment with LMDB's lock file in memory; only this process uses it.
 
         LMDB writes to a map of the lock file. On a filesystem without room for a changed page, such
-        as a full btrfs, that write would raise SIGBUS.
+        as a full btrfs, that write would raise SIGBUS. LMDB finds the file in memory through a
+        temporary folder of two links. The folder's name names the store, which one process at a
+        time may open, so any such folder that is there is one of a process that was killed.
         """
+        store = os.stat(os.path.dirname(os.path.abspath(self.path)))
+        prefix = f"tieredkv-index-{store.st_dev:x}-{store.st_ino:x}-"
+        for left in glob(os.path.join(escape(tempfile.gettempdir()), f"{prefix}*")):
+            _remove_links(left)
         lock_fd = os.memfd_create("tieredkv-readers", os.MFD_CLOEXEC)
         try:
-            with tempfile.TemporaryDirectory(prefix="tieredkv-index-") as folder:
+            folder = tempfile.mkdtemp(prefix=prefix)
+            try:
                 data = os.path.join(os.path.abspath(self.path), DATA_FILE)
                 os.symlink(data, os.path.join(folder, DATA_FILE))
-                os.symlink(f"/proc/self/fd/{lock_fd}", os.path.join(folder, "lock.mdb"))
+                os.symlink(f"/proc/self/fd/{lock_fd}", os.path.join(folder, _LOCK_FILE))
                 return lmdb.open(folder, **options)
+            finally:
+                _remove_links(folder)
         finally:
             os.close(lock_fd)
 
