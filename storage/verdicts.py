@@ -63,9 +63,9 @@ MEANINGS: dict[type[lmdb.Error], Meaning] = {
     lmdb.DiskError: Meaning.FULL,
     lmdb.VersionMismatchError: Meaning.VERSION,
     # The data file's header was read before LMDB opened it, so this is about the lock file, which
-    # LMDB writes anew unless another process has it open.
+    # is made anew, in memory, at each start.
     lmdb.InvalidError: Meaning.SYSTEM,
-    lmdb.ReadersFullError: Meaning.SYSTEM,  # another process fills the table of readers
+    lmdb.ReadersFullError: Meaning.SYSTEM,  # too many threads of this process read at once
     lmdb.TlsFullError: Meaning.SYSTEM,
     lmdb.TxnFullError: Meaning.SYSTEM,
     lmdb.MapResizedError: Meaning.SYSTEM,  # another process made the file larger than the map
