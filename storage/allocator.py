@@ -22,7 +22,9 @@ from tieredkv.storage.codec import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index
+from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.types import TENANT_BYTES
 
 logger = logging.getLogger(__name__)

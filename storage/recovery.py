@@ -20,7 +20,9 @@ from tieredkv.storage.allocator import ExtentAllocator, largest_file_bytes
 from tieredkv.storage.codec import FORMAT_VERSION, Extent, Located
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index
+from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.limits import check_file_size
 
 logger = logging.getLogger(__name__)

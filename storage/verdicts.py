@@ -4,7 +4,7 @@ The rule: **an index is condemned on evidence only.** Evidence is one of these, 
 
 - a page or an entry of the index that contradicts itself: a wrong magic number or a damaged meta
   page in a data file that holds something, pages that do not fit together, entries that cannot be
-  decoded (`tieredkv.storage.index_pages`, `tieredkv.storage.index`);
+  decoded (`tieredkv.storage.index_pages`, `tieredkv.storage.index_entries`);
 - LMDB's own codes for that (`Meaning.DAMAGE` below);
 - SIGSEGV, SIGBUS or SIGABRT in a thread that was using the index, as the stack that the worker's
   fault handler left with its parent says (`tieredkv.storage.worker_process`).

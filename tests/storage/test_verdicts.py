@@ -99,6 +99,7 @@ def test_a_code_of_lmdbs_that_nobody_knows_is_no_damage() -> None:
         (-signal.SIGSEGV, "/x/storage/index.py", (True, False)),
         (-signal.SIGBUS, "/x/storage/index.py", (True, False)),
         (-signal.SIGABRT, "/x/storage/index.py", (True, False)),
+        (-signal.SIGBUS, "/x/storage/index_txn.py", (True, False)),
         (-signal.SIGFPE, "/x/storage/index.py", (False, True)),
         (-signal.SIGSEGV, "/x/storage/compression.py", (False, True)),
         (-signal.SIGSEGV, "/x/other/index.py", (False, True)),
@@ -255,7 +256,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
 ) -> None:
     # Code of the name of the index's own file, as if LMDB had crashed below it.
     crash = "exec(compile(RAISE, module.__file__, 'exec'))"
-    flag = break_worker("index", "get_segment", crash, holder="module.IndexTxn")
+    flag = break_worker("index_txn", "get_segment", crash, holder="module.IndexTxn")
     client = stored.open()
     before = kept_files(stored.folder)
     flag.touch()
