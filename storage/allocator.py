@@ -22,7 +22,9 @@ from tieredkv.storage.codec import Extent, Located, extent_bytes_for, extent_key
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import NO_SPACE, lack_of_room
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import PAGE_BYTES, Index, IndexTxn, SegmentState
+from tieredkv.storage.index import PAGE_BYTES, Index
+from tieredkv.storage.index_entries import SegmentState
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.types import TENANT_BYTES
 
 logger = logging.getLogger(__name__)
@@ -100,15 +102,18 @@ class ExtentAllocator:
     _full_until: float = 0.0
     _most_there: int = 0  # until `_full_until`: room that the filesystem has for all files
     _lacks_room: bool = False  # whether the disk was too full for the last transaction
+    _made: set[int] = field(default_factory=set)  # segments of the transaction under way
     overhead_bytes: int = 0  # what everything but the segment files occupies
 
     # --- state ------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Read the pending extents from the index and remove files that the index does not know."""
+        """Read the pending extents from the index; remove files that a failed transaction made."""
         with self.index.reading() as txn:
             segments, pending = set(txn.segments()), set(txn.extents("pending"))
-        self.files.remove_unknown(segments)
+        for segment in self._made - segments:
+            self.files.remove(segment)
+        self._made.clear()
         self._dirty = {}
         for extent in pending - self.lent.keys():
             self._add_dirty(extent)
@@ -131,6 +136,7 @@ class ExtentAllocator:
                 raise StoreFullError(errno.ENOSPC, self.lack) from error
             raise
         self._lacks_room = False
+        self._made.clear()
         self.measure()
 
     def remove(self, txn: IndexTxn, located: Located) -> None:
@@ -335,6 +341,7 @@ class ExtentAllocator:
     def _new_segment(self, txn: IndexTxn, extent_bytes: int) -> int:
         segment = txn.meta.next_segment
         self.files.open(segment, extent_bytes, create=True)
+        self._made.add(segment)
         txn.meta.next_segment += 1
         txn.put_segment(segment, SegmentState(extent_bytes, 0, 0))
         return segment

@@ -74,7 +74,8 @@ class SegmentFiles:
         for name in os.listdir(self.folder):
             stem, _, suffix = name.rpartition(".")
             number, _, extent_bytes = stem.partition("-")
-            if suffix != "seg" or not (number.isdecimal() and extent_bytes.isdecimal()):
+            is_so = suffix == "seg" and number.isdecimal() and extent_bytes.isdecimal()
+            if not is_so or not int(extent_bytes) or int(extent_bytes) % PAGE_ALIGNMENT_BYTES:
                 raise StorageError(f"`{self.folder}/{name}` is no segment file; move it away")
             found[int(number)] = (name, int(extent_bytes))
         return found
@@ -111,13 +112,17 @@ class SegmentFiles:
             os.ftruncate(file.fd, 0)
             os.unlink(file.path)
 
-    def remove_unknown(self, known: set[int]) -> None:
-        """Unlink segment files that the index does not know."""
-        for segment in self._files.keys() - known:
+    def remove_all(self) -> None:
+        """Erase and unlink every segment file; they stay gone after a power loss."""
+        for segment, (_, extent_bytes) in self.names().items():
+            if segment not in self._files:
+                self.open(segment, extent_bytes)
             self.remove(segment)
-        for segment, (name, _) in self.names().items():
-            if segment not in known:
-                os.unlink(os.path.join(self.folder, name))
+        fd = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def close(self) -> None:
         """Close every file; no thread may be reading or writing."""

@@ -25,7 +25,8 @@ from tieredkv.storage.compression import Packed, Packing, extent_bytes_of
 from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import StoreFolder
-from tieredkv.storage.index import Index, IndexTxn
+from tieredkv.storage.index import Index
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.results import StoreStats, TouchItem
 from tieredkv.storage.verdicts import storage_errors
 from tieredkv.storage.worker_messages import StoreOptions

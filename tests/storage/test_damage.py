@@ -12,6 +12,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.fakes import FakeClock
@@ -258,6 +259,96 @@ def test_a_lost_index_is_made_again_within_a_budget_that_is_full(
         store.check()
     said = [line for line in caplog.messages if "extents read" in line]
     assert len(said) == (1 if batch > len(records) else 2)
+
+
+def forget_segments(path: Path) -> None:
+    """Lose every entry of `segments`."""
+    with plain_index(path, "segments") as (txn, segments):
+        txn.drop(segments, delete=False)
+
+
+def test_segments_that_the_index_forgot_keep_what_is_stored_and_nothing_that_was_dropped(
+    tmp_path: Path,
+) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    kept, evicted = make_chain_at("kept", 6), make_chain_at("evicted", 6)
+    expired = make_chain_at("expired", 6, expires_at=NOW + 60)
+    claimed = make_chain_at("claimed", 6, expires_at=NOW + 60)
+    with open_store(path, clock) as store:
+        for records in (kept, evicted, expired, claimed):
+            assert all(put(store, *records))
+        store.claim_or_touch([make_later(record) for record in claimed])
+        store.delete([record.block_hash for record in evicted], "test")  # not erased yet
+    forget_segments(path)
+    clock.advance(61)
+    with open_store(path, clock) as store:
+        store.check()
+        assert [load(store, each) for each in kept + claimed] == [
+            payload_of(each) for each in kept + claimed
+        ], "a stored block is lost"
+        assert not stored_hashes(store, evicted + expired)
+        assert store.stats().faults["index"] == 1
+        for file in segment_files(path):
+            text = file.read_bytes()
+            assert not any(payload_of(record) in text for record in evicted + expired)
+    with open_store(path, clock) as store:
+        assert store.stats().faults["index"] == 1, "an index that knows its segments is kept"
+
+
+def make_chain_at(name: str, length: int, **changes: float) -> list[BlockRecord]:
+    """Blocks of a chain, with some fields changed."""
+    return [msgspec.structs.replace(make_record(name, i), **changes) for i in range(length)]
+
+
+def make_later(record: BlockRecord) -> BlockRecord:
+    """The same block, with a claim to keep it for a day."""
+    return msgspec.structs.replace(record, expires_at=NOW + 86_400)
+
+
+@pytest.mark.parametrize("life_s", [0, 60])
+def test_an_unknown_segment_without_a_stored_block_is_removed(tmp_path: Path, life_s: int) -> None:
+    path, clock = tmp_path / "s", FakeClock()
+    records = make_chain_at("a", 6, expires_at=NOW + 60)
+    with open_store(path, clock) as store:
+        assert all(put(store, *records))
+    [file] = segment_files(path)
+    with plain_index(path, "blocks") as (txn, blocks):
+        txn.drop(blocks, delete=False)
+    forget_segments(path)
+    if not life_s:
+        file.write_bytes(bytes(file.stat().st_size))
+    clock.advance(life_s)
+    with open_store(path, clock) as store:
+        assert segment_files(path) == []
+        assert not stored_hashes(store, records)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_failed_transaction_removes_the_file_that_it_made_and_no_other(
+    tmp_path: Path, is_known: bool
+) -> None:
+    path, is_failing = tmp_path / "s", False
+    old, new = make_chain_at("old", 6), make_record("new", size_bytes=40_960)
+
+    def fail(label: str) -> None:
+        if is_failing and label == "segment:grown":
+            raise StorageError("injected")
+
+    with open_store(path, failpoint=fail) as store:
+        assert all(put(store, *old))
+        if not is_known:
+            with store.index.writing() as txn:
+                txn._txn.drop(txn._dbs["segments"], delete=False)
+        files = segment_files(path)
+        is_failing = True
+        with pytest.raises(StorageError, match="injected"):
+            put(store, new)
+        is_failing = False
+        assert segment_files(path) == files
+    with open_store(path) as store:
+        assert [load(store, each) for each in old] == [payload_of(each) for each in old]
+        assert put(store, new) == [True]
+        store.check()
 
 
 def test_whoever_only_looks_does_not_empty_a_store_whose_index_is_lost(tmp_path: Path) -> None:

@@ -57,11 +57,17 @@ def test_too_small_files_are_named(store: Path) -> None:
 
 
 @pytest.mark.parametrize("num_files", [6, 8, 11, 13, 16])
-def test_too_few_open_files_are_named(store: Path, num_files: int) -> None:
+def test_too_few_open_files_are_named(
+    store: Path, num_files: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = store.parent / "temporary"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     found = df_under(resource.RLIMIT_NOFILE, num_files, store)
     assert found.returncode == 1
     assert f"the limit of open files (`ulimit -n`) is {num_files}; raise it" in found.stderr
     assert "Traceback" not in found.stderr and "damaged" not in found.stderr
+    assert list(temporary.iterdir()) == []
 
 
 def test_the_worker_may_open_as_many_files_as_the_hard_limit_lets_it(store: Path) -> None:

@@ -1,9 +1,12 @@
 import os
 import resource
+import signal
+import tempfile
 import threading
 from pathlib import Path
 from typing import Any
 
+import lmdb
 import pytest
 
 from tests.fakes import FakeClock
@@ -27,7 +30,8 @@ from tests.storage.blocks import (
 )
 from tieredkv.errors import IntegrityError, StorageError, StoreFullError
 from tieredkv.storage.codec import HEADER_BYTES, Extent
-from tieredkv.storage.index import PAGE_BYTES, IndexTxn
+from tieredkv.storage.index import PAGE_BYTES
+from tieredkv.storage.index_txn import IndexTxn
 from tieredkv.storage.lmdb_store import minimum_budget_bytes
 from tieredkv.storage.results import EvictFilter, TouchItem, chain_id
 from tieredkv.types import BlockRecord
@@ -499,6 +503,26 @@ def test_a_reader_of_a_store_that_closes_gets_an_error(tmp_path: Path) -> None:
     for reading in (steps, store.index.reading_ahead()):
         with pytest.raises(StorageError, match="is closed"):
             list(reading)
+
+
+def test_a_process_that_dies_while_it_opens_the_index_leaves_nothing_to_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for name in ("one", "other"):
+        if (pid := os.fork()) == 0:
+            monkeypatch.setattr(lmdb, "open", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            open_store(tmp_path / name)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    assert len(list(temporary.iterdir())) == 2, "they died while the folder was there"
+    with open_store(tmp_path / "one") as store:
+        assert len(list(temporary.iterdir())) == 1, "another store's folder is not touched"
+        assert put(store, make_record()) == [True]
+    with open_store(tmp_path / "other"):
+        assert list(temporary.iterdir()) == []
 
 
 def test_the_index_does_not_grow_by_what_changes_while_it_is_looked_over(

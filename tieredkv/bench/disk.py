@@ -35,7 +35,8 @@ from tieredkv.storage.extents import SegmentFiles
 from tieredkv.storage.filesystem import Filesystem
 from tieredkv.storage.folder import INDEX, SEGMENTS
 from tieredkv.storage.host import HostArena
-from tieredkv.storage.index import Index, SegmentState
+from tieredkv.storage.index import Index
+from tieredkv.storage.index_entries import SegmentState
 from tieredkv.storage.lmdb_store import BlockStore, minimum_budget_bytes
 from tieredkv.storage.worker_messages import (
     LentPage,
