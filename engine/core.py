@@ -364,7 +364,10 @@ class EngineCore:
         self._is_closed = True
         self.abort_all()
         deadline = time.monotonic() + self.settings.drain_timeout
-        left = self.cache.demoter.drain(deadline=deadline, progress=progress)
+        # What an operator evicts now is not written any more.
+        left = self.cache.demoter.drain(
+            deadline=deadline, progress=progress, meanwhile=self._answer_control
+        )
         refusals = self.cache.demoter.refusals()
         num_lost = refusals.total()
         if (num_late := left - num_lost) > 0:

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,8 @@ from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import tiered
 from tieredkv.engine.answer import Answer
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.results import EvictFilter
 from tieredkv.types import Tier
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -315,3 +318,18 @@ def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     assert llm.demote(Tier.DISK)
     assert llm.core.tiers.device.num_cached == 0
     assert llm.core.tiers.host.num_cached == 0
+
+
+def test_what_is_evicted_while_an_engine_closes_is_not_written_any_more(disk_dir: str) -> None:
+    settings = {**SIZES, "disk_write_limit": "64KiB", "drain_timeout": "60s"}
+    llm = LLM("tiny-random", retention="24h", disk_dir=disk_dir, **settings)
+    one(llm, prompt(1))
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    store = StoreControl(disk_dir)
+    wait_until(lambda: store.df()["disk"]["blocks"] > 0)
+    answer = store.evict(EvictFilter(all=True))
+    assert answer["evicted_blocks"] > answer["disk"]["evicted_blocks"]
+    closing.join(30)
+    assert not closing.is_alive()
+    assert store.df()["disk"]["blocks"] == 0
