@@ -17,12 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tieredkv.errors import (
-    ConfigError,
-    CorruptIndexError,
-    StoreFailedError,
-    StoreUnreachableError,
-)
+from tieredkv.errors import ConfigError, CorruptIndexError, StoreFailedError, StoreUnreachableError
 from tieredkv.storage import inspection
 from tieredkv.storage.control_server import Caller
 from tieredkv.storage.lmdb_store import BlockStore
@@ -122,9 +117,10 @@ class Verbs:
         chosen = self._choose(wanted.ids, caller)
         result = self._finish(inspection.evicting(self.store, wanted, chosen), caller)
         if "engine" in engine:
-            what = f"{result.evicted_blocks} blocks were evicted from disk, but the engine is silent"
+            gone = f"{result.evicted_blocks} blocks were evicted from disk"
             why = "blocks in VRAM and host memory are still there and may come back"
-            raise StoreUnreachableError(f"{what}: {why}\nhint: evict again once it answers")
+            hint = "hint: evict again once the engine answers"
+            raise StoreUnreachableError(f"{gone}, but the engine is silent: {why}\n{hint}")
         disk = {"evicted_blocks": result.evicted_blocks, "freed_bytes": result.freed_bytes}
         sums = {name: count + engine.get(name, 0) for name, count in disk.items()}
         unknown_ids = [each for each in result.unknown_ids if each in unknown_to_engine]
