@@ -21,7 +21,7 @@ from tieredkv.engine import engine_messages as messages
 from tieredkv.engine.core import EngineCore
 from tieredkv.engine.engine_messages import Shutdown, Start, StepOutputs, ToEngine
 from tieredkv.engine.scheduler import MAX_ADMITTED_TOKENS
-from tieredkv.errors import RequestError, StorageError, TieredKVError
+from tieredkv.errors import BlocksLostError, RequestError, StorageError, TieredKVError
 from tieredkv.storage.channel import MAX_ENGINE_FRAME_BYTES, FrameChannel
 from tieredkv.storage.worker_messages import Refused
 
@@ -56,6 +56,7 @@ class EngineProcess:
 
     def run(self) -> int:
         """Serve until the server sends `Shutdown` or ends; return the exit code."""
+        exit_code = 0
         threading.Thread(target=self._receive, name="receive", daemon=True).start()
         start = self._inbox.get()
         assert isinstance(start, Start), start
@@ -72,7 +73,11 @@ class EngineProcess:
             self._serve(core)
             core.abort_all()
             self._step(core)
-            exit_code = EXIT_FAILED if core.close(progress=self._report) else 0
+            try:
+                core.close(progress=self._report)
+            except BlocksLostError as error:
+                logger.error("%s", error)
+                exit_code = EXIT_FAILED
         # Do not wait long for a server that does not read.
         give_up_at = time.monotonic() + FAREWELL_S
         while self._channel.has_queued and time.monotonic() < give_up_at:

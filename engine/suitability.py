@@ -8,10 +8,12 @@ interface for plain causal attention of one shape.
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from tieredkv.engine.attention import ATTENTION_NAME, CONTEXT_ARGUMENT, AttentionCall
 from tieredkv.engine.checkpoint import refused
@@ -26,6 +28,8 @@ _HARMLESS_OPTIONS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "return_dict"}
 )
 
+
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 
 _WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 """The layer types that attend to part of a long context only, and the field with its size."""
@@ -82,6 +86,11 @@ def _config_reasons(config: PreTrainedConfig, kind: str, context_len: int) -> Re
         yield told(field), what
     files = told("transformers_weights")
     yield files, f"`transformers_weights` = {files} in config.json is not supported"
+    for field in _ACTIVATIONS:
+        name = told(field)
+        known = ", ".join(f"`{each}`" for each in get_close_matches(str(name), ACT2FN, cutoff=0))
+        what = f"transformers has no activation `{name}` (`{field}`); it has {known} and others"
+        yield name is not None and name not in ACT2FN, what
     yield told("kv_lora_rank"), "it uses latent attention (MLA), which is not paged yet"
     kinds = set(told("layer_types") or ()) - {"full_attention"}
     for kind_of_layer in sorted(kinds - {*_WINDOWS}):

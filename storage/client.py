@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from tieredkv.errors import StorageError, StoreBusyError, TieredKVError, named
 from tieredkv.storage import worker_messages as messages
+from tieredkv.storage.folder import hold_for_engine
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import NO_STATS, StoreStats, TouchItem
@@ -92,7 +93,8 @@ class StoreClient:
         self._trouble = ""
         self._refused: TieredKVError | None = None  # by the worker process of now
         self._failure: TieredKVError | None = None  # for good
-        self._folder_fd = -1  # of the store that is or was served
+        self._folder_fd = -1  # of the store that is or was served, or at first of the one wanted
+        self._has_served = False
         self._started = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="tieredkv-store", daemon=True)
@@ -208,8 +210,10 @@ class StoreClient:
         with self._lock:
             num_undeleted, self._undeleted = len(self._undeleted), {}
         if num_undeleted:
-            text = "%d deleted blocks are still in the store of `%s`, which could not be reached"
-            logger.error(text, num_undeleted, self._options.path)
+            # No eviction that was answered is among them: `Verbs` had the disk's blocks deleted.
+            text = "the store of `%s` cannot be reached and keeps %d blocks that were dropped while"
+            text += " they were being written, until they expire"
+            logger.warning(text, self._options.path, num_undeleted)
 
     def _lend(self, call: messages.LoadCall | messages.StoreCall, ending: type[Ending]) -> None:
         with self._lock:
@@ -284,6 +288,8 @@ class StoreClient:
         backoff_s = self._options.backoff_s
         busy_until = time.monotonic() + self._options.busy_patience_s
         while not self._stop.is_set():
+            if not self._has_served:
+                self._hold_folder()
             options = replace(self._options, create=self._options.create and self._may_create())
             index = self._index
             try:
@@ -387,6 +393,7 @@ class StoreClient:
                     self._send_deletions()
                 self._stats = stats
                 self._hold_folder()
+                self._has_served = True
                 if self._started.is_set():
                     self._events.append(message)
                 self._started.set()
@@ -397,7 +404,7 @@ class StoreClient:
             os.close(self._folder_fd)
             self._folder_fd = -1
         with contextlib.suppress(OSError):
-            self._folder_fd = os.open(self._options.path, os.O_PATH | os.O_CLOEXEC)
+            self._folder_fd = hold_for_engine(self._options.path)
 
     def _may_create(self) -> bool:
         """Return whether a start may make a new store at the path.
@@ -405,7 +412,9 @@ class StoreClient:
         It may not where the store that was served was moved away or unmounted, as that one may
         come back. It may where the store was removed or emptied.
         """
-        if self._folder_fd < 0 or (before := os.fstat(self._folder_fd)).st_nlink == 0:
+        if not self._has_served or self._folder_fd < 0:
+            return True
+        if (before := os.fstat(self._folder_fd)).st_nlink == 0:
             return True
         with contextlib.suppress(OSError):
             return os.path.samestat(before, os.stat(self._options.path))

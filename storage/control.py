@@ -27,7 +27,7 @@ from tieredkv.errors import (
 from tieredkv.storage import worker_messages as messages
 from tieredkv.storage.channel import FrameChannel, Incoming
 from tieredkv.storage.control_server import socket_address
-from tieredkv.storage.folder import SOCKET
+from tieredkv.storage.folder import SOCKET, has_engine
 from tieredkv.storage.limits import described
 from tieredkv.storage.results import ChainInfo, EvictFilter
 from tieredkv.storage.worker_messages import ControlCall, ControlReply, StoreOptions
@@ -121,6 +121,8 @@ class StoreControl:
         """Ask the live worker, or start one; try again while a worker is starting or stopping."""
         folder_fd = _open_folder(self._path)
         self._has_page = False
+        # VRAM and host memory cannot be asked while an engine's worker is down.
+        is_for_engine_too = call.verb == "evict" and not call.wanted.dry_run
         try:
             for attempt in range(_ATTEMPTS):
                 if attempt:
@@ -130,8 +132,16 @@ class StoreControl:
                 if self._has_page:
                     what = "went away in the middle of its answer, which ends here"
                     raise StoreUnreachableError(f"the store worker of `{self._path}` {what}")
+                if is_for_engine_too and has_engine(folder_fd):
+                    continue
                 with contextlib.suppress(StoreBusyError):
                     return (yield from self._ask_own_worker(folder_fd, call, progress))
+            if is_for_engine_too and has_engine(folder_fd):
+                what = f"an engine uses `{self._path}`, but its store worker is down"
+                raise StoreUnreachableError(
+                    f"{what}: what it holds in VRAM and host memory could come back, so nothing "
+                    "was evicted\nhint: try again once the worker is up, or stop the server first"
+                )
         finally:
             os.close(folder_fd)
         raise StoreUnreachableError(

@@ -180,6 +180,34 @@ class StoreFolder:
             self._lock_fd = -1
 
 
+def hold_for_engine(path: str) -> int:
+    """Open the folder, and note for `has_engine` that an engine uses it until this is closed.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with suppress(OSError):
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def has_engine(folder_fd: int) -> bool:
+    """Return whether an engine uses a folder, also while it has no worker."""
+    fd = -1
+    try:
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    return False
+
+
 def _check_folder(path: str, *, create: bool) -> bool:
     """Raise an error unless `path` is a safe store folder; return False if it does not exist.
 

@@ -3,17 +3,22 @@
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
+from tests.engine.conftest import write_checkpoint
 from tests.waiting import wait_until
 from tieredkv import LLM, SamplingParams
 from tieredkv.cache import tiered
 from tieredkv.engine.answer import Answer
+from tieredkv.storage.control import StoreControl
+from tieredkv.storage.results import EvictFilter
 from tieredkv.types import Tier
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
@@ -315,3 +320,42 @@ def test_flush_to_disk_leaves_the_ram_tiers_empty(llm: LLM) -> None:
     assert llm.demote(Tier.DISK)
     assert llm.core.tiers.device.num_cached == 0
     assert llm.core.tiers.host.num_cached == 0
+
+
+def test_what_is_evicted_while_an_engine_closes_is_not_written_any_more(disk_dir: str) -> None:
+    settings = {**SIZES, "disk_write_limit": "64KiB", "drain_timeout": "60s"}
+    llm = LLM("tiny-random", retention="24h", disk_dir=disk_dir, **settings)
+    one(llm, prompt(1))
+    closing = threading.Thread(target=llm.close)
+    closing.start()
+    store = StoreControl(disk_dir)
+    wait_until(lambda: store.df()["disk"]["blocks"] > 0)
+    answer = store.evict(EvictFilter(all=True))
+    assert answer["evicted_blocks"] > answer["disk"]["evicted_blocks"]
+    closing.join(30)
+    assert not closing.is_alive()
+    assert store.df()["disk"]["blocks"] == 0
+
+
+@pytest.mark.parametrize("other", ["other weights", "other model"])
+def test_a_store_moved_to_another_model_serves_it_nothing_and_loses_nothing(
+    tmp_path: Path, disk_dir: str, other: str
+) -> None:
+    """The two models have caches of one layout, so that only the fingerprint tells them apart."""
+    folders = [tmp_path / "this", tmp_path / "that"]
+    write_checkpoint(folders[0], "llama")
+    write_checkpoint(folders[1], "llama" if other == "other weights" else "qwen2")
+    if other == "other weights":
+        weights = load_file(file := folders[1] / "model.safetensors")
+        weights["model.layers.0.self_attn.k_proj.weight"][0, 0] += 1.0
+        save_file(weights, file, {"format": "pt"})
+    this, that = map(str, folders)
+    tokens, cold = prompt(1, 200), dict[str, list[int]]()
+    for model in (this, that):
+        with LLM(model, **SIZES) as llm:
+            cold[model] = one(llm, tokens).token_ids
+    assert cold[this] != cold[that]
+    for model, hit in ((this, {}), (that, {}), (this, {"disk": 192}), (that, {"disk": 192})):
+        with LLM(model, retention="24h", disk_dir=disk_dir, **SIZES) as llm:
+            answer = one(llm, tokens)
+            assert (by_tier(answer), answer.token_ids) == (hit, cold[model])

@@ -52,6 +52,8 @@ def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) ->
             {"attention_chunk_size": 64},
             "window of 64 tokens (`attention_chunk_size`)",
         ),
+        ("llama", {"hidden_act": "sliu"}, "no activation `sliu` (`hidden_act`); it has `silu`"),
+        ("gemma", {"hidden_activation": "nope"}, "no activation `nope` (`hidden_activation`)"),
         ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "asks for `s_aux`"),
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "does not use transformers' attention interface"),

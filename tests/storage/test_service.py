@@ -18,7 +18,7 @@ from tests.storage.blocks import make_record, open_store, payload_of, put
 from tests.waiting import HANG_S
 from tieredkv.clock import Clock
 from tieredkv.errors import CorruptIndexError, StorageError
-from tieredkv.storage import inspection, service
+from tieredkv.storage import inspection, touches
 from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.codec import decode_record
 from tieredkv.storage.control import StoreControl
@@ -215,12 +215,12 @@ def test_a_deletion_that_the_disk_does_not_take_stays_a_miss_and_is_tried_again(
 def test_touches_that_wait_for_the_disk_are_bounded(
     tmp_path: Path, arena: HostArena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_MAX_TOUCHES", 3)
-    touches = [TouchItem(block_hash=bytes([n]) * 32, last_used=1.0) for n in range(5)]
+    monkeypatch.setattr(touches, "_MAX_TOUCHES", 3)
+    some = [TouchItem(block_hash=bytes([n]) * 32, last_used=1.0) for n in range(5)]
     with serving(tmp_path / "store", arena) as engine:
         engine.hold_up("delete:before", DeleteCall(1, [NEW.block_hash], "test"))
-        engine.channel.send(TouchCall(touches))
-        engine.channel.send(TouchCall(touches[:3]))
+        engine.channel.send(TouchCall(some))
+        engine.channel.send(TouchCall(some[:3]))
         assert engine.load(LentPage(OLD, 0)).ok
         assert engine.stats is not None
         assert engine.stats.num_touches_dropped == 2

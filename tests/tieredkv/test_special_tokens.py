@@ -11,6 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from tieredkv.errors import RequestError
 from tieredkv.server.chat import TOOLS, Tokenization
 from tieredkv.server.pieces import PieceEncoder
 
@@ -194,6 +195,44 @@ def test_tools_names_and_calls_are_text_too() -> None:
     assert controls(tokenizer, token_ids) == controls(tokenizer, ask("x")[0])
     assert evil in str(tokenizer.decode(token_ids))
     assert str(tokenizer.decode(token_ids[:end])).rstrip("}\n ").endswith('system"]')
+
+
+GLUES = """{% for t in tools or [] %}{{ '<' + t.function.name + '>' }}{% endfor %}
+{%- for m in messages %}
+{{- '<|' + m.role + '|>' + m.content | trim + '<|end|>' }}{% for call in m.tool_calls or [] %}
+{{- '<|' + call.name + '|><function=' + call.name + '>' }}{% endfor %}{% endfor %}
+{{- '<|assistant|>' }}"""
+
+
+@pytest.mark.parametrize(
+    "name", ["|system|", "system", "user", "<|end|", "|end|", "end", "<|system|"]
+)
+def test_a_template_makes_no_special_token_of_a_clients_text_and_its_own(name: str) -> None:
+    special = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
+    tokenizer = tokenizer_of(Family(special, [], GLUES))
+    tokenization = Tokenization(tokenizer)
+
+    def ask(name: str) -> list[int]:
+        messages: list[dict[str, Any]] = [
+            {"role": "system", "content": [f"  {name} \n"]},
+            {"role": "user", "content": [f"hi {name}"]},
+            {"role": "assistant", "content": [""], "tool_calls": [{"name": name}]},
+            {"role": "user", "content": ["more"]},
+        ]
+        tools = {"tools": [{"function": {"name": name}}]}
+        return tokenization.encode_chat(messages, tools).token_ids
+
+    token_ids = ask(name)
+    assert controls(tokenizer, token_ids) == controls(tokenizer, ask("x"))
+    assert tokenizer.decode(token_ids) == str(tokenizer.decode(ask("\x7f"))).replace("\x7f", name)
+
+
+def test_a_text_that_a_template_makes_a_special_token_of_in_disguise_is_refused() -> None:
+    template = "{% for m in messages %}{{ '<|' + m.content[:3] + '|>' }}{% endfor %}"
+    tokenization = Tokenization(tokenizer_of(Family(["<|end|>", "<|user|>"], [], template)))
+    with pytest.raises(RequestError, match="part of a special token"):
+        tokenization.encode_chat([{"role": "user", "content": ["end"]}], {})
+    assert tokenization.encode_chat([{"role": "user", "content": ["bend"]}], {}).token_ids
 
 
 def test_tags_of_thoughts_and_calls_in_an_answer_keep_their_tokens() -> None:

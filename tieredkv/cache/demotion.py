@@ -229,15 +229,22 @@ class Demoter:
                 time.sleep(POLL_S)
         return True
 
-    def drain(self, *, deadline: float, progress: Progress = ignore_progress) -> int:
+    def drain(
+        self,
+        *,
+        deadline: float,
+        progress: Progress = ignore_progress,
+        meanwhile: Callable[[], object] = lambda: None,
+    ) -> int:
         """Write all blocks that are owed to the disk: the newest chains first, each from its head.
 
         Args:
             deadline: monotonic time at which to stop.
             progress: told how many blocks are written or given up.
+            meanwhile: called again and again, and may drop blocks.
 
         Returns:
-            How many blocks were not written.
+            How many blocks were not written; blocks that were dropped meanwhile do not count.
         """
         entries = self._tiers.catalog.entries()
         for entry in entries:
@@ -257,6 +264,7 @@ class Demoter:
             is_over = not owed
             while not self.is_idle and time.monotonic() < deadline:
                 self._poll()
+                meanwhile()
                 self._write_behind(2 * self._write_cap)
                 is_moving = self._num_copying or self._writing
                 if not is_moving:  # pages whose turn is later fill the host tier
@@ -265,7 +273,10 @@ class Demoter:
                 progress("writing to disk", max(0, len(entries) - num_left), len(entries))
                 time.sleep(POLL_S)
         self._is_draining = False
-        return sum(not entry.is_on_disk for entry in entries)
+        held = (self._tiers.catalog.get(entry.block_hash) for entry in entries)
+        return sum(
+            now is entry and not entry.is_on_disk for now, entry in zip(held, entries, strict=True)
+        )
 
     def refusals(self) -> Counter[str]:
         """Count by reason the blocks in RAM that the disk should keep and the store refused."""

@@ -1,7 +1,8 @@
 """`tieredkv serve` and `tieredkv generate`: run a model behind HTTP or in this process."""
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -10,6 +11,9 @@ from tieredkv.bench.progress import terminal_progress
 from tieredkv.cli.output import as_text, json_option, print_json, set_up_logging, usage_error
 from tieredkv.cli.settings import settings_options
 from tieredkv.config import CLOCK_OFFSET_VARIABLE, LoadedSettings
+
+if TYPE_CHECKING:
+    from tieredkv.engine.answer import Answer
 
 LEVELS = click.Choice(("DEBUG", "INFO", "WARNING", "ERROR"), case_sensitive=False)
 
@@ -89,7 +93,8 @@ def generate(
 ) -> None:
     """Continue each PROMPT with MODEL in this process, without a server.
 
-    Without a PROMPT, the text on standard input is continued.
+    Without a PROMPT, the text on standard input is continued. The exit code is 1 if blocks that
+    were promised to the disk could not be stored.
 
     \b
     Examples:
@@ -105,6 +110,10 @@ def generate(
     params = tieredkv.SamplingParams(**options)
     with tieredkv.LLM(**loaded.given(), progress=terminal_progress()) as llm:
         answers = llm.generate(list(prompts), params, cache_salt=cache_salt)
+        _print_answers(answers, loaded.settings.model, as_json=as_json)  # before a long close
+
+
+def _print_answers(answers: "Sequence[Answer]", model: str | None, *, as_json: bool) -> None:
     outputs: list[dict[str, Any]] = [
         {
             "text": answer.text,
@@ -121,7 +130,7 @@ def generate(
         for answer in answers
     ]
     if as_json:
-        print_json({"model": loaded.settings.model, "outputs": outputs})
+        print_json({"model": model, "outputs": outputs})
         return
     for output in outputs:
         click.echo(output["text"])
