@@ -81,6 +81,7 @@ class RetentionPolicies:
 
     def __init__(self, policies: Iterable[RetentionPolicy] = DEFAULT_POLICIES) -> None:
         self._policies = {policy.name: policy for policy in policies}
+        self._of_disk: dict[frozenset[str], list[RetentionPolicy]] = {}
 
     @property
     def names(self) -> frozenset[str]:
@@ -117,8 +118,12 @@ class RetentionPolicies:
 
     def disk_deadline(self, claims: Collection[str], *times: float) -> float | None:
         """Return until when the disk may keep a block; None if no claim allows the disk."""
-        may = [name for name in claims if self._policies[name].may_use_disk]
-        return self.deadline(may, *times) if may else None
+        claims = frozenset(claims)
+        may = self._of_disk.get(claims)
+        if may is None:  # computed once for the few sets of claims that there are
+            policies = map(self._policies.__getitem__, claims)
+            may = self._of_disk[claims] = [policy for policy in policies if policy.may_use_disk]
+        return max([policy.deadline(*times) for policy in may], default=None)
 
     def longest(self, claims: Collection[str]) -> str:
         """Return the claim that keeps a block longest; claims that allow the disk come first."""

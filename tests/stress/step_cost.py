@@ -3,10 +3,12 @@
     python -m tests.stress.step_cost --entries 32768
 
 The scheduler and the tiered cache are the real ones. Blocks have only a few bytes and the store's
-worker is a fake, so that only the work on queues is measured. Each row has the number of entries in
-one queue, and the median and longest time of a step beside them. The median with few entries is
-given for comparison. Times are processor time of the thread, so other processes do not count. A
-step that takes longer with more entries delays the next token of every stream.
+worker is a fake, so that the work on queues is measured. Each row has the number of entries in one
+queue, and the median and longest time of a step with them. Times are processor time of the thread,
+so that other processes do not count. That clock still counts interrupts and what the hypervisor
+takes away, so each case is measured several times over, with the same blocks, and the least time of
+each step counts. The same steps with few entries are listed for comparison. A step that costs more
+with more entries delays the next token of every stream.
 """
 
 import gc
@@ -404,19 +406,15 @@ CASES: dict[str, Callable[[int], Steps]] = {
 }
 
 
-def run(progress: Progress, *, entries: int, steps: int, only: str = "") -> list[Row]:
-    """Measure each case with few entries and with `entries`.
-
-    Args:
-        progress: Reports how many cases are done.
-        entries: Number of entries in the queue of each case.
-        steps: Number of steps to measure.
-        only: Part of the names of the cases to measure; empty for all.
-    """
+def run(progress: Progress, *, entries: int, steps: int, repeats: int, only: str = "") -> list[Row]:
+    """Measure so many steps of each case beside so many entries, so many times over."""
     rows = []
     for name, case in tracked(progress, "measuring", list(CASES.items())):
         if only in name:
-            few_ms, many_ms = (_measure(case, count, steps) for count in (FEW, entries))
+            few_ms, many_ms = (
+                list(map(min, *(_measure(case, count, steps) for _ in range(repeats))))
+                for count in (FEW, entries)
+            )
             figures = {"median_ms": statistics.median(many_ms), "max_ms": max(many_ms)}
             beside_few = {"few": FEW, "few_median_ms": statistics.median(few_ms)}
             rows.append({"queue": name, "entries": entries, "steps": steps} | figures | beside_few)
@@ -439,10 +437,11 @@ def _measure(case: Callable[[int], Steps], entries: int, steps: int) -> list[flo
 
 
 @click.command()
-@click.option("--entries", default=32_768, show_default=True, help="Entries in each queue.")
-@click.option("--steps", default=100, show_default=True, help="Steps to measure in each case.")
-@click.option("--only", default="", help="Measure only cases with this text in their names.")
-@click.option("--commit", help="Commit to report, if the source tree has no git history.")
+@click.option("--entries", default=32_768, show_default=True, help="In each queue.")
+@click.option("--steps", default=100, show_default=True, help="Measured steps of each case.")
+@click.option("--repeats", default=3, show_default=True, help="Of each case; at least two.")
+@click.option("--only", default="", help="Part of the name of the cases to be measured.")
+@click.option("--commit", help="Commit to report, for a tree without its history.")
 def main(commit: str | None, **options: Any) -> None:
     """Measure the cost of a step of the engine's thread beside long queues; print JSON."""
     head = raw.head(commit, "python -m tests.stress.step_cost")

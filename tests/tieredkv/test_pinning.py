@@ -2,10 +2,10 @@
 
 import pytest
 
-from tests.fake_store import START, Rig, chain_of
+from tests.fake_store import DAY_S, START, Rig, chain_of
 from tieredkv.block_pool import BlockPool
 from tieredkv.cache.prefix import BlockClaim, Prefix
-from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies
+from tieredkv.retention import DEFAULT_POLICIES, RetentionPolicies, RetentionPolicy
 from tieredkv.types import BlockHash, Tier
 
 HOUR_S = 3600.0
@@ -244,6 +244,24 @@ def test_pin_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
     rig.store.is_held = False
     rig.turn(2)
     assert [item.pinned_until for item in rig.store.touched] == [START + 60]
+
+
+def test_longer_claim_that_comes_while_a_block_is_written_reaches_the_disk() -> None:
+    disk = frozenset(Tier)
+    week = RetentionPolicy(name="week", idle_s=7 * DAY_S, absolute_s=7 * DAY_S, tiers=disk)
+    rig = Rig(is_write_behind=True, policies=(*DEFAULT_POLICIES, week))
+    rig.store.is_held = True
+    rig.run_without_disk("kept", 2)
+    rig.turn(3)
+    assert len(rig.store.jobs) == 2
+    prefix = rig.prefix("kept", 2)
+    prefix.records.update(dict.fromkeys(prefix.hashes))
+    prefix.claims = [BlockClaim(1, frozenset({"week"})), *prefix.claims]
+    serve(rig, prefix)
+    rig.store.is_held = False
+    rig.turn(2)
+    [item] = rig.store.touched
+    assert (item.expires_at, item.retention) == (START + 7 * DAY_S, "week")
 
 
 def test_each_block_lives_by_the_claims_that_cover_it() -> None:

@@ -181,11 +181,10 @@ class Demoter:
             tiers.store.delete([entry.block_hash], "evicted")
         else:
             tiers.counters.demoted_disk_blocks += 1
-            entry.disk_expires_at = record.expires_at
-            item = catalog.touch_item(entry, tiers.clock.now())
-            told = record.expires_at, record.pinned_until
-            if (entry.disk_expires_at, entry.pinned_until) != told:  # claimed meanwhile
-                tiers.store.touch([item])
+            entry.disk_expires_at, now = record.expires_at, tiers.clock.now()
+            until = catalog.disk_deadline(entry, now) or 0.0
+            if until > record.expires_at or entry.pinned_until != record.pinned_until:
+                tiers.store.touch([catalog.touch_item(entry, now)])  # claimed meanwhile
         tiers.host.unpin(page)
 
     def drop_oldest(self, num_blocks: int) -> None:
