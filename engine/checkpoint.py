@@ -48,6 +48,13 @@ class _Config(msgspec.Struct):
     auto_map: object = None
 
 
+class _Sizes(msgspec.Struct):
+    """The sizes of a config.json that a tokenizer must fit."""
+
+    vocab_size: int
+    max_position_embeddings: int
+
+
 class _Generation(msgspec.Struct):
     """The fields of a generation_config.json that are used."""
 
@@ -70,9 +77,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     Raises:
         ModelError: the model or its tokenizer cannot be found or read.
     """
-    config = drawn_config(name)
-    if config is not None:
-        return tiny.byte_tokenizer(config.vocab_size, max_model_len(config))
+    file = _drawn_file(name)
+    if file is not None:
+        return tiny.byte_tokenizer(*_drawn_sizes(name, file))
     folder = find_folder(name)
     with refusing(name, "its tokenizer cannot be loaded", partial(_tokenizer_reason, folder)):
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
@@ -104,8 +111,14 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
 
 def drawn_config(name: str) -> PreTrainedConfig | None:
     """Read the shape that `tiny-random` or `random:<shape>` names; None for any other name."""
+    file = _drawn_file(name)
+    return None if file is None else read_config(name, file)
+
+
+def _drawn_file(name: str) -> Path | None:
+    """Return the config.json of the shape that a name names; None for any other name."""
     if name == tiny.TINY_NAME:
-        return read_config(name, SHAPES / f"{name}.json")
+        return SHAPES / f"{name}.json"
     if not name.startswith(RANDOM_PREFIX):
         return None
     shape = name.removeprefix(RANDOM_PREFIX)
@@ -116,7 +129,20 @@ def drawn_config(name: str) -> PreTrainedConfig | None:
     if not path.is_file():
         known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
         raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
-    return read_config(name, path)
+    return path
+
+
+def _drawn_sizes(name: str, file: Path) -> tuple[int, int]:
+    """Return a shape's size of the vocabulary and its number of positions.
+
+    The classes of transformers are asked only for what the file leaves to their defaults: each of
+    them imports the modelling code, which takes a second.
+    """
+    with contextlib.suppress(OSError, msgspec.MsgspecError):
+        sizes = msgspec.json.decode(file.read_bytes(), type=_Sizes)
+        return sizes.vocab_size, sizes.max_position_embeddings
+    config = read_config(name, file)
+    return config.vocab_size, max_model_len(config)
 
 
 def read_config(name: str, path: Path) -> PreTrainedConfig:

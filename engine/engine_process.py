@@ -1,4 +1,4 @@
-"""The engine as a process of its own: `python -P -m tieredkv.engine.engine_process FD`.
+"""The engine as a process of its own: `python -P -m tieredkv.engine FD`.
 
 It joins one `EngineCore` to one end of the server's socket pair, and knows no text and no HTTP. The
 channel is its life line: when the server is gone, requests are aborted, what a policy promised is
@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from typing import NoReturn
 
 import msgspec
 
@@ -159,20 +160,18 @@ class EngineProcess:
             self._channel.send(messages.ProgressReport(stage, done, total))
 
 
-def main() -> int:
+def main() -> NoReturn:
     """Run the engine on the inherited descriptor named by the only argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(sys.argv[1]))
     channel = FrameChannel(sock, msgspec.msgpack.Decoder(ToEngine), MAX_ENGINE_FRAME_BYTES)
+    exit_code = EXIT_FAILED
     with contextlib.closing(channel):
         try:
-            return EngineProcess(channel).run()
+            exit_code = EngineProcess(channel).run()
         except Exception:
             logger.exception("the engine failed")
-    # No thread may keep a failed engine alive: the server sees its end by the closed channel.
+    # At once: no thread may keep a failed engine alive, as the server sees its end by the closed
+    # channel; and the interpreter would need a second to take apart what torch has loaded.
     sys.stderr.flush()
-    os._exit(EXIT_FAILED)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(exit_code)

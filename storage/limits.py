@@ -3,6 +3,7 @@
 This module knows `ulimit`; it does not know what a store does or what the machine has.
 """
 
+import contextlib
 import errno
 import os
 import resource
@@ -32,6 +33,22 @@ def described(error: OSError) -> str:
         return text
     shown = format_bytes(value) if limit in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE) else value
     return f"{text}: the limit of {_NAMES[limit]} is {shown}; raise it"
+
+
+def raise_file_limit(wanted: int | None = None) -> int:
+    """Let this process open more files, and return how many it may open then.
+
+    Args:
+        wanted: how many it needs; a lower limit is raised, a higher one stays. None raises the
+            limit as far as it goes: a large store has hundreds of segments.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    aim = hard if wanted is None else min(wanted, hard)
+    if soft < aim:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (aim, hard))
+            return aim
+    return soft
 
 
 def check_address_space(what: str, map_bytes: int) -> None:

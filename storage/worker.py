@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import logging
 import os
-import resource
 import signal
 import socket
 import sys
@@ -24,7 +23,7 @@ from tieredkv.storage.channel import FrameChannel
 from tieredkv.storage.folder import SET_ASIDE, StoreFolder
 from tieredkv.storage.host import HostArena
 from tieredkv.storage.index_pages import check_pages
-from tieredkv.storage.limits import described
+from tieredkv.storage.limits import described, raise_file_limit
 from tieredkv.storage.lmdb_store import BlockStore
 from tieredkv.storage.service import StoreService
 from tieredkv.storage.worker_messages import EngineMessage, IndexSetAside, Launch, Opening, refusal
@@ -94,13 +93,6 @@ def _tell(
             error = StoreFailedError(f"the store worker of `{path}` broke: {error!r}")
     channel.send(refusal(error))
     return code
-
-
-def raise_file_limit() -> None:
-    """Let this process open as many files as it may: a large store has hundreds of segments."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _leave_with(parent_pid: int, is_open: threading.Event) -> None:

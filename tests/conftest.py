@@ -15,7 +15,8 @@ hypothesis.settings.register_profile(  # no test may fail because the machine is
     "tieredkv", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("tieredkv")
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Models are tiny: several threads would only spin while they wait for each other's core.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

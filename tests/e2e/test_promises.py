@@ -365,6 +365,7 @@ def chat_server(
         yield server, str(checkpoint)
         assert server.stop() == 0
         assert "Traceback" not in server.log
+        assert "leaked" not in server.log, "an extension module complains of how the process ends"
 
 
 def test_a_chat_about_a_document_is_served_from_the_cache_in_the_same_words(

@@ -11,14 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from tests.engine.logits import run_paged, run_transformers
 from tieredkv.engine import tiny
 from tieredkv.engine.loader import find_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
-from tieredkv.engine.step_buffers import BatchRow
 from tieredkv.engine.suitability import check_config, probe_attention
 from tieredkv.errors import ModelError
 
@@ -131,32 +129,13 @@ def write_checkpoint(folder: Path, config: PreTrainedConfig) -> None:
     tiny.byte_tokenizer(300, CONTEXT_LEN).save_pretrained(folder)
 
 
-def run_paged(folder: Path, ids: list[int]) -> Tensor:
-    """Compute all logits in chunks and single tokens; unwritten slots of the pool are NaN."""
-    loaded = find_model(str(folder), device="cpu").load()
-    spec, num_blocks = loaded.kv_spec(16), -(-len(ids) // 16)
-    pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
-    table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
-    runner, parts, start = ModelRunner(loaded, pool, spec), [], 0
-    for chunk in (50, 1, 1, len(ids) - 52):
-        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
-        parts.append(runner.execute([row]).logits)
-        start += chunk
-    return torch.cat(parts)
-
-
-@torch.inference_mode()
-def run_transformers(folder: Path, ids: list[int]) -> Tensor:
-    auto: Any = AutoModelForCausalLM
-    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    logits: Tensor = model(torch.tensor([ids]), use_cache=False).logits[0]
-    return logits.float()
-
-
 def assert_equal_logits(folder: Path) -> None:
     ids = random.Random(7).choices(range(300), k=CONTEXT_LEN)
-    expected = run_transformers(folder, ids)
-    assert (run_paged(folder, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
+    auto: Any = AutoModelForCausalLM
+    model = auto.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    expected = run_transformers(model, ids)
+    loaded = find_model(str(folder), device="cpu").load()
+    assert (run_paged(loaded, ids) - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

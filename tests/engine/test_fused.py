@@ -8,16 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from tests.engine.logits import run_paged, run_transformers
 from tieredkv.config import Dtype
 from tieredkv.engine.fingerprint import parameters_fingerprint
 from tieredkv.engine.fused import FusedModel
 from tieredkv.engine.loader import LoadedModel, find_model
-from tieredkv.engine.model_runner import ModelRunner, make_kv_pool
-from tieredkv.engine.step_buffers import BatchRow
 
-BLOCK_SIZE = 16
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -84,30 +82,6 @@ def config(request: pytest.FixtureRequest) -> dict[str, Any]:
     return CONFIGS[request.param]
 
 
-def run_paged(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    """Compute all logits in chunks and single tokens; unwritten slots of the pool are NaN."""
-    spec = loaded.kv_spec(BLOCK_SIZE)
-    num_blocks = -(-len(ids) // BLOCK_SIZE)
-    pool = make_kv_pool(spec, num_blocks + 2, loaded.device).fill_(float("nan"))
-    table = random.Random(1).sample(range(num_blocks + 2), num_blocks)
-    runner = ModelRunner(loaded, pool, spec)
-    parts, start = [], 0
-    for chunk in (50, 1, 1, len(ids) - 52):
-        row = BatchRow(ids[start : start + chunk], start, table, all_logits=True)
-        parts.append(runner.execute([row]).logits)
-        start += chunk
-    return torch.cat(parts)
-
-
-@torch.inference_mode()
-def run_transformers(loaded: LoadedModel, ids: list[int]) -> Tensor:
-    """Compute all logits in transformers' own code, whose parameters are views now."""
-    loaded.model.set_attn_implementation("eager")
-    model: Any = loaded.model
-    logits: Tensor = model(torch.tensor([ids], device=loaded.device), use_cache=False).logits[0]
-    return logits.float()
-
-
 def prompt(num_tokens: int) -> list[int]:
     return random.Random(7).choices(range(300), k=num_tokens)
 
@@ -117,7 +91,7 @@ def test_logits_equal_those_of_transformers(config: dict[str, Any], load: Load) 
     assert loaded.fused is not None
     ids = prompt(150)
     logits = run_paged(loaded, ids)
-    expected = run_transformers(loaded, ids)
+    expected = run_transformers(loaded.model, ids)
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
@@ -173,7 +147,7 @@ def test_other_families_run_as_before(
     assert "only llama, mistral, qwen2, qwen3 are fused" in caplog.text
     ids = prompt(60)
     logits = run_paged(loaded, ids)
-    expected = run_transformers(loaded, ids)
+    expected = run_transformers(loaded.model, ids)
     assert (logits - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
@@ -267,8 +241,8 @@ def test_bfloat16_errors_are_no_more_than_twice_those_of_transformers_for_each_c
     loaded = load("cuda", "bfloat16", **config)
     assert loaded.fused is not None
     ours = run_paged(loaded, ids)
-    theirs = run_transformers(loaded, ids)
+    theirs = run_transformers(loaded.model, ids)
     whole: Any = loaded.model
-    whole.float()  # the parameters are no longer views
-    exact = run_transformers(loaded, ids)
+    whole.float()  # which takes the views apart
+    exact = run_transformers(loaded.model, ids)
     assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()

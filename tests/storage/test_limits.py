@@ -80,7 +80,7 @@ def test_the_worker_may_open_as_many_files_as_the_hard_limit_lets_it(store: Path
     assert text == "Too many open files: the limit of open files (`ulimit -n`) is 11; raise it"
     assert described(OSError(5, "Input/output error")) == "Input/output error"
     code = (
-        "import resource, sys; from tieredkv.storage.worker import raise_file_limit; "
+        "import resource, sys; from tieredkv.storage.limits import raise_file_limit; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (20, 300)); raise_file_limit(); "
         "print(resource.getrlimit(resource.RLIMIT_NOFILE))"
     )

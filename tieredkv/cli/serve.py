@@ -1,5 +1,6 @@
 """`tieredkv serve` and `tieredkv generate`: run a model behind HTTP or in this process."""
 
+import gc
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,12 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
     if loaded.settings.clock_offset_file:
         turned = f"the clock is turned by `{loaded.settings.clock_offset_file}`, for tests only"
         click.echo(f"WARNING: {CLOCK_OFFSET_VARIABLE} is set: {turned}", err=True)
+    gc.disable()  # what is imported stays, and is never looked through for garbage
     from tieredkv.engine.engine_messages import EngineInfo
     from tieredkv.server.run import Server
+
+    gc.freeze()
+    gc.enable()
 
     def on_ready(url: str, info: EngineInfo) -> None:
         click.echo(f"tieredkv: serving `{info.model}` at {url}/v1", err=True)

@@ -344,7 +344,7 @@ async def _event_lines(generation: Generation, shape: Shape) -> AsyncIterator[by
 
 def build_app(api: Api) -> ASGIApp:
     """Return the application with its routes and error handlers."""
-    description = msgspec.json.encode(describe())
+    description = _description()
     app = Starlette(
         routes=[
             *(Route(path, api.answers(kind), methods=["POST"]) for path, kind in ANSWERED.items()),
@@ -385,6 +385,12 @@ async def _wait_until_gone(request: Request) -> None:
     """Return once the client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
+
+
+@functools.cache
+def _description() -> bytes:
+    """Return the OpenAPI document as JSON; it is the same for every server."""
+    return msgspec.json.encode(describe())
 
 
 def describe() -> Json:

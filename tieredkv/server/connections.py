@@ -5,7 +5,6 @@ It knows bytes, timers and sockets; what a request asks for is known to the appl
 
 import asyncio
 import logging
-import resource
 import sys
 import time
 import uuid
@@ -21,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from tieredkv.errors import RequestError
 from tieredkv.server.limits import ID_HEADERS
 from tieredkv.server.openai_answers import openai_body
+from tieredkv.storage.limits import raise_file_limit
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +51,8 @@ _CODES = {431: "headers_too_large", 503: "shutting_down"}
 def max_connections(max_requests: int) -> int:
     """Return how many connections to hold, after raising the limit of open files to allow it."""
     wanted = max_requests + NUM_IDLE
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < wanted + NUM_OTHER_DESCRIPTORS:
-        soft = min(wanted + NUM_OTHER_DESCRIPTORS, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return max(1, min(wanted, soft - NUM_OTHER_DESCRIPTORS))
+    num_files = raise_file_limit(wanted + NUM_OTHER_DESCRIPTORS)
+    return max(1, min(wanted, num_files - NUM_OTHER_DESCRIPTORS))
 
 
 class Connections:

@@ -70,8 +70,7 @@ class EngineClient:
         self._loop = asyncio.get_running_loop()
         self._ready: asyncio.Future[EngineInfo] = self._loop.create_future()
         # Ctrl-C in the terminal reaches the server alone, which tells the engine.
-        engine, stdout = "tieredkv.engine.engine_process", sys.stderr.fileno()
-        self._process, sock = start_process(engine, stdout=stdout)
+        self._process, sock = start_process("tieredkv.engine", stdout=sys.stderr.fileno())
         self.pid = self._process.pid
         self._channel = FrameChannel(sock, _decoder)
         self._ended = asyncio.Event()
