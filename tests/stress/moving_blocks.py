@@ -172,7 +172,7 @@ class Moving(Bench):
         """Cancel what runs and empty the device tier."""
         self.settle()
         if not self.core.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
-            raise TieredKVError("Not everything could be demoted to host memory; see the log")
+            raise TieredKVError("not every block could be demoted to host memory; see the log")
 
     def have(self, ids: Sequence[str], count: int) -> bool:
         """Return whether each of some requests has more tokens than that."""
