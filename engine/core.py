@@ -369,9 +369,7 @@ class EngineCore:
             logger.warning(text, num_late, self.settings.drain_timeout)
         if num_lost and (store := self.tiers.store) is not None:
             why = store.trouble or store.stats().store_error or ", ".join(refusals)
-            text = (
-                "%d blocks that were promised to the disk are lost, as it could not store them: %s"
-            )
+            text = "%d blocks that were promised to the disk are lost, because storing failed: %s"
             logger.error(text, num_lost, why)
         self.tiers.transfer.synchronize()
         self._stack.close()

@@ -270,12 +270,12 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
     [
         (["disk", "--dir", "/", "--block-bytes", "6000"], "must be a multiple of 4 KiB"),
         (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` must be at least"),
-        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "and needs 2000 TiB"),
+        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "but 2000 TiB are needed"),
         (["disk", "--dir", "/no/such/folder"], "does not exist"),
         (["transfer", "--total", "1MiB"], "must hold at least two blocks"),
-        (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
+        (["attention", "--cases", "8k+0"], "`8k+0` is not a case"),
         (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
-        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
+        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is not a workload"),
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(

@@ -52,11 +52,11 @@ def examine(model_type: str, changes: dict[str, Any], context_len: int = 256) ->
             {"attention_chunk_size": 64},
             "window of 64 tokens (`attention_chunk_size`)",
         ),
-        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "asks for `s_aux`"),
+        ("gpt_oss", {"layer_types": FULL, "sliding_window": None}, "the attention option `s_aux`"),
         ("t5", {}, "encoder-decoder"),
         ("bloom", {}, "does not use transformers' attention interface"),
         ("stablelm", {}, "do not pass keyword arguments on"),
-        ("diffllama", {}, "its layers do not attend one by one"),
+        ("diffllama", {}, "its layers do not call attention once each and in order"),
         ("bert", {}, "not causal"),
         ("vit", {}, "no causal language model of type `vit`"),
         (

@@ -101,7 +101,7 @@ class Client:
             self.model = (await self._http.get("/v1/models")).json()["data"][0]["id"]
             counted = (await self._http.post("/tokenize", json=letters)).json()["count"]
         except (httpx.HTTPError, ValueError, LookupError) as error:
-            what = f"`{self._http.base_url}` does not answer as a server of models does"
+            what = f"`{self._http.base_url}` does not answer"
             hint = "hint: start a server, and give its URL without /v1"
             raise TieredKVError(f"{what}: {error!r}\n{hint}") from None
         self._chars_a_token = CALIBRATION_CHARS / counted
