@@ -102,7 +102,7 @@ def _tokenizer_reason(folder: Path, error: Exception) -> str | None:
         except Exception as cause:  # tokenizers raises nothing narrower
             return f"`{file}` cannot be read: {_first_line(cause)}"
         if "auto_map" in table:
-            return f"`{file}` names code of its own (`auto_map`), which is never run"
+            return f"`{file}` names custom code (`auto_map`), which is never run"
     if not fast.is_file():
         way_out = "save it as tokenizer.json with `save_pretrained` of transformers"
         return f"`{folder}` has no tokenizer.json ({_first_line(error)}); {way_out}"
@@ -127,8 +127,9 @@ def _drawn_file(name: str) -> Path | None:
         path = Path(shape).expanduser()
         path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
-        known = f"known are {', '.join(sorted(file.stem for file in SHAPES.glob('*.json')))}"
-        raise refused(name, f"`{shape}` is neither a config.json nor a known shape; {known}")
+        known = ", ".join(sorted(file.stem for file in SHAPES.glob("*.json")))
+        what = f"`{shape}` is neither a config.json nor a known shape"
+        raise refused(name, f"{what}; known shapes are {known}")
     return path
 
 
@@ -156,7 +157,7 @@ def read_config(name: str, path: Path) -> PreTrainedConfig:
         what = (
             f"transformers {transformers_version} does not know models of type `{read.model_type}`"
         )
-        own = "the code that its `auto_map` names is never run"
+        own = "the custom code that its `auto_map` names is never run"
         raise refused(name, f"{what}, and {own}" if read.auto_map else what)
     with refusing(name, f"`{file}` cannot be used"):
         config: PreTrainedConfig = AutoConfig.from_pretrained(file, trust_remote_code=False)

@@ -377,7 +377,7 @@ class EngineCore:
         if num_lost and (store := self.tiers.store) is not None:
             why = store.trouble or store.stats().store_error or ", ".join(refusals)
             what = f"{num_lost} blocks that were promised to the disk are lost"
-            lost = BlocksLostError(f"{what}, as it could not store them: {why}")
+            lost = BlocksLostError(f"{what}, because storing failed: {why}")
         self.tiers.transfer.synchronize()
         self._stack.close()
         if lost is not None:

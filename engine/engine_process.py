@@ -123,7 +123,7 @@ class EngineProcess:
             if self._core is None:
                 os._exit(EXIT_START_FAILED)  # nothing has been promised yet
             if isinstance(error, StorageError):
-                logger.error("the server sent %s", error)
+                logger.error("the server sent invalid data: %s", error)
             self._post(Shutdown())
 
     def _post(self, message: ToEngine) -> None:

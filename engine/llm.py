@@ -136,9 +136,9 @@ class LLM:
         """
         core = self.core
         if to not in (Tier.HOST, Tier.DISK):
-            raise RequestError("`to` must be `host` or `disk`", param="to")
+            raise RequestError("`to` must be `host` or `disk`.", param="to")
         if to == Tier.DISK and core.tiers.store is None:
-            raise RequestError("There is no disk tier: `disk_dir` is not set", param="to")
+            raise RequestError("There is no disk tier, since `disk_dir` is not set.", param="to")
         return core.cache.demoter.flush(Tier(to), deadline=time.monotonic() + timeout_s)
 
     def tier_stats(self) -> dict[str, object]:
@@ -177,5 +177,5 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     if any(isinstance(item, int) for item in items):
-        raise RequestError("Prompts and token ids cannot be mixed", param="prompt")
+        raise RequestError("Prompts and token ids cannot be mixed in one list.", param="prompt")
     return items  # type: ignore[return-value]

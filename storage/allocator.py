@@ -210,7 +210,7 @@ class ExtentAllocator:
             return  # the lack is known already
         lack = lack_of_room(self.folder.path, code or errno.ENOSPC)
         if lack != self.lack:
-            logger.warning("%s; stored blocks stay, or give way to new ones", lack)
+            logger.warning("%s; stored blocks stay, or are evicted for new ones", lack)
         self.lack = lack
 
     @property
@@ -249,9 +249,9 @@ class ExtentAllocator:
         most = self.budget_bytes - self.overhead_bytes - self._headroom_bytes
         most = self.files.filesystem.fitting_bytes(most)
         if extent_bytes > most:
-            needs = f"a block needs {extent_bytes} bytes on disk, the budget of {self.budget_bytes}"
-            leaves = f"bytes leaves {max(most, 0)} beside the index; raise the disk size"
-            raise StoreFullError(f"{needs} {leaves}")
+            needs = f"a block needs {extent_bytes} bytes on disk, but the budget of"
+            leaves = f"leaves {max(most, 0)} beside the index; raise `disk_size`"
+            raise StoreFullError(f"{needs} {self.budget_bytes} bytes {leaves}")
 
     # --- lending ----------------------------------------------------------------------------
 
@@ -441,7 +441,7 @@ class ExtentAllocator:
         except OSError as error:
             if error.errno not in self._erase_errors:
                 self._erase_errors.add(error.errno)
-                text = "extents such as %s cannot be erased at the moment and will be later: %s"
+                text = "extents such as %s cannot be erased now, which is tried again later: %s"
                 logger.warning(text, first, error)
             return False
         return True

@@ -148,7 +148,8 @@ class StoreClient:
             self._undeleted |= dict.fromkeys(hashes, (_UNSENT, reason))
             if self._accepts and self._is_stuck:
                 assert self._worker is not None
-                logger.error("store worker %d takes no deletions and is killed", self._worker.pid)
+                text = "store worker %d does not accept deletions and is killed"
+                logger.error(text, self._worker.pid)
                 self._is_given_up = True
                 self._worker.kill()
             elif self._accepts:
@@ -202,7 +203,7 @@ class StoreClient:
         if self._thread.is_alive():
             with self._lock:
                 if self._worker is not None:
-                    logger.warning("store worker %d did not stop; killed", self._worker.pid)
+                    logger.warning("store worker %d did not stop and is killed", self._worker.pid)
                     self._worker.kill()
             self._thread.join(timeout_s or None)
         if self._thread.is_alive():
@@ -275,8 +276,8 @@ class StoreClient:
         try:
             self._keep_serving()
         except Exception as error:
-            logger.exception("the store client broke; the disk tier is off")
-            self._trouble = f"the store client broke: {error!r}"
+            logger.exception("the store client failed; the disk tier is off")
+            self._trouble = f"the store client failed: {error!r}"
             self._failure = self._failure or StorageError(self._trouble)
         finally:
             if self._folder_fd >= 0:
@@ -319,7 +320,8 @@ class StoreClient:
                 self._started.set()
             if served_s >= _HEALTHY_S:
                 backoff_s = self._options.backoff_s
-            logger.warning("store worker down (%s); next start in %.1f s", reason, backoff_s)
+            text = "the store worker is down (%s) and is started again in %.1f s"
+            logger.warning(text, reason, backoff_s)
             self._stop.wait(backoff_s)
             backoff_s = min(2 * backoff_s, self._options.max_backoff_s)
 
@@ -331,7 +333,7 @@ class StoreClient:
             self._index = "as_it_is"
         if end.is_damage and self._is_unproven:
             self._index = "as_it_is"
-            reason = f"the index was made again and failed again: {reason}"
+            reason = f"the index was rebuilt and is damaged again: {reason}"
         elif end.is_damage:
             self._index, self._is_unproven = "set_aside", True
         elif end.is_unexplained and self._index != "set_aside":
@@ -358,7 +360,7 @@ class StoreClient:
         except EOFError:
             pass
         except StorageError as error:
-            logger.error("store worker %d talks nonsense: %s", worker.pid, error)
+            logger.error("store worker %d sent invalid data and is killed: %s", worker.pid, error)
             worker.kill()
         finally:
             with self._lock:
@@ -424,7 +426,8 @@ class StoreClient:
         loan = self._loans.get(done.page_id)
         is_its = loan is not None and loan.block_hash == done.block_hash
         if not is_its or type(loan) is not type(done):
-            logger.error("completion of page %d, which is not on that loan", done.page_id)
+            text = "the store worker completed a load or store of page %d that nobody asked for"
+            logger.error(text, done.page_id)
             return False
         del self._loans[done.page_id]
         return True

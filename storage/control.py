@@ -130,7 +130,7 @@ class StoreControl:
                 with contextlib.suppress(*_GONE), _connect(folder_fd) as connection:
                     return (yield from self._converse(connection, call, progress))
                 if self._has_page:
-                    what = "went away in the middle of its answer, which ends here"
+                    what = "ended in the middle of its answer, so the answer is incomplete"
                     raise StoreUnreachableError(f"the store worker of `{self._path}` {what}")
                 if is_for_engine_too and has_engine(folder_fd):
                     continue
@@ -145,7 +145,8 @@ class StoreControl:
         finally:
             os.close(folder_fd)
         raise StoreUnreachableError(
-            f"`{self._path}` has a writer, but its socket `{SOCKET}` does not answer"
+            f"the store at `{self._path}` is in use, but its socket `{SOCKET}` does not answer\n"
+            "hint: the server may be starting or stopping; try again"
         )
 
     def _ask_own_worker(
@@ -197,8 +198,8 @@ class StoreControl:
             return {**body, "bad": bad, "by_reason": by_reason, "repaired": repaired}
         if refused is not None and not end.is_damage:
             raise refused
-        hint = "hint: `tieredkv verify` makes a damaged index again, as a server's start does"
-        why = f"the worker of `{self._path}` ended: {refused or end.text}"
+        hint = "hint: run `tieredkv verify`, which rebuilds a damaged index"
+        why = f"the store worker of `{self._path}` ended: {refused or end.text}"
         raise StorageError(f"{why}\n{hint}" if end.is_damage else why)
 
     def _last_words(self, worker: WorkerProcess) -> TieredKVError | None:
@@ -270,7 +271,8 @@ def _open_folder(path: str) -> int:
     try:
         return os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise StorageError(f"`{path}` is no store: {os.strerror(error.errno or 0)}") from error
+        what = f"there is no store at `{path}`: {os.strerror(error.errno or 0)}"
+        raise StorageError(what) from error
 
 
 def _connect(folder_fd: int) -> socket.socket:

@@ -76,7 +76,7 @@ class SegmentFiles:
             number, _, extent_bytes = stem.partition("-")
             is_so = suffix == "seg" and number.isdecimal() and extent_bytes.isdecimal()
             if not is_so or not int(extent_bytes) or int(extent_bytes) % PAGE_ALIGNMENT_BYTES:
-                raise StorageError(f"`{self.folder}/{name}` is no segment file; move it away")
+                raise StorageError(f"`{self.folder}/{name}` is not a segment file; move it away")
             found[int(number)] = (name, int(extent_bytes))
         return found
 
@@ -92,7 +92,8 @@ class SegmentFiles:
         fd = os.open(path, flags, 0o600)
         file = _File(path, fd, extent_bytes)
         if (owner := os.fstat(fd).st_uid) != os.geteuid():
-            raise StorageError(f"`{path}` belongs to uid {owner}, not to this process; `chown` it")
+            what = f"`{path}` belongs to uid {owner}, but this process runs as {os.geteuid()}"
+            raise StorageError(f"{what}; `chown` it")
         os.fchmod(fd, 0o600)
         self._files[segment] = file
         self.refresh(segment)
@@ -251,19 +252,22 @@ class SegmentFiles:
         else:
             raise corrupt(block_hash, "codec", f"codec {located.codec} is unknown")
         if located.extent.segment not in self._files:
-            raise corrupt(block_hash, "missing_segment", f"{located.extent} lies in no file")
+            what = f"the segment file of {located.extent} is missing"
+            raise corrupt(block_hash, "missing_segment", what)
         count = self._read(located.extent, buffers) - codec.header_bytes_for(located.codec)
         if count < size:
-            raise corrupt(block_hash, "truncated", f"{max(count, 0)} of {size} bytes are there")
+            what = f"only {max(count, 0)} of its {size} bytes are in the file"
+            raise corrupt(block_hash, "truncated", what)
         if not codec.is_header_of(codec.decode_header(header), located):
-            raise corrupt(block_hash, "header", "the extent header is another one's or damaged")
+            what = "the extent header is damaged or belongs to another block"
+            raise corrupt(block_hash, "header", what)
         if codec.payload_checksum(payload) != located.payload_checksum:
             raise corrupt(block_hash, "checksum", "the payload fails its checksum")
         if located.codec != codec.CODEC_RAW:
             with self.unpacking.timing(len(block)):
                 is_block = unpack(payload, located.codec, block)
             if not is_block:
-                raise corrupt(block_hash, "codec", "the payload is none of such a block")
+                raise corrupt(block_hash, "codec", "the payload cannot be decompressed")
 
     def header_at(self, extent: Extent) -> Located | None:
         """Return what an extent's header says of its block; None if there is no sound header."""
@@ -289,7 +293,7 @@ class SegmentFiles:
         with self._lock:
             self.bytes_written += count
         if buffers:
-            raise StorageError(errno.EIO, f"`{file.path}`: short write")
+            raise StorageError(errno.EIO, f"`{file.path}`: not all bytes could be written")
 
     def _set_aside(self, file: _File, offset: int, size: int) -> None:
         try:

@@ -109,7 +109,7 @@ def decode_segment(data: bytes) -> SegmentState:
     state = understand("segments", _decode_segment, data)
     is_so = state.extent_bytes > 0 and state.extent_bytes % PAGE_ALIGNMENT_BYTES == 0
     if not is_so or not 0 <= state.num_used <= state.num_extents:
-        raise CorruptIndexError(f"an entry of `segments` is damaged: it says {state}")
+        raise CorruptIndexError(f"an entry of `segments` is damaged: {state} is impossible")
     return state
 
 

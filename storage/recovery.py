@@ -54,7 +54,7 @@ def _settle_clock(index: Index, files: SegmentFiles, clock: Clock) -> int:
     if now >= mark - CLOCK_TOLERANCE_S:
         clock.advance_to(mark)
         return 0
-    text = "the clock is %.0f s behind the store's latest time: its %d blocks count as expired"
+    text = "the clock is %.0f s behind the store's latest time, so its %d blocks count as expired"
     logger.warning(text, mark - now, num_blocks)
     files.remove_all()  # before the index forgets them: the blocks in an unknown file are adopted
     with index.writing() as txn:
@@ -71,7 +71,7 @@ def settle_budget(folder: StoreFolder, budget_bytes: int | None) -> tuple[int, i
     """
     stored = folder.budget_bytes
     if budget_bytes is None and not stored:
-        what = f"`{folder.path}` has lost the text of its lock, and the budget with it"
+        what = f"the lock file of `{folder.path}` no longer tells the budget of the store"
         raise StorageError(f"{what}; start a server on it first")
     wanted = stored if budget_bytes is None else budget_bytes
     check_file_size(folder.path, min(wanted, largest_file_bytes(wanted)))
@@ -131,9 +131,9 @@ def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
         allocator.measure()
     others_bytes = allocator.overhead_bytes - allocator.index.file_bytes()
     if others_bytes > budget_bytes:
-        what = f"what lies beside the store's files in `{allocator.folder.path}`"
-        takes = f"takes {others_bytes} bytes of a budget of {budget_bytes}"
-        raise StoreFullError(f"{what} {takes}; make room there or raise the disk size")
+        what = f"the files beside the index and segments in `{allocator.folder.path}`"
+        takes = f"take {others_bytes} bytes of a budget of {budget_bytes}"
+        raise StoreFullError(f"{what} {takes}; remove foreign files or raise `disk_size`")
     while allocator.room_bytes < 0:
         is_bloated = 2 * allocator.index.used_bytes() < allocator.index.file_bytes()
         if not (is_bloated and compact()) and not allocator.give_way():
@@ -141,9 +141,9 @@ def reach_budget(allocator: ExtentAllocator, budget_bytes: int) -> None:
     if allocator.room_bytes < 0:
         compact()
     if allocator.occupied_bytes > allocator.budget_bytes:
-        where = f"the emptied store at `{allocator.index.path}`"
-        what = f"{where} occupies {allocator.occupied_bytes} bytes"
-        raise StoreFullError(f"{what} of a budget of {allocator.budget_bytes}; raise the disk size")
+        where = f"the store at `{allocator.index.path}` occupies {allocator.occupied_bytes} bytes"
+        what = f"{where} without any block, but its budget is {allocator.budget_bytes}"
+        raise StoreFullError(f"{what}; raise `disk_size`")
 
 
 def _open_segment(index: Index, files: SegmentFiles, segment: int, state: SegmentState) -> None:
@@ -153,7 +153,7 @@ def _open_segment(index: Index, files: SegmentFiles, segment: int, state: Segmen
             files.open(segment, state.extent_bytes)
         num_extents = files.size_bytes(segment) // state.extent_bytes
     except FileNotFoundError:
-        logger.warning("segment %d is missing: its blocks are misses", segment)
+        logger.warning("segment %d is missing, so its blocks are misses", segment)
         num_extents = 0
     if num_extents >= state.num_extents:
         return
@@ -233,7 +233,7 @@ def make_again(allocator: ExtentAllocator) -> None:
     # Erase them all now: a pending extent is reused as it is, without setting space aside for it.
     for _ in allocator.erasing():
         pass
-    logger.warning("index of `%s`: made again from its records", allocator.folder.path)
+    logger.warning("the index of `%s` was rebuilt from its records", allocator.folder.path)
 
 
 def _adopt_extents(allocator: ExtentAllocator, progress: OpeningProgress) -> None:
@@ -256,12 +256,14 @@ def _adopt_extents(allocator: ExtentAllocator, progress: OpeningProgress) -> Non
             progress(first, num_extents)
             if first % _REPORTED_EXTENTS == 0:
                 of = f"{first} of {num_extents}"
-                logger.warning("the index is made again from extent headers: %s extents read", of)
+                logger.warning(
+                    "the index is being rebuilt from extent headers: %s extents read", of
+                )
             first += len(batch)
             yield found, batch
 
     _fill_new_index(allocator, segments, headers())
-    logger.warning("the index was made again from extent headers")
+    logger.warning("the index was rebuilt from extent headers")
 
 
 def _extents_of(segments: Mapping[int, SegmentState]) -> Iterator[Extent]:

@@ -271,7 +271,8 @@ class StoreService:
             if _identity(task.located.record) == _identity(wanted):
                 self._readers.submit(self._move, task)
             else:  # this block must be dropped, or the right one could never take its place
-                task.error = corrupt(wanted.block_hash, "identity", "its record says otherwise")
+                what = "its record describes another block"
+                task.error = corrupt(wanted.block_hash, "identity", what)
                 self._end_read(task)
 
     def _end_read(self, task: ReadTask, reason: str = "") -> None:
@@ -578,8 +579,8 @@ class StoreService:
         except StorageError as error:
             task.error = error
         except Exception as error:
-            logger.exception("a payload's thread broke")
-            task.error = StorageError(f"a payload's thread broke: {error!r}")
+            logger.exception("a payload could not be moved")
+            task.error = StorageError(f"a payload could not be moved: {error!r}")
         if isinstance(task, ReadTask):
             self._front.hand(lambda: self._end_read(task))
         else:
@@ -595,7 +596,7 @@ class StoreService:
             raise error
         if cause not in self._reported:
             self._reported.add(cause)
-            logger.warning("%s: %s; further ones are counted only", cause, error)
+            logger.warning("%s: %s (further ones are only counted)", cause, error)
 
 
 def _identity(record: BlockRecord) -> tuple[bytes, bytes, int, int]:

@@ -105,7 +105,8 @@ class Verbs:
         """
         wanted, engine = call.wanted, dict[str, Any]()
         if wanted == EvictFilter(dry_run=wanted.dry_run):
-            raise ConfigError("nothing says which blocks to evict; all of them must be asked for")
+            criteria = "`ids`, `namespace_prefix`, `older_than_s` or `all`"
+            raise ConfigError(f"no criterion says which blocks to evict; give {criteria}")
         unknown_to_engine = set(wanted.ids)
         if not wanted.dry_run:  # which is about the disk's blocks; the engine is not disturbed
             engine = self._evict_from_ram(call, caller)

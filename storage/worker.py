@@ -86,11 +86,12 @@ def _tell(
         case OSError():
             code, error = code_if_known, StorageError(f"`{path}`: {described(error)}")
         case MemoryError():
-            code, error = code_if_known, StorageError(f"`{path}`: out of memory")
+            what = f"the store worker of `{path}` ran out of memory"
+            code, error = code_if_known, StorageError(what)
         case _:
             code = EXIT_UNEXPLAINED
-            logger.error("the store of `%s` broke", path, exc_info=error)
-            error = StoreFailedError(f"the store worker of `{path}` broke: {error!r}")
+            logger.error("the store worker of `%s` failed", path, exc_info=error)
+            error = StoreFailedError(f"the store worker of `{path}` failed: {error!r}")
     channel.send(refusal(error))
     return code
 
@@ -139,7 +140,7 @@ def set_aside_index(folder: StoreFolder) -> str:
         what = f"the damaged index of `{folder.path}` cannot be set aside: {error}"
         raise StorageError(what) from error
     what = f"the index of `{folder.path}` is damaged and was set aside as `{SET_ASIDE}`"
-    return f"{what}; it is made again from the extents"
+    return f"{what}; it is rebuilt from the extents"
 
 
 if __name__ == "__main__":

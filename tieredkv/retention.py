@@ -37,19 +37,19 @@ class RetentionPolicy:
     def __post_init__(self) -> None:
         name, idle, absolute = f"retention.{self.name}", self.idle_s, self.absolute_s
         if self.name in ALIASES:
-            other = f"`retention.{ALIASES[self.name]}`; write the latter"
-            raise ConfigError(f"`{name}` is another spelling of {other}")
+            other = f"retention.{ALIASES[self.name]}"
+            raise ConfigError(f"`{name}` is another spelling of `{other}`; write `{other}`")
         for field, value in (("idle", idle), ("absolute", absolute)):
             if not 0 < value < math.inf:
-                raise ConfigError(f"`{name}.{field}` = {value} must be above 0s and finite")
+                raise ConfigError(f"`{name}.{field}` = {value} must be above 0 s and finite")
         if idle > absolute:
             bound = f"`absolute` = {format_duration(absolute)}"
             raise ConfigError(f"`{name}.idle` = {format_duration(idle)} is longer than {bound}")
         if Tier.DEVICE not in self.tiers:
-            raise ConfigError(f"`{name}.tiers` must name `device`")
+            raise ConfigError(f"`{name}.tiers` must include `device`")
         if Tier.DISK in self.tiers and Tier.HOST not in self.tiers:
             why = "blocks reach the disk through host memory"
-            raise ConfigError(f"`{name}.tiers` names `disk` without `host`: {why}")
+            raise ConfigError(f"`{name}.tiers` includes `disk`, so it must include `host`: {why}")
 
     @property
     def may_use_disk(self) -> bool:

@@ -292,9 +292,9 @@ def test_a_damaged_index_is_made_again_and_costs_no_request(
     before = contents(store)
     exit_code, _, stderr = run("df", "--disk-dir", store)
     assert exit_code == 1
-    assert f"error: the worker of `{store}` ended" in stderr
-    assert "hint: `tieredkv verify` makes a damaged index again, as a server's start does" in stderr
-    scratch = {"lock", "index/lock.mdb"}  # the writer's process id, and LMDB's reader table
+    assert f"error: the store worker of `{store}` ended" in stderr
+    assert "hint: run `tieredkv verify`, which rebuilds a damaged index" in stderr
+    scratch = {"lock", "index/lock.mdb"}  # who writes, and LMDB's table of readers
     if damage is half:
         scratch.add("index/data.mdb")  # LMDB extends it to the length in its header
     # While the index is open its file is longer than its last page, so zeroes may follow.
@@ -341,7 +341,7 @@ def test_a_lost_index_is_made_again_from_the_extents(store: Path, generate: Run)
     assert exit_code == 0
     [output] = json.loads(stdout.splitlines()[-1])["outputs"]
     assert output["usage"]["cached_tokens_by_tier"]["disk"] == 192
-    assert "the index was made again from extent headers" in stderr
+    assert "the index was rebuilt from extent headers" in stderr
 
 
 def test_blocks_give_way_on_a_full_disk_and_every_request_is_served(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_bench_ttft_proves_every_hit_and_speaks_json_last(tmp_path: Path) -> Non
         (
             "--prefix-tokens",
             "16,99999999",
-            "does not fit 32768 tokens, the model's most; use 32696",
+            "exceeds the model's 32768 tokens; use a prefix of at most 32696 tokens",
         ),
     ],
 )
@@ -237,11 +237,11 @@ def test_bench_disk_reports_wrong_bytes_and_a_folder_in_memory(
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         report = disk.run(ignore_progress, folder=Path(folder), **options)
         assert not os.listdir(folder)
-    assert report["disk"]["counter"] == "none: no byte came from a disk"
+    assert report["disk"]["counter"] == "none, because no byte came from a disk"
     assert [row.get("amplification") for row in report["rows"]] == [None] * 4
     found = "; ".join(report["problems"])
-    assert "checksum, 1 blocks" in found
-    assert "load: the bytes differ, 2 blocks" in found
+    assert "checksum (1 blocks)" in found
+    assert "load: the bytes are not those that were stored (2 blocks)" in found
 
 
 def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
@@ -268,14 +268,14 @@ def test_ctrl_c_leaves_nothing_of_bench_disk_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        (["disk", "--dir", "/", "--block-bytes", "6000"], "is no multiple of 4 KiB"),
-        (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` is below"),
-        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "and needs 2000 TiB"),
+        (["disk", "--dir", "/", "--block-bytes", "6000"], "must be a multiple of 4 KiB"),
+        (["disk", "--dir", "/", "--disk-size", "1MiB"], "`disk_size` = `1MiB` must be at least"),
+        (["disk", "--dir", "/", "--disk-size", "1000TiB"], "but 2000 TiB are needed"),
         (["disk", "--dir", "/no/such/folder"], "does not exist"),
-        (["transfer", "--total", "1MiB"], "must hold two blocks"),
-        (["attention", "--cases", "8k+0"], "`8k+0` is no case"),
+        (["transfer", "--total", "1MiB"], "must hold at least two blocks"),
+        (["attention", "--cases", "8k+0"], "`8k+0` is not a case"),
         (["decode", "--model", "tiny-random", "--contexts", "1k"], "'1k' is not a valid integer"),
-        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is no workload"),
+        (["decode", "--model", "tiny-random", "--workloads", "8"], "`8` is not a workload"),
     ],
 )
 def test_a_bench_refuses_what_it_cannot_measure(

@@ -77,7 +77,7 @@ def test_a_changed_message_and_a_changed_time_near_the_top_are_named(server: Ser
     reason, at, detail = chat(system.replace("6f9619ff", "7a").replace("19:00", "20:13"), "hi")
     assert (reason, at) == ("never_seen", 16)
     assert detail == (
-        "message 0 changed: a request id, number or time near the top (segment 0, about token 0)"
+        "message 0 changed: an id, number or time near its start differs (segment 0, about token 0)"
     )
     assert chat(system, "hi", LONG, "go on")[0] == "never_seen", "it is new, and nothing else"
     *_, detail = chat(system, "hi", LONG, "go on")
@@ -159,7 +159,9 @@ def test_another_order_of_a_tools_keys_is_named_and_its_name_is_told(server: Ser
     assert answer["prompt_cache_diagnostics"]["reason"] == "tools_changed"
     *_, detail = miss_of(answer)
     assert detail is not None
-    assert detail.startswith("tool `weather` changed: another order of JSON keys (segment 0, ")
+    assert detail.startswith(
+        "tool `weather` changed: its JSON keys are in another order (segment 0, "
+    )
 
 
 def test_a_streamed_response_ends_with_its_diagnosis(server: Server) -> None:

@@ -262,7 +262,7 @@ def test_a_file_of_keys_says_what_each_may_do(tmp_path: Path) -> None:
         assert complete(server, "x", headers=alice).status_code == 401
         file.write_text("[carol]\n")
         server.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: "needs one of `key`" in server.log, "a bad file is not reported")
+        wait_until(lambda: "must have either `key`" in server.log, "a bad file is not reported")
         assert complete(server, "x", headers=carol).status_code == 200
         assert server.stop() == 0
         # The blocks kept `in_memory` are not on disk, though the server's default is `24h`.

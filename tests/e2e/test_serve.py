@@ -393,7 +393,7 @@ def test_a_dead_engine_ends_the_server_once_its_clients_were_told(
         asking.join()
         assert [(error.status_code, error.code) for error in told] == [(503, "engine_dead")]
         assert server.process.wait(HANG_S) == 1
-        assert "the engine has died: killed by SIGKILL" in server.log
+        assert "the engine has died (killed by SIGKILL)" in server.log
         assert "Traceback" not in server.log and "sk-" not in server.log
 
 

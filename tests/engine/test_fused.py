@@ -144,7 +144,7 @@ def test_other_families_run_as_before(
     with caplog.at_level("INFO"):
         loaded = load(**config)
     assert loaded.fused is None
-    assert "only llama, mistral, qwen2, qwen3 are fused" in caplog.text
+    assert "only models of type llama, mistral, qwen2, qwen3 are fused" in caplog.text
     ids = prompt(60)
     logits = run_paged(loaded, ids)
     expected = run_transformers(loaded.model, ids)
@@ -210,10 +210,10 @@ def mix_dtypes(model: Any) -> None:
             "`model.layers.2.mlp.down_proj.weight` is a `(64, 113)`, not a `(64, 112)`",
         ),
         (wrap_a_linear, "`model.layers.0.self_attn.o_proj` is a `Adapter`"),
-        (turn_fewer, "8 of 16 dimensions are rotated"),
+        (turn_fewer, "its rope rotates 8 of 16 dimensions"),
         (change_activation, "`model.layers.1.mlp.act_fn` is a `GELU`"),
         (add_a_layer, "`model.layers.3.self_attn.q_proj.weight` is a `(64, 64)`, not a `None`"),
-        (lengthen, "a table of 1073741824 positions is too large"),
+        (lengthen, "a rope table of 1073741824 positions is too large"),
         (mix_dtypes, "its parameters are of several dtypes"),
     ],
 )

@@ -127,8 +127,8 @@ def put_infinity(tensors: Tensors) -> None:
         (make_fp8, f"its weights are quantized, which is not supported yet: tensor `{UP}` is "),
         (make_int8, f"its weights are quantized, which is not supported yet: tensor `{UP}` is "),
         (drop, f"{NO_FIT}tensor `{UP}` is missing from its weight files"),
-        (narrow, f"{NO_FIT}tensor `{UP}` has the shape (90, 64), but (96, 64) by config.json"),
-        (call_one_twice, "not known by these names: tensor `norm.weight`"),
+        (narrow, f"{NO_FIT}tensor `{UP}` has the shape (90, 64), but config.json says (96, 64)"),
+        (call_one_twice, "the model knows tensor `norm.weight` by other names"),
         (put_nan, f"tensor `{UP}` holds NaN or infinity in float32"),
         (put_infinity, f"tensors `{UP}`, `model.norm.weight` hold NaN or infinity in float32"),
     ],
@@ -181,7 +181,7 @@ def test_a_tied_copy_is_accepted_if_it_is_equal(checkpoints: Any, tmp_path: Path
     assert torch.equal(model.lm_head.weight, tensors["model.embed_tokens.weight"])
     assert first.fingerprint != again.fingerprint
     write(folder, tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1})
-    expected = f"{NO_FIT}tensor `lm_head.weight` is by config.json equal to the input embeddings, "
+    expected = f"{NO_FIT}tensor `lm_head.weight` is tied to the input embeddings by config.json, "
     assert refusal(folder) == f"{expected}but stored with other values"
 
 
@@ -216,7 +216,7 @@ def test_experts_are_merged_and_an_expert_too_many_or_of_another_shape_is_refuse
     merged = load(experts).model.get_parameter("model.layers.0.mlp.experts.down_proj")
     assert torch.equal(merged[3], tensors[key(3, 2)])
     write(experts, tensors | {key(4, w): tensors[key(3, w)].clone() for w in (1, 2, 3)})
-    assert "has the shape (5, 64, 96), but (4, 64, 96) by config.json" in refusal(experts)
+    assert "has the shape (5, 64, 96), but config.json says (4, 64, 96)" in refusal(experts)
     write(experts, tensors | {key(3, 1): torch.ones(95, 64)})
     assert refusal(experts) == (
         "its weights do not fit its config: tensors that the model merges, such as those of its "
@@ -296,7 +296,7 @@ def test_files_that_change_while_they_are_loaded_are_refused(
         return model
 
     monkeypatch.setattr(loader, "load_weights", change_behind)
-    assert refusal(folder) == "its weight files changed while they were loaded"
+    assert refusal(folder) == "its weight files changed while they were loaded; load it again"
 
 
 def test_transformers_prints_no_report_of_its_own_and_keeps_its_settings(

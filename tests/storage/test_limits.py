@@ -38,7 +38,7 @@ def test_too_little_address_space_for_the_index_is_named(store: Path) -> None:
         1,
         [
             f"error: the index at `{store}/index` is mapped into 64 GiB of address space, "
-            "and the limit of address space (`ulimit -v`) is 20 GiB",
+            "but the limit of address space (`ulimit -v`) is 20 GiB",
             "hint: raise it to 128 GiB or `unlimited`; the map takes no memory",
         ],
     )
@@ -50,7 +50,7 @@ def test_too_small_files_are_named(store: Path) -> None:
         1,
         [
             f"error: the files of `{store}` may become as large as 4 MiB, "
-            "and the limit of the size of a file (`ulimit -f`) is 1 MiB",
+            "but the limit of the size of a file (`ulimit -f`) is 1 MiB",
             "hint: raise it, or set a smaller `disk_size`",
         ],
     )

@@ -191,7 +191,7 @@ def test_a_file_beside_the_store_that_takes_the_budget_empties_nothing(tmp_path:
     with blocks.open_store(path) as store:
         blocks.put(store, record)
     (path / "core").write_bytes(bytes(6 << 20))
-    with pytest.raises(StoreFullError, match="make room there or raise the disk size"):
+    with pytest.raises(StoreFullError, match="remove foreign files or raise"):
         blocks.open_store(path)
     (path / "core").unlink()
     with blocks.open_store(path) as store:
@@ -210,7 +210,7 @@ def test_a_link_in_the_way_of_a_new_index_is_refused(
 ) -> None:
     (tmp_path / "precious").mkdir()
     (stopped.folder / name).symlink_to(tmp_path / "precious")
-    with pytest.raises(StorageError, match="symbolic link or of a wrong kind; remove it"):
+    with pytest.raises(StorageError, match="must be a folder, and no symbolic link; remove it"):
         stopped.open()
     assert (tmp_path / "precious").exists()
 

@@ -261,7 +261,7 @@ def test_crashes_in_the_index_have_it_made_again_once_and_never_touch_a_segment(
     before = kept_files(stored.folder)
     flag.touch()
     client.delete(HASHES[:1], "test")
-    wait_until(lambda: "made again and failed again" in client.trouble)
+    wait_until(lambda: "rebuilt and is damaged again" in client.trouble)
     time.sleep(2.0)
     assert kept_files(stored.folder).keys() == before.keys()
     assert caplog.text.count("was set aside as") == 1

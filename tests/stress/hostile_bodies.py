@@ -438,7 +438,7 @@ async def drained(server: Server, model: str, names: list[str], size: int, clien
         await asyncio.sleep(0.5)
         begin = time.perf_counter()
         server.process.send_signal(signal.SIGTERM)
-        while "stopping: streams end" not in server.log:
+        while "stopping: open requests are ended" not in server.log:
             await asyncio.sleep(0.005)
         took = time.perf_counter() - begin
         await asyncio.gather(*tasks)

@@ -173,7 +173,7 @@ class Moving(Bench):
         """Cancel all requests and demote all blocks of the device tier."""
         self.settle()
         if not self.core.cache.demoter.flush(Tier.HOST, deadline=time.monotonic() + 60):
-            raise TieredKVError("Not everything could be demoted to host memory; see the log")
+            raise TieredKVError("not every block could be demoted to host memory; see the log")
 
     def have(self, ids: Sequence[str], count: int) -> bool:
         """Return whether each of these requests has more than `count` tokens."""

@@ -136,7 +136,7 @@ def test_the_log_says_once_which_field_has_no_effect(
         told = ask(Engine(0.0, answered), tokenization, "/v1/completions", body, num_times=2)
     assert told.status_code == 200
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"`{name}` of /v1/completions has no effect on this server"
+        f"the field `{name}` of /v1/completions has no effect on this server"
         for name in ("service_tier", "user")
     ]
 
@@ -284,7 +284,7 @@ def test_one_tenant_cannot_use_up_the_labels_of_metrics() -> None:
 @pytest.mark.parametrize("verb", ["ls", "verify"])
 def test_a_verb_for_the_disk_says_that_there_is_none(verb: str) -> None:
     engine: Any = Engine(0.0, answered)
-    with pytest.raises(RequestError, match=f"`{verb}` is for the disk tier") as caught:
+    with pytest.raises(RequestError, match=f"`{verb}` needs the disk tier") as caught:
         asyncio.run(carry_out(verb, {}, Settings(), engine))
     assert (caught.value.status, caught.value.code) == (409, "no_disk_tier")
     assert asyncio.run(carry_out("df", {}, Settings(), engine)) == {"writer_pid": None}

@@ -453,14 +453,14 @@ def block_in_use(pool: BlockPool) -> Block:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lose_a_user, "has 0 users and a wrong place"),
-        (gain_a_user, "has 1 users and a wrong place"),
-        (count_below_zero, "has -1 users and a wrong place"),
-        (lose_readiness, "evictable but was never filled"),
+        (lose_a_user, "has ref_count 0 and"),
+        (gain_a_user, "has ref_count 1 and"),
+        (count_below_zero, "has ref_count -1 and"),
+        (lose_readiness, "can be evicted, but was never filled"),
         (lose_a_hash, "in the wrong part of the free list"),
         (gain_another_hash, "not in the index under its hash"),
         (gain_a_hash_of_another, "not in the index under its hash"),
-        (lose_the_hash_of_a_used_block, "1 hashed blocks, 2 in the index"),
+        (lose_the_hash_of_a_used_block, "1 blocks have a hash, but 2 are in the index"),
     ],
 )
 def test_check_finds_what_is_broken(damage: Callable[[BlockPool], None], message: str) -> None:

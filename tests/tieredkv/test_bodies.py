@@ -28,11 +28,11 @@ def chat(*messages: object, is_strict: bool = False, **fields: Any) -> ChatReque
 @pytest.mark.parametrize(
     ("body", "what"),
     [
-        (b'{"a":[' + b"[],{}," * 40_000 + b"1]}", "80002 arrays and objects, .* more than 65536"),
-        (b'{"a":[' + b"1," * 300_000 + b"1]}", "300001 values, .* more than 262144"),
+        (b'{"a":[' + b"[],{}," * 40_000 + b"1]}", "80002 arrays and objects; at most 65536"),
+        (b'{"a":[' + b"1," * 300_000 + b"1]}", "300001 values; at most 262144"),
         (
             b"{" + b",".join(b'"%d":1' % i for i in range(140_000)) + b"}",
-            "140000 members of objects, .* more than 131072",
+            "140000 members of objects; at most 131072",
         ),
     ],
 )

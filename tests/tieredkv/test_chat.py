@@ -165,38 +165,38 @@ def test_only_the_last_marks_are_found_where_each_is_looked_for_alone(
 @pytest.mark.parametrize(
     ("template", "why"),
     [
-        ("{{ range(10 ** 9) | list }}", "breaks a limit of its sandbox: Range too big"),
-        ("{{ 'x' * 10 ** 12 }}", "breaks a limit of its sandbox: it makes a text or list longer"),
+        ("{{ range(10 ** 9) | list }}", "exceeds a limit of its sandbox: Range too big"),
+        ("{{ 'x' * 10 ** 12 }}", "exceeds a limit of its sandbox: it makes a text or list longer"),
         (
             "{{ 2 ** (messages | length * 100000) }}",
-            "breaks a limit of its sandbox: it makes a number that is too",
+            "exceeds a limit of its sandbox: it makes a number that is too",
         ),
-        ("{{ 1 // 0 }}", "breaks a limit of its sandbox"),
+        ("{{ 1 // 0 }}", "exceeds a limit of its sandbox"),
         (
             "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-            "breaks a limit of its sandbox: it takes more than 1000000 rounds of its loops",
+            "exceeds a limit of its sandbox: its loops take more than 1000000 rounds.",
         ),
         (
             "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
             "{{ f(60) }}",
-            "breaks a limit of its sandbox: it takes more than 1000000 rounds",
+            "exceeds a limit of its sandbox: its loops take more than 1000000 rounds",
         ),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "cannot render these messages"),
         (
             "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}"
             "{% endfor %}",
-            "breaks a limit of its sandbox: it makes a text or list longer",
+            "exceeds a limit of its sandbox: it makes a text or list longer",
         ),
         (
             "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}"
             "{% endfor %}",
-            "breaks a limit of its sandbox: it makes a text or list longer",
+            "exceeds a limit of its sandbox: it makes a text or list longer",
         ),
         (
             "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
-            "breaks a limit of its sandbox: it makes a text or list longer",
+            "exceeds a limit of its sandbox: it makes a text or list longer",
         ),
-        ("{{ ''.__class__.__mro__ }}", "breaks a limit of its sandbox"),
+        ("{{ ''.__class__.__mro__ }}", "exceeds a limit of its sandbox"),
         ("{% for %}", "cannot be used"),
     ],
 )

@@ -108,13 +108,13 @@ def test_help_loads_neither_torch_nor_the_server() -> None:
         (["nope"], "error: No such command 'nope'."),
         (["serve"], "error: Missing argument 'MODEL'."),
         (["df"], "error: Missing option '--disk-dir'."),
-        (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder."),
+        (["df", "--disk-dir", "/no/where"], "error: `/no/where` is not a folder; give the"),
         (["config", "show", "--port", "x"], "error: `port`: `x` is not a whole number"),
         (["serve", "tiny-random", "--restore", "x"], "error: Invalid value for '--restore'"),
         (["evict", "--disk-dir", "."], "error: Say what to evict: an ID, --ns, --older-than"),
         (
             ["evict", "--disk-dir", ".", "--all", "--ns", "a"],
-            "error: --all does not go together with another",
+            "error: --all cannot be combined with an ID",
         ),
         (["evict", "--disk-dir", ".", "--older-than", "soon"], "error: `soon` is not a duration"),
         (["bench", "ttft", "--model", "m", "--prefix-tokens", "a"], "error: Invalid value for"),
@@ -198,7 +198,7 @@ def test_doctor_fails_where_others_can_write(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     result = tieredkv("doctor", "--disk-dir", str(tmp_path))
     assert result.returncode == 1
-    assert "chmod 700" in result.stdout
+    assert "is writable by others; run `chmod go-w" in result.stdout
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +264,7 @@ def test_the_verbs_of_a_stopped_store_keep_their_contracts(stored: Path) -> None
     assert (planned["evicted_blocks"], planned["dry_run"]) == (20, True)
     refused = tieredkv("evict", "--disk-dir", str(stored), "--all")
     assert refused.returncode == 2
-    assert refused.stderr.startswith("error: Nobody is there to confirm; give -y.")
+    assert refused.stderr.startswith("error: There is no terminal to confirm on; give -y")
     unknown = tieredkv("evict", "--disk-dir", str(stored), "abcdef", "-y")
     assert unknown.returncode == 1
     assert "no chain has the id `abcdef`" in unknown.stderr

@@ -10,8 +10,8 @@ from tieredkv.types import Tier
 
 LONG = "A prefix that is worth to be kept. " * 20
 TODAY = "Today is 2026-11-20. "
-PASSING = "a request id, number or time near the top"
-NEAR_TOP = "something near the top, and nothing behind it"
+PASSING = "an id, number or time near its start differs"
+NEAR_TOP = "only something near its start differs"
 
 
 def seen(system: str, description: str | None = None, num_tokens: int = 100) -> Seen:

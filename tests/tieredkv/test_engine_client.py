@@ -45,7 +45,7 @@ def test_a_stopped_engine_is_told_of_and_so_is_that_it_goes_on(
             assert engine.trouble is None
             os.kill(engine.pid, signal.SIGSTOP)
             await until(lambda: engine.trouble is not None)
-            told = "said nothing for 3 s; its process is stopped by a signal"
+            told = "not reported for 3 s; its process is stopped by a signal"
             assert told in str(engine.trouble)
             os.kill(engine.pid, signal.SIGCONT)
             await until(lambda: engine.trouble is None)

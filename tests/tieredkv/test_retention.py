@@ -200,9 +200,9 @@ def test_an_idle_limit_beyond_the_absolute_one_is_refused() -> None:
 @pytest.mark.parametrize(
     ("tiers", "message"),
     [
-        (frozenset[Tier](), "must name `device`"),
-        (frozenset({Tier.HOST, Tier.DISK}), "must name `device`"),
-        (frozenset({Tier.DEVICE, Tier.DISK}), "names `disk` without `host`"),
+        (frozenset[Tier](), "must include `device`"),
+        (frozenset({Tier.HOST, Tier.DISK}), "must include `device`"),
+        (frozenset({Tier.DEVICE, Tier.DISK}), "includes `disk`, so it must include `host`"),
     ],
 )
 def test_tiers_that_blocks_cannot_pass_through_are_refused(

@@ -703,7 +703,7 @@ def test_a_taken_port_is_named_before_anything_is_loaded() -> None:
     with bind(Settings(port=0), allows_open_access=False) as taken:
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"Cannot listen on 127\.0\.0\.1:{port}: Address"):
+        with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: Address"):
             bind(Settings(port=port), allows_open_access=False)
 
 

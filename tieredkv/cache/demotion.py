@@ -287,9 +287,11 @@ class Demoter:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         for block_hash, write in self._writing.items():
             if write.page.pin_count < 1:
-                raise IntegrityError(f"page of {block_hash.hex()[:12]} is written but not pinned")
+                what = f"the page of {block_hash.hex()[:12]} is being written"
+                raise IntegrityError(f"{what}, but it is not pinned")
         if len(self._writing) > self._write_cap:
-            raise IntegrityError(f"{len(self._writing)} pages being written, cap {self._write_cap}")
+            what = f"{len(self._writing)} pages are being written"
+            raise IntegrityError(f"{what}, but at most {self._write_cap} may be")
 
     def _is_owed_to_host(self, block_hash: BlockHash) -> bool:
         """Return whether VRAM has the block and its eviction there would lose it."""

@@ -225,14 +225,16 @@ class Promoter:
         """Raise IntegrityError if an invariant of the class docstring is broken."""
         waiting = [block for read in self._reads.values() for block in read.waiting]
         if set(waiting) != self._waiting.keys():
-            raise IntegrityError("a block waits for a read that does not know of it")
+            raise IntegrityError("a block waits for a read that does not list it")
         if len(set(waiting)) < len(waiting) or not all(block.is_loading for block in waiting):
-            raise IntegrityError("a block waits twice, or for nothing")
+            raise IntegrityError("a block waits for two reads, or is not marked as loading")
         pages = [read.page for read in self._reads.values() if read.page]
         if any(page.ref_count < 1 for page in pages):
-            raise IntegrityError("a page is read into but not held")
+            raise IntegrityError("a page is the target of a read, but is not held for it")
         if len(pages) > self._inbound_cap or len(pages) + len(self._to_read) != len(self._reads):
-            raise IntegrityError(f"{len(pages)} pages read, cap {self._inbound_cap}")
+            what = f"{len(pages)} of {len(self._reads)} reads have a page"
+            waiting_for = f"{len(self._to_read)} wait for one"
+            raise IntegrityError(f"{what}, at most {self._inbound_cap} may, and {waiting_for}")
 
     def _num_inbound(self) -> int:
         return len(self._reads) - len(self._to_read) + self._num_copying

@@ -49,7 +49,7 @@ def serve(loaded: LoadedSettings, log_level: str, as_json: bool, **options: Any)
         raise usage_error("Missing argument 'MODEL'.")
     set_up_logging(log_level)
     if loaded.settings.clock_offset_file:
-        turned = f"the clock is turned by `{loaded.settings.clock_offset_file}`, for tests only"
+        turned = f"`{loaded.settings.clock_offset_file}` shifts the clock, which is for tests only"
         click.echo(f"WARNING: {CLOCK_OFFSET_VARIABLE} is set: {turned}", err=True)
     gc.disable()  # what is imported stays, and is never looked through for garbage
     from tieredkv.engine.engine_messages import EngineInfo
@@ -140,4 +140,4 @@ def _print_answers(answers: "Sequence[Answer]", model: str | None, *, as_json: b
     for output in outputs:
         click.echo(output["text"])
         told = as_text(output["usage"])
-        click.echo(f"[{told}, first after {output['ttft_ms']:.0f} ms]", err=True)
+        click.echo(f"[{told}, first token after {output['ttft_ms']:.0f} ms]", err=True)

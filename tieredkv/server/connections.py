@@ -83,7 +83,7 @@ class Connections:
             now = time.monotonic()
             if now - self._warned_at >= WARNING_INTERVAL_S:
                 self._warned_at = now
-                text = "%d connections are open: each new one closes the longest idle one"
+                text = "%d connections are open; each new one closes the one that is idle longest"
                 logger.warning(text, self._max_open)
             self.remove(longest := next(iter(self._waiting)))
             longest.transport.abort()
@@ -150,7 +150,7 @@ class TimedConnection(H11Protocol):
         if self.conn.their_state is not h11.IDLE:
             self._cancel("headers")
             if self._num_received - len(self.cycle.body) > MAX_FRAMING_BYTES:
-                self._refuse(400, "The chunks of the request body are too small")
+                self._refuse(400, "The chunks of the request body are too small.")
         elif "headers" not in self._timers:
             self._abort_in("headers", HEADERS_TIMEOUT_S)
 
@@ -176,7 +176,7 @@ class TimedConnection(H11Protocol):
         """Refuse what is not HTTP, with the status that the parser names."""
         status = getattr(sys.exception(), "error_status_hint", 400)
         if status == 431:
-            msg = "The headers are longer than the server accepts"
+            msg = "The headers are longer than the server accepts."
         self._refuse(status, msg)
 
     def shutdown(self) -> None:
@@ -184,7 +184,7 @@ class TimedConnection(H11Protocol):
         if self.cycle is None or self.cycle.response_complete:
             self.transport.close()
         elif self.cycle.more_body:
-            self._refuse(503, "The server is shutting down")
+            self._refuse(503, "The server is shutting down.")
         else:
             self.cycle.keep_alive = False
 
